@@ -1,0 +1,149 @@
+"""Questions with a checkable answer from any JSON-lines file (GSM8K, MATH, your own), graded by rule.
+
+One object a line: the question under `question`, `problem` or `prompt`, the answer under `answer` or `solution`: the
+result, or a solution that ends in GSM8K's `#### 72`, `\\boxed{72}` or `<answer>72</answer>`. A broken line raises a
+ValueError of one sentence. What a model writes is compared, never executed. No dependencies, importable alone.
+"""
+
+import hashlib
+import json
+import random
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+# 72 | 1,000 | .5 | 1.5e-3, ASCII digits only; the exponent has at most two digits because 10**(10**9) would not return
+DIGITS = r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?(?:e[-+]?[0-9]{1,2})?|\.[0-9]+)"
+NUMBER = re.compile(rf"\$?([-+]?) ?\$?{DIGITS}(?: ?/ ?{DIGITS})? ?%?")
+LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]+)\}\{([0-9.,]+)\}")
+
+
+@dataclass(frozen=True)
+class Problem:
+    question: str
+    answer: str  # the final answer alone
+
+
+def extract_answer(text: str) -> str | None:
+    """The last <answer> </answer> block, else the last \\boxed{ }, else the line after the last ####, else None."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    if end >= 0 and start >= 0:
+        return text[start + len("<answer>") : end].strip()
+    if (start := text.rfind("\\boxed{")) >= 0:
+        start, depth = start + len("\\boxed{"), 1
+        for brace in re.compile("[{}]").finditer(text, start):
+            depth += 1 if brace.group() == "{" else -1
+            if depth == 0:
+                return text[start : brace.start()].strip()
+    _, mark, rest = text.rpartition("####")
+    return rest.strip().split("\n", 1)[0].strip() if mark else None
+
+
+def canonical(text: str) -> Fraction | str:
+    """The exact value if the text is one number, else the text in lower case with single spaces.
+
+    `1,000`, `$72`, `3/4`, `\\frac{3}{4}`, `0.5`, `-2.` and `1e3` are numbers. Dollar and percent signs are dropped:
+    `50%` equals 50, not 1/2, because data sets that ask "what percent" store 50. Other units stay: `5 km` is text.
+    """
+    text = " ".join(text.lower().replace("\u2212", "-").replace("\\$", "$").replace("\\%", "%").split()).rstrip(" .")
+    if len(text) > 1 and text[0] == text[-1] == "$":  # LaTeX mathematics
+        text = text[1:-1].strip(" .")
+    match = NUMBER.fullmatch(LATEX_FRACTION.sub(r"\1/\2", text[:100]))
+    if len(text) > 100 or not match:  # no number is that long: hostile digits stay cheap
+        return text
+    sign, top, bottom = match.groups(default="1")
+    top, bottom = Fraction(top.replace(",", "")), Fraction(bottom.replace(",", ""))
+    return text if bottom == 0 else (-top if sign == "-" else top) / bottom
+
+
+def correctness(problem: Problem, completion: str) -> float:
+    """1.0 if the completion's final answer equals the problem's, as a number or as text, else 0.0."""
+    return float(canonical(extract_answer(completion) or "") == canonical(problem.answer))
+
+
+def format(problem: Problem, completion: str) -> float:
+    """1.0 if the completion ends with its only <answer> </answer> pair and this holds some text."""
+    once = completion.count("<answer>") == completion.count("</answer>") == 1
+    return float(once and completion.rstrip().endswith("</answer>") and bool(extract_answer(completion)))
+
+
+def length(problem: Problem, completion: str, limit: int = 1000) -> float:
+    """1.0 if the text before the answer has at most `limit` characters (about 250 tokens), else 0.0."""
+    return float(len(completion.split("<answer>", 1)[0].strip()) <= limit)
+
+
+def read_line(raw: bytes, where: str) -> Problem:
+    """One line of the file as a problem; a ValueError of one sentence if it is broken."""
+
+    def check(condition: bool, found: str, expected: str):
+        if not condition:
+            raise ValueError(f"{where}: found {found}, expected {expected}")
+
+    try:
+        row, error = json.loads(raw.decode("utf-8-sig"), parse_float=Decimal), None  # Decimal keeps 0.10 as written
+    except (ValueError, RecursionError) as raised:
+        row, error = None, raised
+    check(not isinstance(error, UnicodeDecodeError), "bytes that are not UTF-8", "UTF-8 text")
+    check(error is None, "text that is not valid JSON", "one JSON object")
+    check(isinstance(row, dict), f"JSON of type {type(row).__name__}", "an object with a question and an answer")
+    texts = []
+    for keys, types in ((("question", "problem", "prompt"), (str,)), (("answer", "solution"), (str, int, Decimal))):
+        key = next((key for key in keys if key in row), None)
+        check(key is not None, f"no {keys[0]}", f"a key {' or '.join(keys)}")
+        kind = type(row[key])  # not isinstance: True would pass for an int
+        check(kind in types, f"{key} of type {kind.__name__}", "a string or a number" if int in types else "a string")
+        gold = extract_answer(str(row[key])) if int in types else None
+        texts.append(str(row[key]).strip() if gold is None else gold)
+        check(canonical(texts[-1]) != "", f"an empty {key}", "some text")
+        half = re.search("[\ud800-\udfff]", texts[-1])  # legal JSON, but no tokenizer takes it
+        check(not half, f"half a surrogate pair in {key}", "whole characters")
+    return Problem(*texts)
+
+
+class MathJsonl:
+    """The task of one file, with the interface of `Countdown`. A hash of the question decides its side, training or
+    evaluation: no seed and no order of lines changes the split, and copies of a question fall on the same side."""
+
+    def __init__(self, path: str, evaluation_share: float = 1 / 16):
+        if not 0 < evaluation_share < 1:
+            raise ValueError(f"evaluation_share is {evaluation_share}, expected a number between 0 and 1")
+        try:
+            with open(path, "rb") as file:
+                rows = [read_line(raw, f"{path}, line {i}") for i, raw in enumerate(file, 1) if raw.strip()]
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror}), expected a JSON-lines file") from None
+        by_hash = {}  # in [0, 1): the rows that share a question
+        for row in rows:
+            digest = hashlib.sha256(" ".join(row.question.lower().split()).encode()).digest()
+            by_hash.setdefault(int.from_bytes(digest[:8], "big") / 2**64, []).append(row)
+        if len(by_hash) < 2:
+            raise ValueError(f"{path}: found {len(by_hash)} different questions, expected at least 2")
+        ranked = sorted(by_hash)
+        cut = min(max(sum(value < evaluation_share for value in ranked), 1), len(ranked) - 1)  # neither side is empty
+        self.evaluation_rows = [by_hash[value][0] for value in ranked[:cut]]
+        self.train_rows = [row for value in ranked[cut:] for row in by_hash[value]]
+        self.reward_functions = {"correctness": correctness, "format": format, "length": length}
+        self._order_of, self._order = None, []
+
+    def sample(self, generator: random.Random, held_out: bool = False) -> Problem:
+        """A random row of the training side, or of the evaluation side."""
+        return generator.choice(self.evaluation_rows if held_out else self.train_rows)
+
+    def train_problem(self, index: int, seed: int) -> Problem:
+        """Row `index` of endless epochs, each a permutation fixed by `seed`: same on all ranks and after a resume."""
+        epoch, position = divmod(index, len(self.train_rows))
+        if self._order_of != (seed, epoch):
+            self._order_of, self._order = (seed, epoch), list(self.train_rows)
+            random.Random(f"train {seed} {epoch}").shuffle(self._order)
+        return self._order[position]
+
+    def evaluation_problems(self, count: int) -> list[Problem]:
+        """The first `count` held-out questions in a fixed order, or all when the file has fewer."""
+        return self.evaluation_rows[:count]
+
+    def prompt(self, problem: Problem) -> list[dict]:
+        """Chat messages that ask for reasoning and a tagged final answer."""
+        text = f"{problem.question}\nReason step by step, then give the final answer inside <answer> </answer>."
+        return [{"role": "user", "content": text}]

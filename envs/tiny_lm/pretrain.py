@@ -1,0 +1,204 @@
+"""Build the tiny base model of a text environment: tokenizer, Qwen3-architecture weights, README, all from a seed.
+
+    python envs/tiny_lm/pretrain.py --env countdown        # 2 CPU cores, about 10 minutes
+
+A base model imitates its environment's imperfect demonstrations: well-formed most of the time, right sometimes. It is
+stored in Hugging Face format, so that scripts load it like any other model. A new environment is one entry in
+ENVIRONMENTS: a function that draws one (messages, completion) pair from a `random.Random`, covering every role.
+"""
+
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers
+import tyro
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from envs.countdown import Countdown
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+# --- Environments: one demonstration as (chat messages, completion) ----------------------------------------------
+
+
+def countdown_demonstration(generator: random.Random) -> tuple[list[dict], str]:
+    """70 % solver, 15 % verifier, 15 % solver who sees a rejected attempt; one problem in ten has four numbers."""
+    task = Countdown(num_numbers=4 if generator.random() < 0.1 else 3)
+    problem, role = task.sample(generator), generator.random()
+    if role < 0.7:
+        return task.prompt(problem), task.demonstration(problem, generator)
+    attempt = task.demonstration(problem, generator)
+    if generator.random() < 0.3:  # approvals would be rare otherwise
+        attempt = max((task.demonstration(problem, generator) for _ in range(8)), key=lambda text: " yes" in text)
+    check = task.verifier_demonstration(problem, attempt, generator)
+    if role < 0.85:
+        return task.prompt(problem, "verifier", (("Solver", attempt),)), check
+    return task.prompt(problem, "solver", (("Solver", attempt), ("Verifier", check))), task.demonstration(problem, generator)
+
+
+@dataclass(frozen=True)
+class Environment:
+    demonstration: Callable[[random.Random], tuple[list[dict], str]]
+    added_tokens: tuple[str, ...]  # tags that are one token each
+    isolated: str  # regular expression of what is never merged with its neighbours (digits stay single)
+
+
+ENVIRONMENTS = {
+    "countdown": Environment(
+        countdown_demonstration,
+        ("<answer>", "</answer>", "<verdict>", "</verdict>"),
+        r"[0-9]|[-+*/()=]|\n",
+    ),
+}
+
+
+@dataclass
+class Args:
+    env: str = "countdown"
+    """environment, a key of ENVIRONMENTS"""
+    output_dir: str | None = None
+    """folder of the model; default envs/tiny_lm/<env>"""
+    seed: int = 1
+    """seed of demonstrations, weights and order"""
+    steps: int = 5000
+    """optimizer steps"""
+    batch_size: int = 64
+    """demonstrations a step"""
+    learning_rate: float = 2e-3
+    """peak of the cosine schedule, after 100 warm-up steps"""
+    vocab_size: int = 512
+    """tokens: 256 bytes, special tokens and tags, the rest byte-pair merges"""
+    hidden_size: int = 128
+    """model width"""
+    num_layers: int = 4
+    """transformer blocks"""
+    compile: bool = True
+    """compile the model body (needs a C++ compiler; twice as fast, 45 s to start)"""
+
+
+# --- Tokenizer and model ------------------------------------------------------------------------------------------
+
+
+def build_tokenizer(args: Args) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: any text can be encoded, digits are single, and phrases that every prompt repeats are one token."""
+    environment, generator = ENVIRONMENTS[args.env], random.Random(f"tokenizer {args.seed}")
+    demonstrations = [environment.demonstration(generator) for _ in range(2000)]
+    corpus = [text for messages, completion in demonstrations for text in (messages[-1]["content"], completion)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(environment.isolated), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    tags = [AddedToken(tag, special=False, normalized=False) for tag in environment.added_tokens]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(tags)
+    trainer = trainers.BpeTrainer(
+        vocab_size=args.vocab_size - len(tags),
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.add_tokens(tags)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_model(args: Args, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    torch.manual_seed(args.seed)
+    config = Qwen3Config(
+        vocab_size=max(len(tokenizer), args.vocab_size),
+        hidden_size=args.hidden_size,
+        intermediate_size=3 * args.hidden_size,
+        num_hidden_layers=args.num_layers,
+        num_attention_heads=args.hidden_size // 32,
+        num_key_value_heads=args.hidden_size // 64,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+# --- Training -----------------------------------------------------------------------------------------------------
+
+
+def draw_rows(args: Args, tokenizer, generator: random.Random, count: int) -> list[tuple[list[int], list[int]]]:
+    """`count` demonstrations as (prompt ids, completion ids with EOS), sorted by length."""
+    pairs = [ENVIRONMENTS[args.env].demonstration(generator) for _ in range(count)]
+    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat, _ in pairs]
+    prompts = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    completions = tokenizer([completion for _, completion in pairs], add_special_tokens=False)["input_ids"]
+    rows = [(prompt, completion + [tokenizer.eos_token_id]) for prompt, completion in zip(prompts, completions)]
+    return sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
+
+
+def make_batch(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded ids (B,S) and labels (B,S); -100 where nothing is learned (prompt and padding)."""
+    size = max(len(prompt) + len(completion) for prompt, completion in rows)
+    ids, labels = torch.zeros(len(rows), size, dtype=torch.long), torch.full((len(rows), size), -100)
+    for row, (prompt, completion) in enumerate(rows):
+        ids[row, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
+        labels[row, len(prompt) : len(prompt) + len(completion)] = torch.tensor(completion)
+    return ids, labels
+
+
+def train(args: Args) -> None:
+    if args.env not in ENVIRONMENTS:
+        raise SystemExit(f"error: --env {args.env}: unknown environment, expected one of {', '.join(ENVIRONMENTS)}")
+    output_dir = args.output_dir or os.path.join(os.path.dirname(os.path.abspath(__file__)), args.env)
+    tokenizer = build_tokenizer(args)
+    model = build_model(args, tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01, fused=True)
+    body = torch.compile(model.model, dynamic=True) if args.compile else model.model
+    generator, start, pool = random.Random(f"demonstrations {args.seed}"), time.perf_counter(), []
+    for step in range(args.steps):
+        if not pool:  # 32 batches at a time, sorted by length, so that little is padded
+            rows = draw_rows(args, tokenizer, generator, count=32 * args.batch_size)
+            pool = [rows[i : i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
+            generator.shuffle(pool)
+        ids, labels = make_batch(pool.pop())
+        warm, progress = min(1.0, (step + 1) / 100), step / args.steps
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+        hidden = body(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]  # (B,S-1,H)
+        targets = labels[:, 1:]  # (B,S-1)
+        logits = model.lm_head(hidden[targets != -100])  # (tokens,V)
+        loss = torch.nn.functional.cross_entropy(logits, targets[targets != -100])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 100 == 0:
+            minutes = (time.perf_counter() - start) / 60
+            print(f"step {step + 1}/{args.steps}  loss {loss.item():.4f}  {minutes:.1f} min", flush=True)
+    model.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    minutes = (time.perf_counter() - start) / 60
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"{output_dir}: {parameters:,} parameters, {args.steps * args.batch_size:,} demonstrations, {minutes:.1f} minutes")
+    print(f"seed {args.seed}, {versions}, {torch.get_num_threads()} threads")
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args))

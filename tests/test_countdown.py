@@ -1,0 +1,254 @@
+"""Countdown: the grader against hand-made cases, an oracle and hostile text; the held-out split; the demonstrations."""
+
+import random
+import re
+import time
+from fractions import Fraction
+
+import pytest
+
+from envs import countdown
+from envs.countdown import Countdown, Problem
+
+EIGHTS = Problem((8, 3, 8, 3), 24)
+
+
+def key(problem: Problem) -> tuple:
+    """Two problems with the same numbers in another order are the same problem."""
+    return tuple(sorted(problem.numbers)), problem.target
+
+
+# --- Grading -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "problem, completion, correct, well_formed",
+    [
+        (EIGHTS, "<answer>8/(3-8/3)</answer>", 1, 1),  # only exact rationals get this: 3-8/3 is 1/3
+        (EIGHTS, "<answer> 8 / ( 3 - 8 / 3 ) </answer>\n", 1, 1),
+        (EIGHTS, "3*8=24 yes\n<answer>8*3*(8-7)</answer>", 0, 1),  # a number that was not given
+        (EIGHTS, "<answer>8*3</answer>", 0, 1),  # two numbers unused
+        (EIGHTS, "<answer>8*3+8-8+3-3</answer>", 0, 1),  # numbers used twice
+        (EIGHTS, "<answer>8+3+8+3</answer>", 0, 1),  # wrong value
+        (EIGHTS, "8/(3-8/3)", 0, 0),  # no tags
+        (EIGHTS, "<answer>8/(3-8/3)", 0, 0),
+        (EIGHTS, "8/(3-8/3)</answer>", 0, 0),
+        (EIGHTS, "</answer>8/(3-8/3)<answer>", 0, 0),
+        (EIGHTS, "<answer></answer>", 0, 0),
+        (EIGHTS, "", 0, 0),
+        (
+            EIGHTS,
+            "<answer>8+3</answer><answer>8/(3-8/3)</answer>",
+            1,
+            0,
+        ),  # the last answer counts
+        (EIGHTS, "<answer>8/(3-8/3)</answer><answer>8+3</answer>", 0, 0),
+        (EIGHTS, "<answer>8/(3-8/3)</answer> is my answer", 1, 0),  # trailing text
+        (EIGHTS, "<answer>8/(3-8/3)=24</answer>", 0, 0),  # an equation is no expression
+        (EIGHTS, "<answer>24</answer>", 0, 1),
+        (EIGHTS, "<answer>8/(3-8/3)#</answer>", 0, 0),
+        (EIGHTS, "<ANSWER>8/(3-8/3)</ANSWER>", 0, 0),
+        (Problem((2, 3, 5), 1), "<answer>2*3-5</answer>", 1, 1),
+        (Problem((2, 3, 5), 1), "<answer>-5+2*3</answer>", 1, 1),  # a sign is not a number
+        (Problem((2, 3, 5), 1), "<answer>3*2-05</answer>", 1, 1),  # 05 is 5
+        (Problem((2, 2, 5), 9), "<answer>2*2+5</answer>", 1, 1),  # given twice, used twice
+        (Problem((2, 2, 5), 7), "<answer>2+5</answer>", 0, 1),  # given twice, used once
+        (Problem((1, 2, 3), 0), "<answer>3-2-1</answer>", 1, 1),  # from left to right
+        (Problem((8, 4, 2), 1), "<answer>8/4/2</answer>", 1, 1),
+        (Problem((1, 2, 3), 1), "<answer>3/(2-1-1)</answer>", 0, 0),  # division by zero
+        (Problem((7, 3), 2), "<answer>7/3</answer>", 0, 1),  # nothing is rounded
+        (Problem((2, 3), 8), "<answer>2**3</answer>", 0, 0),
+        (Problem((7, 2), 3), "<answer>7//2</answer>", 0, 0),
+        (Problem((1, 2), 3), "<answer>1.0+2</answer>", 0, 0),
+        (Problem((1, 2), 3), "<answer>\u0661+\u0662</answer>", 0, 0),  # digits of another script
+        (Problem((1, 2), 2), "<answer>(1)(2)</answer>", 0, 0),
+        (Problem((1, 2), 3), "<answer>(1+2</answer>", 0, 0),
+        (Problem((1, 2), 3), "<answer>1+2)</answer>", 0, 0),
+    ],
+)
+def test_grades(problem, completion, correct, well_formed):
+    assert countdown.correctness(problem, completion) == correct
+    assert countdown.format(problem, completion) == well_formed
+
+
+def test_length_counts_only_the_text_before_the_answer():
+    assert countdown.length(EIGHTS, "8+3=11 no\n<answer>" + "8" * 200 + "</answer>") == 1
+    assert countdown.length(EIGHTS, "8+3+8+3=22 no\n" * 10 + "<answer>8</answer>") == 0
+
+
+def test_verdict():
+    approve, reject = "<verdict>approve</verdict>", "<verdict>reject</verdict>"
+    assert countdown.verdict(f"1+2=3 yes\n{approve}") is True
+    assert countdown.verdict(f"{approve} no: {reject}") is False  # the last one counts
+    assert countdown.verdict(f"{reject}{approve}") is True
+    assert countdown.verdict("approve") is None
+
+
+def test_caps_on_length_and_depth():
+    assert countdown.evaluate_expression("(" * 8 + "1" + ")" * 8) == (1, [1])
+    assert countdown.evaluate_expression("--1")[0] == 1
+    for text in ("(" * 40 + "1" + ")" * 40, "-" * 40 + "1", "1+" * 60 + "1", "9" * 200):
+        with pytest.raises(ValueError):
+            countdown.evaluate_expression(text)
+
+
+def oracle(text: str) -> Fraction:
+    """Python's own arithmetic on exact rationals. Only here: the strings are ours."""
+    return eval(re.sub("([0-9]+)", r"Fraction('\1')", text), {"Fraction": Fraction})
+
+
+def random_text(generator: random.Random, depth: int) -> str:
+    """A valid expression with signs, spaces and redundant parentheses."""
+    if depth == 0 or generator.random() < 0.2:
+        return str(generator.randint(0, 20))
+    space = generator.choice(["", "", " "])
+    left, right = random_text(generator, depth - 1), random_text(generator, depth - 1)
+    text = f"{left}{space}{generator.choice('+-*/')}{space}{right}"
+    return generator.choice([text, f"({text})", f"-({text})", f"({left})", f"-{left}"])
+
+
+def test_parser_equals_python_on_valid_expressions():
+    generator, values = random.Random(0), 0
+    for _ in range(4000):
+        text = random_text(generator, depth=3)
+        try:
+            expected = oracle(text)
+        except ZeroDivisionError:
+            expected = None
+        if len(text) > countdown.MAX_EXPRESSION_CHARS or expected is None:
+            with pytest.raises(ValueError):
+                countdown.evaluate_expression(text)
+            continue
+        value, numbers = countdown.evaluate_expression(text)
+        assert value == expected and numbers == [int(digits) for digits in re.findall("[0-9]+", text)], text
+        values += 1
+    assert values > 3000
+
+
+def test_whatever_the_parser_accepts_python_accepts_with_the_same_value():
+    generator, accepted = random.Random(1), 0
+    for _ in range(20_000):
+        text = "".join(generator.choices("1234567890+-*/()", k=generator.randint(1, 7)))
+        try:
+            value, _ = countdown.evaluate_expression(text)
+        except ValueError:
+            continue
+        assert value == oracle(text), text
+        accepted += 1
+    assert accepted > 1000
+
+
+def test_hostile_text_neither_hangs_nor_raises_nor_runs(hostile_strings, nothing_executes, time_limit):
+    task, slowest = Countdown(), 0.0
+    assert len(hostile_strings) > 5000
+    with nothing_executes():
+        for text in hostile_strings:
+            start = time.process_time()
+            values = [function(EIGHTS, text) for function in task.reward_functions.values()]
+            countdown.verdict(text)
+            task.verifier_demonstration(EIGHTS, text, random.Random(0))
+            slowest = max(slowest, time.process_time() - start)
+            assert values[0] == 0.0 and set(values) <= {0.0, 1.0}
+    assert slowest < 0.5, "grading is not linear in the length of the text"
+
+
+# --- Problems ----------------------------------------------------------------------------------------------------
+
+
+def test_reward_functions_are_separate_and_in_order():
+    assert list(Countdown().reward_functions) == ["correctness", "format", "length"]
+
+
+def test_the_evaluation_set_is_fixed():
+    problems = Countdown().evaluation_problems(256)
+    assert len(problems) == len({key(problem) for problem in problems}) == 256
+    assert problems == Countdown().evaluation_problems(256)
+    assert problems[:64] == Countdown().evaluation_problems(64)
+    assert problems[0] == Problem((20, 20, 5), 80)
+    assert problems[1] == Problem((13, 19, 20), 13)
+    assert problems[255] == Problem((1, 5, 5), 1)
+
+
+@pytest.mark.parametrize("num_numbers", [3, 4])
+def test_training_never_meets_an_evaluation_problem(num_numbers):
+    task = Countdown(num_numbers=num_numbers)
+    evaluation = {key(problem) for problem in task.evaluation_problems(512)}
+    drawn = {key(task.train_problem(index, seed)) for seed in range(5) for index in range(1000)}
+    generator = random.Random("pretraining")
+    drawn |= {key(task.sample(generator)) for _ in range(1000)}
+    assert not drawn & evaluation
+
+
+def test_problems_keep_the_flags_and_are_solvable(time_limit):
+    task = Countdown(num_numbers=4, max_number=9, max_target=30)
+    for index in range(200):
+        problem = task.train_problem(index, seed=0)
+        assert len(problem.numbers) == 4 and all(1 <= number <= 9 for number in problem.numbers)
+        assert 1 <= problem.target <= 30
+    task, generator = Countdown(), random.Random(0)
+    for index in range(20):
+        problem = task.train_problem(index, seed=0)
+        while not countdown.correctness(problem, task.demonstration(problem, generator)):
+            pass  # the time limit ends the search for a solution that is not there
+
+
+@pytest.mark.parametrize("flags", [{"num_numbers": 1}, {"num_numbers": 7}, {"max_number": 1}, {"max_target": 0}])
+def test_impossible_flags_are_refused(flags):
+    with pytest.raises(ValueError, match="countdown needs"):
+        Countdown(**flags)
+
+
+def test_the_training_stream_is_deterministic():
+    problems = [Countdown().train_problem(index, seed=3) for index in range(100)]
+    task = Countdown()
+    assert problems[::-1] == [task.train_problem(index, seed=3) for index in reversed(range(100))]
+    assert problems != [task.train_problem(index, seed=4) for index in range(100)]
+    assert len(set(problems)) > 90
+
+
+def test_prompts_show_the_problem():
+    messages = Countdown().prompt(Problem((4, 7, 9), 20))
+    assert [message["role"] for message in messages] == ["user"]
+    assert all(text in messages[0]["content"] for text in ("4, 7, 9", "20", "<answer> </answer>"))
+    teammates = (("Solver", "<answer>4+7+9</answer>"),)
+    text = Countdown().prompt(Problem((4, 7, 9), 20), "verifier", teammates)[-1]["content"]
+    assert "Solver: <answer>4+7+9</answer>" in text and "<verdict>" in text
+
+
+# --- Demonstrations ----------------------------------------------------------------------------------------------
+
+
+def share_right(max_tries: int, draws: int = 2000) -> float:
+    task, generator = Countdown(), random.Random("demonstrations")
+    problems = [task.sample(generator) for _ in range(draws)]
+    texts = [task.demonstration(problem, generator, max_tries) for problem in problems]
+    assert all(countdown.format(problem, text) == 1.0 for problem, text in zip(problems, texts))
+    return sum(map(countdown.correctness, problems, texts)) / draws
+
+
+def test_demonstrations_are_imperfect_and_better_with_more_tries():
+    one, four, sixteen = share_right(1), share_right(4), share_right(16)
+    assert 0.10 < four < 0.30
+    assert one + 0.05 < four < sixteen - 0.05
+
+
+def test_demonstrations_compute_right():
+    task, generator = Countdown(), random.Random(0)
+    for _ in range(500):
+        problem = task.sample(generator)
+        for line in task.demonstration(problem, generator).split("\n")[:-1]:
+            expression, value, hit = re.fullmatch(r"(.+)=(-?\d+) (yes|no)", line).groups()
+            result, numbers = countdown.evaluate_expression(expression)
+            assert result == int(value) and (hit == "yes") == (result == problem.target)
+            assert sorted(numbers) == sorted(problem.numbers)
+
+
+def test_the_verifier_is_right_about_nine_times_in_ten():
+    task, generator = Countdown(), random.Random(0)
+    right = 0
+    for index in range(3000):
+        problem = task.sample(generator)
+        output = task.demonstration(problem, generator, max_tries=1 + index % 8)
+        truth = countdown.correctness(problem, output) == 1.0
+        right += countdown.verdict(task.verifier_demonstration(problem, output, generator)) == truth
+    assert 0.87 < right / 3000 < 0.93
