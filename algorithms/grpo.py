@@ -29,7 +29,6 @@ import random
 import signal
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -42,7 +41,7 @@ import transformers
 import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
@@ -53,6 +52,8 @@ from envs.math_jsonl import MathJsonl
 
 TINY_MODEL = os.path.join(sys.path[0], "envs", "tiny_lm", "countdown")
 LOGITS_PER_CHUNK = 2**26  # 256 MB in float32
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of checkpoints under FSDP
+MAX_SAMPLING_ROUNDS = 10  # dynamic sampling then goes on with what it has (verl 0.9)
 
 # === 2 Args ===========================================================================================================
 
@@ -65,7 +66,7 @@ class Args:
     """JSON-lines file of questions and answers; None is the Countdown game (ours)"""
     num_numbers: int = 3
     """Countdown: numbers to combine (TinyZero: 3 to 4)"""
-    max_number: int = 20
+    max_number: int = 10
     """Countdown: largest number (ours; TinyZero: 99)"""
     reward_weights: tuple[float, ...] = (1.0, 0.1, 0.0)
     """weights of the task's reward functions: correctness, format, length (GRPO-Zero: 1 and 0.1)"""
@@ -73,7 +74,7 @@ class Args:
     """P, prompts in one step over all processes (ours; DeepSeekMath 4.2: 16)"""
     num_generations: int = 8
     """G, completions of each prompt: one group (TRL 1.16; DeepSeekMath 4.2: 64)"""
-    max_completion_length: int = 80
+    max_completion_length: int = 64
     """T, longest completion in tokens (ours, for the tiny model; DeepSeekMath 4.2: 1024)"""
     temperature: float = 1.0
     """sampling temperature; log-probabilities are taken at this temperature too (TRL 1.16)"""
@@ -99,8 +100,6 @@ class Args:
     """mu, optimizer steps on each batch of completions (DeepSeekMath 4.2)"""
     dynamic_sampling: bool = False
     """sample further prompts in place of groups whose rewards are all equal (DAPO 3.2)"""
-    max_sampling_rounds: int = 10
-    """rounds of dynamic sampling before a step goes on with what it has (verl 0.9)"""
     overlong_buffer_len: int = 0
     """tokens before the limit in which the reward falls from 0 to -1; 0 is off (DAPO 3.4: 4096 of 20480)"""
     mask_truncated_completions: bool = False
@@ -113,8 +112,6 @@ class Args:
     """shape after the warm-up; linear and cosine end at 0 (DAPO 4.1: constant; TRL 1.16: linear)"""
     warmup_steps: int = 5
     """steps over which the learning rate rises to its peak (ours; DAPO 4.1: 20)"""
-    weight_decay: float = 0.0
-    """decoupled weight decay (TRL 1.16)"""
     max_grad_norm: float = 1.0
     """gradients are scaled down to this norm (TRL 1.16)"""
     max_steps: int = 100
@@ -143,8 +140,6 @@ class Args:
     """k, sampled completions of each evaluation problem, for pass@k (ours)"""
     save_steps: int = 25
     """steps between checkpoints: at most this many are repeated after a crash (ours)"""
-    save_total_limit: int = 2
-    """checkpoints kept (ours)"""
     output_dir: str | None = None
     """run folder; None is runs/grpo__<task>__<seed>__<time> (ours)"""
     resume: str | None = None
@@ -163,8 +158,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards="group
     1, nano-aha-moment: 1e-4 and 0). scale_rewards: `group`, `batch` (one standard deviation of all rewards) or `none`
     (Dr. GRPO). NaN rewards stay out of the statistics and get 0, as do groups whose rewards are all equal.
     """
-    rewards = rewards if rewards.is_floating_point() else rewards.float()  # (B,)
-    grouped = rewards.view(-1, num_generations)  # (P,G)
+    grouped = (rewards * 1.0).view(-1, num_generations)  # (P,G), float
     valid = ~grouped.isnan()  # (P,G)
     centred = grouped - grouped.nanmean(1, keepdim=True)  # (P,G)
     pool, known = (grouped.view(1, -1), valid.view(1, -1)) if scale_rewards == "batch" else (grouped, valid)  # (P|1,..)
@@ -207,13 +201,13 @@ def policy_loss(
     bounded = ratio if delta is None else ratio.clamp(max=delta)  # (B,T)
     losses = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)  # (B,T)
     tokens = mask.sum().clamp(min=1)  # scalar
-    clipped_low = ((ratio < low) & (advantages < 0) & mask).sum() / tokens  # scalar
-    clipped_high = ((ratio > high) & (advantages > 0) & mask).sum() / tokens  # scalar
-    metrics = {"clip_ratio/low_mean": clipped_low, "clip_ratio/high_mean": clipped_high}
-    metrics["clip_ratio/region_mean"] = clipped_low + clipped_high
+    metrics = {"clip_ratio/low_mean": ((ratio < low) & (advantages < 0) & mask).sum() / tokens}  # scalars
+    metrics["clip_ratio/high_mean"] = ((ratio > high) & (advantages > 0) & mask).sum() / tokens
+    metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
     if beta > 0:
-        kl = kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0))  # (B,T)
-        losses = losses + beta * (ratio * kl if use_bias_correction_kl else kl)  # (B,T)
+        weight = ratio if use_bias_correction_kl else 1.0  # (B,T)
+        kl = weight * kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0))  # (B,T)
+        losses = losses + beta * kl  # (B,T)
         metrics["kl"] = kl.detach().sum() / tokens
     losses = losses.masked_fill(~mask, 0)  # (B,T)
     if loss_type == "grpo":
@@ -304,21 +298,10 @@ def shard(model, args: Args) -> None:
     """FSDP2 in place: every block of layers, then the rest. With bf16 the sharded weights stay float32."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
     blocks = [block for module in model.modules() if isinstance(module, torch.nn.ModuleList) for block in module]
-    for module in [*blocks, model]:  # gathered weights are kept for the backward pass: the rollout holds them all too
-        fully_shard(module, mp_policy=policy, reshard_after_forward=False)
+    for module in [*blocks, model]:  # gathered by the first forward pass, kept until the end of the backward pass:
+        fully_shard(module, mp_policy=policy, reshard_after_forward=False)  # decoding needs no communication
     model.completion_logprobs = completion_logprobs.__get__(model)  # a forward pass of its own, see token_logprobs
     register_fsdp_forward_method(model, "completion_logprobs")
-
-
-@contextmanager
-def gathered(model):
-    """Inside, every process holds all weights of an FSDP model, so that decoding needs no communication."""
-    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in shards:
-        module.unshard()
-    yield
-    for module in shards:
-        module.reshard()
 
 
 def encode(tokenizer, messages: list[dict]) -> list[int]:
@@ -391,8 +374,7 @@ def generate(model, prompts: list[list[int]], num_generations: int, args: Args, 
     size = len(prompts) * num_generations
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)  # (P,S)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)  # (P,S)
-    if generator:
-        uniform = torch.cat([torch.rand(num_generations, steps, generator=g) for g in generator]).to(device)  # (B,T)
+    uniform = generator and torch.cat([torch.rand(num_generations, steps, generator=g) for g in generator]).to(device)
     ends = torch.tensor(model.generation_config.eos_token_id, device=device)
     completion_ids = torch.zeros(size, steps, dtype=torch.long, device=device)  # (B,T)
     logprobs, entropy = torch.zeros(2, size, steps, device=device)  # (B,T), (B,T)
@@ -400,8 +382,8 @@ def generate(model, prompts: list[list[int]], num_generations: int, args: Args, 
     tokens = completion_ids[:, 0]  # (B,)
     model.eval()
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)  # (P,S)
-        out = model(ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+        inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}  # (P,S) each
+        out = model(ids, use_cache=True, logits_to_keep=1, **inputs)
         cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(num_generations, 0)  # (B,V)
         cache.batch_repeat_interleave(num_generations)  # in place
         positions, mask = mask.sum(1).repeat_interleave(num_generations), mask.repeat_interleave(num_generations, 0)
@@ -436,8 +418,7 @@ def complete(model, tokenizer, task, problems: list, num_generations: int, args:
     """
     prompts = [encode(tokenizer, task.prompt(problem)) for problem in problems]
     generator = seeds and [torch.Generator().manual_seed(random.Random(seed).getrandbits(63)) for seed in seeds]
-    with gathered(model):
-        samples = generate(model, prompts, num_generations, args, generator)
+    samples = generate(model, prompts, num_generations, args, generator)
     rows = [row[:length] for row, length in zip(samples.completion_ids.tolist(), samples.mask.sum(1).tolist())]
     texts, functions = tokenizer.batch_decode(rows, skip_special_tokens=True), task.reward_functions.values()
     prompts, problems = ([x for x in xs for _ in range(num_generations)] for xs in (prompts, problems))
@@ -454,12 +435,11 @@ def sample_batch(model, tokenizer, task, args: Args, progress: Progress) -> Batc
     progress["problems"] += args.num_prompts_per_step
     problems, seeds = zip(*((task.train_problem(i, args.seed), f"{args.seed} {i}") for i in indices))
     prompts, samples, rewards, _ = complete(model, tokenizer, task, problems, args.num_generations, args, seeds)
-    lengths, mask = samples.mask.sum(1), samples.mask  # (B,), (B,T)
+    lengths = samples.mask.sum(1)  # (B,)
+    mask = samples.mask & samples.ended[:, None] if args.mask_truncated_completions else samples.mask  # (B,T)
     if args.overlong_buffer_len:
         penalty = soft_overlong_penalty(lengths, args.max_completion_length, args.overlong_buffer_len)  # (B,)
         rewards = torch.cat([rewards, penalty[:, None]], 1)  # (B,K+1)
-    if args.mask_truncated_completions:
-        mask = mask & samples.ended[:, None]
     info = {"length": lengths, "ended": samples.ended, "entropy": samples.entropy.sum(1)}  # (B,) each
     info["problem"] = torch.tensor(indices, device=mask.device).repeat_interleave(args.num_generations)  # (B,)
     return Batch(prompts, samples.completion_ids, mask, samples.logprobs, rewards, info)
@@ -468,12 +448,12 @@ def sample_batch(model, tokenizer, task, args: Args, progress: Progress) -> Batc
 def rollout(model, tokenizer, task, args: Args, progress: Progress) -> Batch:
     """The completions of a step. Dynamic sampling draws further problems until P groups have unequal rewards."""
     batch = sample_batch(model, tokenizer, task, args, progress)
-    for _ in range(args.max_sampling_rounds - 1 if args.dynamic_sampling else 0):
-        totals = total_rewards(batch.rewards, args).view(-1, args.num_generations)  # (groups so far,G)
-        useful = (totals.amax(1) > totals.amin(1)).repeat_interleave(args.num_generations)  # (rows so far,)
-        found = gather(batch.info["problem"][useful])[0].unique()  # of all processes, in the order of drawing
-        if len(found) >= args.num_prompts_per_step:
-            keep = (useful & (batch.info["problem"] <= found[args.num_prompts_per_step - 1])).nonzero()[:, 0]
+    for left in reversed(range(MAX_SAMPLING_ROUNDS if args.dynamic_sampling else 0)):
+        advantages = group_advantages(total_rewards(batch.rewards, args), args.num_generations)  # (rows so far,)
+        useful = advantages.view(-1, args.num_generations).ne(0).any(1).repeat_interleave(args.num_generations)
+        found = gather(batch.info["problem"][useful])[0].unique()[: args.num_prompts_per_step]  # in order of drawing
+        if len(found) == args.num_prompts_per_step or (left == 0 and len(found)):
+            keep = (useful & (batch.info["problem"] <= found[-1])).nonzero()[:, 0]
             return batch_map(lambda x, keep=keep: x[keep] if isinstance(x, Tensor) else [x[i] for i in keep], batch)
         more = sample_batch(model, tokenizer, task, args, progress)
         batch = batch_map(lambda x, y: torch.cat([x, y]) if isinstance(x, Tensor) else x + y, batch, more)
@@ -499,8 +479,7 @@ def compute_advantages(batch: Batch, args: Args, progress: Progress) -> Tensor:
     if args.advantage == "none":
         return rewards[mine].nan_to_num(0.0)
     if args.advantage == "shuffled":
-        dealer = random.Random(f"shuffle {args.seed} {progress['step']}")
-        rewards = rewards[dealer.sample(range(len(rewards)), len(rewards))]
+        rewards = rewards[random.Random(f"{args.seed} {progress['step']}").sample(range(len(rewards)), len(rewards))]
     return group_advantages(rewards, args.num_generations, args.scale_rewards)[mine]
 
 
@@ -526,15 +505,14 @@ def pack(batch: Batch, rows: list[int], args: Args) -> list[Packed]:
     columns = torch.arange(1, batch.mask.size(1) + 1, device=batch.mask.device)  # (T,)
     lengths = (batch.mask * columns).amax(1)  # (B,) up to the last token that counts
     filled, lengths, ids, strips = columns <= lengths[:, None], lengths.tolist(), batch.completion_ids.tolist(), []
-    for prompt, group in groupby(filter(lengths.__getitem__, rows), key=batch.prompts.__getitem__):
-        group = list(group)
+    rows = [row for row in rows if lengths[row] > 0]
+    for prompt, group in ((prompt, list(group)) for prompt, group in groupby(rows, key=lambda row: batch.prompts[row])):
         room = (args.max_packed_length - len(prompt)) // max(lengths[row] for row in group)
-        most = max(1, min(room, args.per_device_train_batch_size))
+        most = max(1, min(room, args.per_device_train_batch_size, args.num_generations))
         strips += [group[i : i + most] for i in range(0, len(group), most)]  # one strip, one packed row
     strips.sort(key=lambda strip: sum(lengths[row] for row in strip))
     count = max(1, args.per_device_train_batch_size // args.num_generations)
-    micro_batches = [strips[i : i + count] for i in range(0, len(strips), count)]
-    return [pack_strips(strips, batch, filled, lengths, ids) for strips in micro_batches]
+    return [pack_strips(strips[i : i + count], batch, filled, lengths, ids) for i in range(0, len(strips), count)]
 
 
 def pack_strips(strips: list[list[int]], batch: Batch, filled: Tensor, lengths: list[int], ids: list) -> Packed:
@@ -557,12 +535,11 @@ def pack_strips(strips: list[list[int]], batch: Batch, filled: Tensor, lengths: 
 
 def completion_logprobs(model, packed: Packed, temperature: float) -> Tensor:
     """Log-probability of every predicted token. The head works on these positions only, and in chunks. -> (N,)"""
-    owners, size = packed.owners, packed.owners.size(1)
-    sees = (owners[:, None] == owners[:, :, None]) | (owners[:, None] == 0)  # (R,L,L) query, key
-    sees = sees & torch.ones(size, size, dtype=torch.bool, device=owners.device).tril()  # (R,L,L)
+    query, key = packed.owners[:, :, None], packed.owners[:, None]  # (R,L,1), (R,1,L)
+    sees = ((key == query) | (key == 0)).tril()  # (R,L,L)
     inputs = {"attention_mask": sees[:, None], "position_ids": packed.position_ids, "use_cache": False}
     body, head = model.__dict__.get("training_body", model.base_model), model.get_output_embeddings()
-    hidden = body(input_ids=packed.input_ids, **inputs).last_hidden_state[owners > 0]  # (N,H)
+    hidden = body(input_ids=packed.input_ids, **inputs).last_hidden_state[packed.owners > 0]  # (N,H)
 
     def chunk_logprobs(hidden, targets):
         return -cross_entropy(head(hidden).float() / temperature, targets, reduction="none")
@@ -603,8 +580,7 @@ def update(model, optimizer, batch: Batch, advantages: Tensor, args: Args, refer
     options |= {"max_completion_length": args.max_completion_length, "num_tokens": num_tokens}
     names = ["loss", "gap", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
     sums = dict.fromkeys(names + ["kl"] * (args.beta > 0), torch.zeros((), device=device))
-    old_logprobs, ref_logprobs = torch.zeros_like(batch.logprobs), torch.zeros_like(batch.logprobs)  # (B,T)
-    largest = torch.zeros(1, device=device)
+    old_logprobs, ref_logprobs, largest = *torch.zeros(2, *batch.mask.shape, device=device), sums["gap"]  # (B,T) twice
     model.train(args.gradient_checkpointing)  # else without dropout, which would make learner and sampler differ
     for iteration in range(args.num_iterations):
         optimizer.zero_grad(set_to_none=True)
@@ -617,14 +593,12 @@ def update(model, optimizer, batch: Batch, advantages: Tensor, args: Args, refer
             if iteration == 0:  # the weights are those that sampled: the ratio is exactly 1
                 old_logprobs[rows] = logprobs.detach()
                 if args.beta > 0:
-                    with torch.no_grad():
-                        ref_logprobs[rows] = token_logprobs(reference, packed, args)
+                    ref_logprobs[rows] = token_logprobs(reference, packed, args).detach()
                 gap = (logprobs.detach() - batch.logprobs[rows]).abs() * mask  # (b,T)
                 sums["gap"], largest = sums["gap"] + gap.sum() / num_trained, torch.maximum(largest, gap.max())
             options["ref_logprobs"] = ref_logprobs[rows]
             loss, metrics = policy_loss(logprobs, old_logprobs[rows], advantages[rows], mask, **options)
-            shares = {"dapo": 1.0, "bnpo": tokens / max(1, counts[0]) / world_size}
-            share = shares.get(args.loss_type, len(rows) / num_rows)
+            share = {"dapo": 1.0, "bnpo": tokens / num_tokens}.get(args.loss_type, len(rows) / num_rows)
             (loss * share * (world_size if args.fsdp else 1)).backward()  # FSDP takes the mean where we want the sum
             sums["loss"] = sums["loss"] + loss.detach() * share / args.num_iterations
             for name, value in metrics.items():
@@ -632,19 +606,18 @@ def update(model, optimizer, batch: Batch, advantages: Tensor, args: Args, refer
         grad_norm = apply_gradients(model, optimizer, args)
     metrics = dict(zip(sums, gather(torch.stack(list(sums.values()))[None])[0].sum(0).tolist()))
     metrics["sampling/logprob_difference/mean"] = metrics.pop("gap")
-    metrics["sampling/logprob_difference/max"] = gather(largest)[0].max().item()
+    metrics["sampling/logprob_difference/max"] = gather(largest[None])[0].max().item()
     return metrics | {"grad_norm": grad_norm, "frac_tokens_trained": (num_trained / num_tokens).item()}
 
 
 def apply_gradients(model, optimizer, args: Args) -> float:
     """Add the gradients of all processes, clip, step. Returns the norm before clipping."""
-    parameters = list(model.parameters())
-    for parameter in parameters:
+    for parameter in model.parameters():
         if parameter.grad is None:  # nothing acted: AdamW's momentum still moves the weights, so it gets a zero
             parameter.grad = torch.zeros_like(parameter)
         if dist.is_initialized() and not args.fsdp:
             dist.all_reduce(parameter.grad)
-    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     grad_norm = (grad_norm.full_tensor() if args.fsdp else grad_norm).item()
     if not math.isfinite(grad_norm):
         fail(f"the gradient norm is {grad_norm}: lower --learning-rate or check the rewards; checkpoints are kept", 1)
@@ -664,13 +637,12 @@ class Sharded:
 
     def state_dict(self) -> dict:
         """Whole tensors in the memory of process 0; all processes must call."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer, options=options)))
+        states = get_state_dict(self.model, self.optimizer, options=WHOLE)
+        return dict(zip(("model_state_dict", "optim_state_dict"), states))
 
     def load_state_dict(self, state: dict) -> None:
         """Every process takes its shards of the whole tensors."""
-        weights = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self.model, self.optimizer, **weights, options=StateDictOptions(full_state_dict=True))
+        set_state_dict(self.model, self.optimizer, **state, options=WHOLE)
 
 
 def checkpoints(run_dir: str) -> list[str]:
@@ -678,7 +650,7 @@ def checkpoints(run_dir: str) -> list[str]:
     return sorted(map(str, Path(run_dir, "checkpoints").glob("*.pt")))
 
 
-def save_checkpoint(run_dir: str, step: int, state: dict, keep: int) -> None:
+def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None:
     """Write state (name -> object with a state_dict). A crash leaves either the old files or the new one."""
     payload = {name: thing.state_dict() for name, thing in state.items()} | {"random": torch.get_rng_state()}
     if rank_and_world_size()[0] == 0:
@@ -692,29 +664,27 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int) -> None:
 
 def load_checkpoint(run_dir: str, state: dict) -> bool:
     """Restore the newest checkpoint into the objects of state; False if the run was stopped before its first."""
-    if not checkpoints(run_dir):
-        return False
-    path = checkpoints(run_dir)[-1]
-    try:
-        payload = torch.load(path, map_location="cpu", weights_only=True)
-        for name, thing in state.items():
-            thing.load_state_dict(payload[name])
-        torch.set_rng_state(payload["random"])
-    except Exception as error:  # torch raises any of half a dozen types
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        fail(f"{path}: damaged, or of another script ({reason}); delete it to continue from the one before", 1)
-    return True
+    for path in checkpoints(run_dir)[-1:]:
+        try:
+            payload = torch.load(path, map_location="cpu", weights_only=True)
+            for name, thing in state.items():
+                thing.load_state_dict(payload[name])
+            torch.set_rng_state(payload["random"])
+            return True
+        except Exception as error:  # torch raises any of half a dozen types
+            reason = str(error).split("\n")[0] or type(error).__name__
+            fail(f"{path}: damaged, or of another script ({reason}); delete it to continue from the one before", 1)
+    return False
 
 
 def resume_args(args: Args) -> Args:
     """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
     run_dir = args.resume or args.evaluate
     try:
-        with open(os.path.join(run_dir, "args.json")) as file:
-            saved = json.load(file)
+        saved = json.loads(Path(run_dir, "args.json").read_text())
     except (OSError, ValueError):
         fail(f"{run_dir}: no readable args.json there, so this is not a run folder")
-    free = {"resume", "evaluate", "output_dir", "save_steps", "save_total_limit", "device", "compile"}
+    free = {"resume", "evaluate", "output_dir", "save_steps", "device", "compile"}
     free |= {"max_steps"} if saved["lr_scheduler_type"] == "constant" else set()
     for flag in fields(Args):
         now, before = getattr(args, flag.name), saved.get(flag.name, flag.default)
@@ -733,14 +703,13 @@ class Logger:
     def __init__(self, run_dir: str, args: Args, step: int):
         """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
         os.makedirs(run_dir, exist_ok=True)
-        with open(os.path.join(run_dir, "args.json"), "w") as file:
-            json.dump(asdict(replace(args, resume=None)), file, indent=1)
+        Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
         self.files = {name: open(os.path.join(run_dir, name), "a+") for name in ("metrics.csv", "perf.csv")}
         for file in self.files.values():
-            file.seek(0)
-            old = [line for line in file if line[0].isdigit() and int(line.split(",")[0]) <= step]
-            file.truncate(0)  # what goes is what the resumed run writes again
-            file.writelines(["step,tag,value\n", *old])
+            file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
+            kept = [line for line in file if line[-1] == "\n" and (line[0] == "s" or int(line.split(",")[0]) <= step)]
+            file.truncate(sum(map(len, kept)))
+            file.write("" if kept else "step,tag,value\n")
         self.board = SummaryWriter(run_dir, purge_step=step + 1 if step >= 0 else None)
 
     def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
@@ -749,11 +718,7 @@ class Logger:
         self.files[file].flush()
         for tag, value in values.items():
             self.board.add_scalar(tag, value, step)
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Write to the terminal and to TensorBoard."""
-        print(text, flush=True)
-        self.board.add_text(tag, "    " + text.replace("\n", "\n    "), step)  # indented: shown as it is
+        self.board.flush()
 
 
 # === 7 Evaluation =====================================================================================================
@@ -780,7 +745,7 @@ def evaluate(model, tokenizer, task, args: Args) -> tuple[dict[str, float], str]
 def check_args(args: Args) -> None:
     """One sentence for every combination of flags that cannot work."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    group, micro, buffer = args.num_generations, args.per_device_train_batch_size, args.overlong_buffer_len
+    group, micro, overlong = args.num_generations, args.per_device_train_batch_size, args.overlong_buffer_len
     for name in "num_prompts_per_step num_generations per_device_train_batch_size num_iterations save_steps".split():
         if getattr(args, name) < 1:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 1 or more")
@@ -792,8 +757,8 @@ def check_args(args: Args) -> None:
         fail(f"--per-device-train-batch-size {micro}: expected a multiple or a divisor of --num-generations {group}")
     if args.temperature <= 0 or not 0 < args.top_p <= 1:
         fail(f"--temperature {args.temperature} --top-p {args.top_p}: expected more than 0, and top-p at most 1")
-    if not 0 <= buffer < args.max_completion_length:
-        fail(f"--overlong-buffer-len {buffer}: expected 0 up to --max-completion-length {args.max_completion_length}")
+    if not 0 <= overlong < args.max_completion_length:
+        fail(f"--overlong-buffer-len {overlong}: expected 0 up to --max-completion-length {args.max_completion_length}")
     if args.fsdp and processes == 1:
         fail("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
 
@@ -822,9 +787,10 @@ def batch_metrics(batch: Batch, task, args: Args, progress: Progress) -> dict[st
 
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say, or score a run for --evaluate. Returns the last evaluation. Steps as in grpo.md."""
+    transformers.logging.disable_progress_bar()
     args = resume_args(args) if args.resume or args.evaluate else args
     check_args(args)
-    device, (rank, processes) = setup(args), rank_and_world_size()
+    device, rank = setup(args), rank_and_world_size()[0]
     task, tokenizer = load_task(args), load_tokenizer(args)
     model = load_model(args, tokenizer, device)
     if args.evaluate:
@@ -834,20 +800,19 @@ def train(args: Args) -> dict[str, float]:
     reference = load_model(args, tokenizer, device).requires_grad_(False) if args.beta > 0 else None
     if args.fsdp:
         shard(model, args)
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args))
     progress = Progress(step=0, problems=0, tokens=0)
     state = {"policy": Sharded(model, optimizer)} if args.fsdp else {"model": model, "optimizer": optimizer}
     state |= {"scheduler": scheduler, "progress": progress}
     name = os.path.splitext(os.path.basename(args.dataset or "countdown"))[0]
     run_dir = args.output_dir or os.path.join("runs", f"grpo__{name}__{args.seed}__{int(time.time())}")
-    if not args.resume and os.path.exists(os.path.join(run_dir, "args.json")):
+    if rank == 0 and not args.resume and os.path.exists(os.path.join(run_dir, "args.json")):
         fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
     loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
     if rank == 0:
         logger = Logger(run_dir, args, loaded)
-        size, rows = sum(p.numel() for p in model.parameters()), f"{args.num_prompts_per_step} x {args.num_generations}"
-        print(f"{run_dir}\n{size:,} parameters, {rows} completions a step, {processes} process(es) on {device.type}")
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} completions a step, {device}")
     signals = []  # the step is finished and saved before the run leaves; a second signal leaves at once
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os._exit(128 + number) if signals else signals.append(number))
@@ -858,11 +823,13 @@ def train(args: Args) -> dict[str, float]:
         if step != loaded and args.eval_steps and (last or step % args.eval_steps == 0):
             scores, shown = evaluate(model, tokenizer, task, args)
             if rank == 0:
+                if last or step == 0:
+                    print(shown)
+                    logger.board.add_text("eval/completions", "    " + shown.replace("\n", "\n    "), step)  # as code
                 logger.scalars(step, scores)
-                logger.text(step, "eval/completions", shown)
                 print("  ".join(f"{tag} {value:.3f}" for tag, value in list(scores.items())[:3]), flush=True)
         if step not in (0, loaded) and (last or stop or step % args.save_steps == 0):
-            save_checkpoint(run_dir, step, state, args.save_total_limit)
+            save_checkpoint(run_dir, step, state)
         if last or stop:
             break
         began, tokens = time.perf_counter(), progress["tokens"]
@@ -876,26 +843,25 @@ def train(args: Args) -> dict[str, float]:
         progress["step"] += 1
         now = time.perf_counter()  # 4. log; evaluate and save above
         if rank == 0:
-            logger.scalars(progress["step"], {f"train/{name}": value for name, value in metrics.items()})
-            memory = getrusage(RUSAGE_SELF).ru_maxrss * 1024  # bytes
-            memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else memory
+            logger.scalars(step + 1, {f"train/{name}": value for name, value in metrics.items()})
+            gpu, speed = device.type == "cuda", (progress["tokens"] - tokens) / (now - began)
+            memory = torch.cuda.max_memory_allocated() if gpu else getrusage(RUSAGE_SELF).ru_maxrss * 1024  # bytes
             perf = {"perf/step_seconds": now - began, "perf/rollout_seconds": sampled - began}
-            speed = (progress["tokens"] - tokens) / (now - began)
             perf |= {"perf/tokens_per_second": speed, "perf/peak_memory_gb": memory / 1e9}
-            logger.scalars(progress["step"], perf, "perf.csv")
-            left = (now - start) / (progress["step"] - first) * (args.max_steps - progress["step"])
-            right = metrics[f"rewards/{next(iter(task.reward_functions))}/mean"]
-            line = f"step {progress['step']:>4}/{args.max_steps}  reward {metrics['reward']:.3f}  right {right:4.0%}"
-            line += f"  length {metrics['completions/mean_length']:3.0f}  {speed / 1000:4.1f}k tok/s"
+            logger.scalars(step + 1, perf, "perf.csv")
+            left = (now - start) / (step + 1 - first) * (args.max_steps - step - 1)
+            right, length = metrics[f"rewards/{[*task.reward_functions][0]}/mean"], metrics["completions/mean_length"]
+            line = f"step {step + 1:>4}/{args.max_steps}  reward {metrics['reward']:.3f}  right {right:4.0%}"
+            line += f"  length {length:3.0f}  {speed / 1000:4.1f}k tok/s"
             print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
-    if rank == 0:
-        logger.board.close()
     if stop and not last:
         fail(f"stopped after step {step}; continue with --resume {run_dir}", 128 + stop)
-    weights = state["policy"].state_dict()["model"] if args.fsdp else None  # all processes must call
+    weights = state["policy"].state_dict()["model_state_dict"] if args.fsdp else None  # all processes must call
     if rank == 0:
         model.save_pretrained(os.path.join(run_dir, "final"), state_dict=weights)
         tokenizer.save_pretrained(os.path.join(run_dir, "final"))
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return scores
 
 

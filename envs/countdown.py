@@ -9,8 +9,9 @@ Every random choice comes from the `random.Random` that is passed in. No depende
 """
 
 import random
+import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 MAX_EXPRESSION_CHARS = 100  # longer than any sensible answer, short enough that hostile numbers stay small
@@ -22,6 +23,7 @@ EVALUATION_SHARE = 16  # one problem in 16 is reserved for evaluation
 class Problem:
     numbers: tuple[int, ...]  # in the order shown to the model
     target: int
+    solution: str = field(default="", compare=False)  # for demonstrations only: prompts and rewards never use it
 
     @property
     def held_out(self) -> bool:
@@ -30,64 +32,58 @@ class Problem:
         return zlib.crc32(f"{sorted(self.numbers)}{self.target}".encode()) % EVALUATION_SHARE == 0
 
 
+INSTRUCTIONS = {
+    "solver": "Try a few combinations, then give the expression inside <answer> </answer>.",
+    "verifier": "Recompute the answer, then end with <verdict>approve</verdict> or <verdict>reject</verdict>.",
+}
+
 # --- Grading -----------------------------------------------------------------------------------------------------
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
-    """Exact value of an arithmetic expression and the integers in it, in order.
+    """Exact value of an arithmetic expression, and the integers in it in order.
 
-    Grammar: sum = term {(+|-) term}; term = factor {(*|/) factor}; factor = integer | (sum) | -factor.
+    Grammar: sum = product {(+|-) product}; product = factor {(*|/) factor}; factor = integer | (sum) | -factor.
     Raises ValueError for anything else, for division by zero and beyond the caps on length and depth.
     """
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"expression longer than {MAX_EXPRESSION_CHARS} characters")
-    text, position, numbers = text.replace(" ", ""), 0, []
-
-    def peek() -> str:
-        return text[position] if position < len(text) else ""
-
-    def parse_sum(depth: int) -> Fraction:
-        nonlocal position
-        value = parse_term(depth)
-        while peek() in ("+", "-"):
-            position += 1
-            value = value + parse_term(depth) if text[position - 1] == "+" else value - parse_term(depth)
-        return value
-
-    def parse_term(depth: int) -> Fraction:
-        nonlocal position
-        value = parse_factor(depth)
-        while peek() in ("*", "/"):
-            position += 1
-            times, factor = text[position - 1] == "*", parse_factor(depth)
-            if not times and factor == 0:
-                raise ValueError("division by zero")
-            value = value * factor if times else value / factor
-        return value
+    tokens, numbers = re.findall(r"[0-9]+|\S", text)[::-1], []  # the next token is the last of the list
 
     def parse_factor(depth: int) -> Fraction:
-        nonlocal position
+        token = tokens.pop() if tokens else "end of text"
         if depth > MAX_EXPRESSION_DEPTH:
             raise ValueError(f"expression nested deeper than {MAX_EXPRESSION_DEPTH}")
-        start = position
-        while peek() in tuple("0123456789"):
-            position += 1
-        if position > start:
-            numbers.append(int(text[start:position]))
+        if token[0] in "0123456789":
+            numbers.append(int(token))
             return Fraction(numbers[-1])
-        position += 1
-        if text[start : start + 1] == "-":
+        if token == "-":
             return -parse_factor(depth + 1)
-        if text[start : start + 1] == "(":
+        if token == "(":
             value = parse_sum(depth + 1)
-            position += 1
-            if text[position - 1 : position] == ")":
+            token = tokens.pop() if tokens else "end of text"
+            if token == ")":
                 return value
-        raise ValueError(f"unexpected text at character {start}")
+        raise ValueError(f"unexpected {token}")
+
+    def parse_product(depth: int) -> Fraction:
+        value = parse_factor(depth)
+        while tokens and tokens[-1] in "*/":
+            operator, factor = tokens.pop(), parse_factor(depth)
+            if operator == "/" and factor == 0:
+                raise ValueError("division by zero")
+            value = value * factor if operator == "*" else value / factor
+        return value
+
+    def parse_sum(depth: int) -> Fraction:
+        value = parse_product(depth)
+        while tokens and tokens[-1] in "+-":
+            value = value + parse_product(depth) if tokens.pop() == "+" else value - parse_product(depth)
+        return value
 
     value = parse_sum(0)
-    if position < len(text):
-        raise ValueError(f"unexpected text at character {position}")
+    if tokens:
+        raise ValueError(f"unexpected {tokens[-1]}")
     return value, numbers
 
 
@@ -136,7 +132,7 @@ class Countdown:
     """Problems, prompts, demonstrations; `reward_functions` maps a name to f(problem, completion) -> float or None."""
 
     num_numbers: int = 3
-    max_number: int = 20
+    max_number: int = 10
     max_target: int = 99
 
     def __post_init__(self):
@@ -146,43 +142,49 @@ class Countdown:
 
     def sample(self, generator: random.Random, held_out: bool = False) -> Problem:
         """A solvable problem: numbers at random, target from a random expression over them."""
-        while True:
+        for _ in range(100_000):
             numbers = tuple(generator.randint(1, self.max_number) for _ in range(self.num_numbers))
-            problem = Problem(numbers, target=random_expression(numbers, generator)[1])
+            solution, target = random_expression(numbers, generator)
+            problem = Problem(numbers, target, solution)
             if 1 <= problem.target <= self.max_target and problem.held_out == held_out:
                 return problem
+        raise ValueError(f"countdown: no problem with {self.num_numbers} numbers up to {self.max_number} was found")
 
     def train_problem(self, index: int, seed: int) -> Problem:
         """Problem number `index` of the training stream `seed`: the same on every rank and after a resume."""
         return self.sample(random.Random(f"train {seed} {index}"))
 
     def evaluation_problems(self, count: int) -> list[Problem]:
-        """The fixed evaluation set: distinct problems that `sample` never yields."""
+        """The fixed evaluation set: up to `count` distinct problems (fewer if the game is small), never in training."""
         generator, problems = random.Random("evaluation"), {}
-        while len(problems) < count:
+        for _ in range(50 * count):
             problem = self.sample(generator, held_out=True)
-            problems.setdefault((tuple(sorted(problem.numbers)), problem.target), problem)
-        return list(problems.values())
+            problems[problem] = None
+            if len(problems) == count:
+                break
+        return list(problems)
 
     def prompt(self, problem: Problem, role: str = "solver", teammates: tuple = ()) -> list[dict]:
         """Chat messages for `role` (solver or verifier); `teammates` are earlier (name, output) pairs."""
-        numbers = ", ".join(map(str, problem.numbers))
-        text = f"Numbers: {numbers}. Target: {problem.target}. Use each number exactly once with + - * / and parentheses."
+        numbers, task = (
+            ", ".join(map(str, problem.numbers)),
+            "Use each number exactly once with + - * / and parentheses.",
+        )
+        text = f"Numbers: {numbers}. Target: {problem.target}. {task}"
         text += "".join(f"\n{name}: {output}" for name, output in teammates)
-        text += {
-            "solver": "\nTry a few combinations, then give the expression inside <answer> </answer>.",
-            "verifier": "\nRecompute the answer, then end with <verdict>approve</verdict> or <verdict>reject</verdict>.",
-        }[role]
-        return [{"role": "user", "content": text}]
+        return [{"role": "user", "content": f"{text}\n{INSTRUCTIONS[role]}"}]
 
-    def demonstration(self, problem: Problem, generator: random.Random, max_tries: int = 4) -> str:
-        """What an imperfect solver writes: random combinations, each computed, until one hits or it is out of tries.
+    def demonstration(self, problem: Problem, generator: random.Random, skill: float = 0.06, max_tries: int = 3) -> str:
+        """What an imperfect solver writes: a few combinations, each computed, until one hits or it is out of tries.
 
-        The number of tries is drawn first, so that longer thinking is right more often; the last try is the answer.
+        A try is the known solution with probability `skill`, else random. The number of tries is drawn first, so that
+        longer thinking is right more often; out of tries, the last one is the answer.
         """
         lines = []
         for _ in range(generator.randint(1, max_tries)):
             guess, value = random_expression(problem.numbers, generator)
+            if problem.solution and generator.random() < skill:
+                guess, value = problem.solution, problem.target
             lines.append(f"{guess}={value} {'yes' if value == problem.target else 'no'}")
             if value == problem.target:
                 break

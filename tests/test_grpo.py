@@ -320,16 +320,14 @@ def test_advantage_controls():
     batch = Batch([[1]] * 4, *torch.zeros(3, 4, 2).unbind(), rewards)
     args = Args(num_generations=2, reward_weights=(1.0, 0.5), scale_rewards="none")
     assert total_rewards(rewards, args)[:3].tolist() == [0.75, -1, 1.5] and total_rewards(rewards, args)[3].isnan()
-    assert compute_advantages(batch, args, Progress()).tolist() == [0.875, -0.875, 0, 0]
-    assert compute_advantages(batch, replace(args, advantage="none"), Progress()).tolist() == [0.75, -1, 1.5, 0]
+    assert compute_advantages(batch, args, Progress(step=0)).tolist() == [0.875, -0.875, 0, 0]
+    assert compute_advantages(batch, replace(args, advantage="none"), Progress(step=0)).tolist() == [0.75, -1, 1.5, 0]
     many = replace(batch, rewards=torch.arange(64.0)[:, None], prompts=[[1]] * 64)
     shuffled = replace(args, advantage="shuffled", reward_weights=(1.0,), num_generations=64)
-    first, again = (compute_advantages(many, shuffled, Progress()) for _ in range(2))
+    first, again = (compute_advantages(many, shuffled, Progress(step=0)) for _ in range(2))
     assert torch.equal(first, again) and not torch.equal(first, first.sort().values)
     assert_close(first.sort().values, torch.arange(64.0) - 31.5)
-    later = Progress()
-    later.step = 1
-    assert not torch.equal(first, compute_advantages(many, shuffled, later))
+    assert not torch.equal(first, compute_advantages(many, shuffled, Progress(step=1)))
 
 
 def loss_case(dtype=torch.float64) -> dict[str, torch.Tensor]:
@@ -753,7 +751,7 @@ def test_packing_shares_the_prompt(batch):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_update_gradient_equals_the_naive_one(monkeypatch, model, batch, loss_type):
     args = replace(BASE, loss_type=loss_type, temperature=0.9)
-    advantages = compute_advantages(batch, args, Progress())
+    advantages = compute_advantages(batch, args, Progress(step=0))
     expected, loss, _ = naive_gradient(model, batch, advantages, args)
     assert expected.norm() > 0.01
     for micro_batch, skip in [(32, True), (32, False), (8, True), (4, False), (2, True), (1, False)]:
@@ -768,7 +766,7 @@ def test_update_gradient_equals_the_naive_one(monkeypatch, model, batch, loss_ty
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_update_gradient_with_kl(monkeypatch, model, other_model, batch, loss_type, corrected):
     args = replace(BASE, loss_type=loss_type, beta=0.3, use_bias_correction_kl=corrected, per_device_train_batch_size=8)
-    advantages = compute_advantages(batch, args, Progress())
+    advantages = compute_advantages(batch, args, Progress(step=0))
     expected, loss, metrics = naive_gradient(model, batch, advantages, args, other_model)
     gradient, learned = update_gradient(monkeypatch, model, batch, advantages, args, other_model)
     assert relative(gradient, expected) < 1e-5
@@ -787,7 +785,7 @@ def test_update_gradient_with_advantages_of_tokens(monkeypatch, model, batch):
 
 def test_update_gradient_with_checkpointing_and_a_chunked_head(monkeypatch, model, batch):
     """Neither recomputing activations nor applying the head in pieces changes log-probabilities or gradients."""
-    advantages = compute_advantages(batch, BASE, Progress())
+    advantages = compute_advantages(batch, BASE, Progress(step=0))
     packed = pack(batch, list(range(24)), BASE)[0]
     with torch.no_grad():
         whole = token_logprobs(model, packed, BASE)
@@ -810,7 +808,7 @@ def test_update_gradient_with_checkpointing_and_a_chunked_head(monkeypatch, mode
 def test_second_iteration_moves_the_ratios(monkeypatch, model, batch):
     """num_iterations 2: the ratio is first exactly 1, then not, and the weights equal those of a naive loop."""
     args = replace(BASE, num_iterations=2, loss_type="grpo", per_device_train_batch_size=8, epsilon=0.02)
-    advantages, rate, ratios = compute_advantages(batch, args, Progress()), 0.3, []
+    advantages, rate, ratios = compute_advantages(batch, args, Progress(step=0)), 0.3, []
 
     def spy(logprobs, old_logprobs, advantages, mask, **options):
         ratios.append((logprobs.detach() - old_logprobs).exp()[mask])
@@ -838,7 +836,7 @@ def test_second_iteration_moves_the_ratios(monkeypatch, model, batch):
 
 def test_gap_between_sampler_and_learner(model, batch):
     """Near 0 for the policy that sampled; a log-probability that was recorded wrongly shows."""
-    args, advantages = replace(BASE, skip_equal_groups=False), compute_advantages(batch, BASE, Progress())
+    args, advantages = replace(BASE, skip_equal_groups=False), compute_advantages(batch, BASE, Progress(step=0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     metrics = update(model, optimizer, batch, advantages, args)
     assert metrics["sampling/logprob_difference/max"] < 1e-4
@@ -861,14 +859,16 @@ def momentum_step(model) -> torch.optim.AdamW:
     return optimizer
 
 
-@pytest.mark.parametrize("through_update", [False, True])
-def test_step_without_gradient_is_a_step_with_gradient_zero(model, batch, through_update):
+@pytest.mark.parametrize("nothing", ["gradient", "advantage", "token"])
+def test_step_without_gradient_is_a_step_with_gradient_zero(model, batch, nothing):
     """When nothing acts AdamW still moves by its momentum, as it would if the groups had not been left out."""
     ours, explicit = copy.deepcopy(model), copy.deepcopy(model)
     optimizer, expected = momentum_step(ours), momentum_step(explicit)
     before = flat(ours.parameters())
-    if through_update:
-        metrics = update(ours, optimizer, batch, torch.zeros(24), BASE)
+    if nothing != "gradient":  # all groups equal, or all completions truncated and masked
+        advantages = torch.zeros(24) if nothing == "advantage" else compute_advantages(batch, BASE, Progress(step=0))
+        masked = replace(batch, mask=torch.zeros_like(batch.mask)) if nothing == "token" else batch
+        metrics = update(ours, optimizer, masked, advantages, BASE)
         assert all(math.isfinite(value) for value in metrics.values()) and metrics["grad_norm"] == 0
     else:
         assert apply_gradients(ours, optimizer, BASE) == 0

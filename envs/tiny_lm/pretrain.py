@@ -45,7 +45,8 @@ def countdown_demonstration(generator: random.Random) -> tuple[list[dict], str]:
     check = task.verifier_demonstration(problem, attempt, generator)
     if role < 0.85:
         return task.prompt(problem, "verifier", (("Solver", attempt),)), check
-    return task.prompt(problem, "solver", (("Solver", attempt), ("Verifier", check))), task.demonstration(problem, generator)
+    again = task.prompt(problem, "solver", (("Solver", attempt), ("Verifier", check)))
+    return again, task.demonstration(problem, generator)
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,11 @@ class Args:
     """folder of the model; default envs/tiny_lm/<env>"""
     seed: int = 1
     """seed of demonstrations, weights and order"""
-    steps: int = 5000
+    steps: int = 4000
     """optimizer steps"""
     batch_size: int = 64
     """demonstrations a step"""
-    learning_rate: float = 2e-3
+    learning_rate: float = 1.5e-3
     """peak of the cosine schedule, after 100 warm-up steps"""
     vocab_size: int = 512
     """tokens: 256 bytes, special tokens and tags, the rest byte-pair merges"""
@@ -92,7 +93,7 @@ class Args:
 
 
 def build_tokenizer(args: Args) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: any text can be encoded, digits are single, and phrases that every prompt repeats are one token."""
+    """Byte-level BPE: any text can be encoded, digits are single, phrases that every prompt repeats are one token."""
     environment, generator = ENVIRONMENTS[args.env], random.Random(f"tokenizer {args.seed}")
     demonstrations = [environment.demonstration(generator) for _ in range(2000)]
     corpus = [text for messages, completion in demonstrations for text in (messages[-1]["content"], completion)]
@@ -124,7 +125,7 @@ def build_tokenizer(args: Args) -> PreTrainedTokenizerFast:
 def build_model(args: Args, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     torch.manual_seed(args.seed)
     config = Qwen3Config(
-        vocab_size=max(len(tokenizer), args.vocab_size),
+        vocab_size=-(-len(tokenizer) // 8) * 8,
         hidden_size=args.hidden_size,
         intermediate_size=3 * args.hidden_size,
         num_hidden_layers=args.num_layers,
@@ -168,7 +169,7 @@ def train(args: Args) -> None:
     output_dir = args.output_dir or os.path.join(os.path.dirname(os.path.abspath(__file__)), args.env)
     tokenizer = build_tokenizer(args)
     model = build_model(args, tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.1, fused=True)
     body = torch.compile(model.model, dynamic=True) if args.compile else model.model
     generator, start, pool = random.Random(f"demonstrations {args.seed}"), time.perf_counter(), []
     for step in range(args.steps):
@@ -196,8 +197,8 @@ def train(args: Args) -> None:
     minutes = (time.perf_counter() - start) / 60
     parameters = sum(parameter.numel() for parameter in model.parameters())
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{output_dir}: {parameters:,} parameters, {args.steps * args.batch_size:,} demonstrations, {minutes:.1f} minutes")
-    print(f"seed {args.seed}, {versions}, {torch.get_num_threads()} threads")
+    print(f"{output_dir}: {parameters:,} parameters, {args.steps * args.batch_size:,} demonstrations")
+    print(f"{minutes:.1f} minutes, seed {args.seed}, {versions}, {torch.get_num_threads()} threads")
 
 
 if __name__ == "__main__":
