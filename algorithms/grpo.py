@@ -106,7 +106,7 @@ class Args:
     """leave completions without an end token out of the loss (TRL 1.16; DAPO's overlong filtering)"""
     skip_equal_groups: bool = True
     """leave groups without advantage out of the update when nothing else acts on them: exact, only faster (ours)"""
-    learning_rate: float = 3e-4
+    learning_rate: float = 2e-4
     """peak learning rate of AdamW (ours, for the tiny model; DeepSeekMath 4.2: 1e-6)"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """shape after the warm-up; linear and cosine end at 0 (DAPO 4.1: constant; TRL 1.16: linear)"""

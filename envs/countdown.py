@@ -174,7 +174,7 @@ class Countdown:
         text += "".join(f"\n{name}: {output}" for name, output in teammates)
         return [{"role": "user", "content": f"{text}\n{INSTRUCTIONS[role]}"}]
 
-    def demonstration(self, problem: Problem, generator: random.Random, skill: float = 0.06, max_tries: int = 3) -> str:
+    def demonstration(self, problem: Problem, generator: random.Random, max_tries: int = 3, skill: float = 0.06) -> str:
         """What an imperfect solver writes: a few combinations, each computed, until one hits or it is out of tries.
 
         A try is the known solution with probability `skill`, else random. The number of tries is drawn first, so that
