@@ -62,6 +62,7 @@ def read(path: Path) -> list[dict]:
 def append(path: Path, columns: list[str], rows: list[dict]) -> None:
     """Add rows to a CSV, with a header if it is new."""
     new = not path.exists()
+    path.parent.mkdir(exist_ok=True)
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if new:

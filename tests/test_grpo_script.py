@@ -464,7 +464,7 @@ def test_switches_log_finite_metrics(values, tmp_path, recwarn):
     metrics = train_here(tmp_path / "run", **values)
     lone = {"train/reward_std"} if values.get("num_generations") == 1 else set()
     assert {tag for (_, tag), value in metrics.items() if not math.isfinite(value)} <= lone
-    assert not [str(warning.message) for warning in recwarn if str(ROOT) in str(warning.filename)]
+    assert not [str(warning.message) for warning in recwarn if issubclass(warning.category, UserWarning)]
     assert last(metrics, "train/grad_norm") > 0
     if "dynamic_sampling" in values:
         assert last(metrics, "train/frac_reward_zero_std") == 0
@@ -533,7 +533,7 @@ def test_dataset(tmp_path):
 
 def test_rewards_without_an_opinion(tmp_path, monkeypatch):
     def length(problem, completion):
-        return [None, math.nan, 1.0, 0.5][len(completion) % 4]
+        return [None, math.nan, 1.0, 0.5, 0.0, 1.0, 0.5, 0.0][len(completion) % 8]
 
     def nothing(problem, completion):
         return None
@@ -548,7 +548,7 @@ def test_rewards_without_an_opinion(tmp_path, monkeypatch):
     post_init = grpo.Countdown.__post_init__
     monkeypatch.setattr(grpo.Countdown, "__post_init__", patched)
     functions = {"length": length, "nothing": nothing}  # some rows have no reward at all
-    metrics = train_here(tmp_path / "some", reward_weights=(1.0, 1.0), max_steps=2)
+    metrics = train_here(tmp_path / "some", reward_weights=(1.0, 1.0), max_steps=2, num_prompts_per_step=8)
     unknown = {tag for (_, tag), value in metrics.items() if not math.isfinite(value)}
     assert unknown == {"train/rewards/nothing/mean", "eval/rewards/nothing"}
     assert last(metrics, "train/grad_norm") > 0
