@@ -70,7 +70,7 @@ class Args:
     """Countdown: largest number (ours; TinyZero: 99)"""
     reward_weights: tuple[float, ...] = (1.0, 0.1, 0.0)
     """weights of the task's reward functions: correctness, format, length (GRPO-Zero: 1 and 0.1)"""
-    num_prompts_per_step: int = 64
+    num_prompts_per_step: int = 32
     """P, prompts in one step over all processes (ours; DeepSeekMath 4.2: 16)"""
     num_generations: int = 8
     """G, completions of each prompt: one group (TRL 1.16; DeepSeekMath 4.2: 64)"""
