@@ -114,7 +114,7 @@ class Args:
     """steps over which the learning rate rises to its peak (ours; DAPO 4.1: 20)"""
     max_grad_norm: float = 1.0
     """gradients are scaled down to this norm (TRL 1.16)"""
-    max_steps: int = 100
+    max_steps: int = 150
     """steps: batches of completions (ours)"""
     seed: int = 1
     """seed of problems, sampling and everything else (ours)"""
@@ -264,7 +264,7 @@ def load_pretrained(kind, args: Args, **options):
     """kind.from_pretrained(--model-name-or-path), or one sentence."""
     try:
         return kind.from_pretrained(args.model_name_or_path, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # also what torch and safetensors raise for a broken file
         fail(f"--model-name-or-path {args.model_name_or_path}: not found or not usable ({str(error).splitlines()[0]})")
 
 
@@ -574,7 +574,7 @@ def update(model, optimizer, batch: Batch, advantages: Tensor, args: Args, refer
     if args.fsdp:  # forward and backward are collective: a process with less to do joins in with one idle token
         token = torch.zeros(1, 1, dtype=torch.long, device=device)
         idle = Packed([], token, token, token, batch.mask[:0], token[0, :0])
-        micro_batches += [idle] * int(all_counts[:, 2].max() - len(micro_batches))
+        micro_batches += [idle] * (max(1, int(all_counts[:, 2].max())) - len(micro_batches))
     options = {"loss_type": args.loss_type, "epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
     options |= {"delta": args.delta, "beta": args.beta, "use_bias_correction_kl": args.use_bias_correction_kl}
     options |= {"max_completion_length": args.max_completion_length, "num_tokens": num_tokens}
@@ -607,7 +607,7 @@ def update(model, optimizer, batch: Batch, advantages: Tensor, args: Args, refer
     metrics = dict(zip(sums, gather(torch.stack(list(sums.values()))[None])[0].sum(0).tolist()))
     metrics["sampling/logprob_difference/mean"] = metrics.pop("gap")
     metrics["sampling/logprob_difference/max"] = gather(largest[None])[0].max().item()
-    return metrics | {"grad_norm": grad_norm, "frac_tokens_trained": (num_trained / num_tokens).item()}
+    return metrics | {"grad_norm": grad_norm, "frac_tokens_trained": (all_counts[:, 3].sum() / num_tokens).item()}
 
 
 def apply_gradients(model, optimizer, args: Args) -> float:
@@ -655,7 +655,6 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
     payload = {name: thing.state_dict() for name, thing in state.items()} | {"random": torch.get_rng_state()}
     if rank_and_world_size()[0] == 0:
         path = os.path.join(run_dir, "checkpoints", f"step_{step:08d}.pt")
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         torch.save(payload, path + ".tmp")
         os.replace(path + ".tmp", path)
         for old in checkpoints(run_dir)[:-keep]:
@@ -679,21 +678,21 @@ def load_checkpoint(run_dir: str, state: dict) -> bool:
 
 def resume_args(args: Args) -> Args:
     """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
-    run_dir = args.resume or args.evaluate
+    run_dir = args.evaluate or args.resume
     try:
-        saved = json.loads(Path(run_dir, "args.json").read_text())
-    except (OSError, ValueError):
-        fail(f"{run_dir}: no readable args.json there, so this is not a run folder")
-    free = {"resume", "evaluate", "output_dir", "save_steps", "device", "compile"}
-    free |= {"max_steps"} if saved["lr_scheduler_type"] == "constant" else set()
+        saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
+        os.stat(os.path.join(run_dir, "final" if args.evaluate else ""))
+    except (OSError, ValueError, TypeError):
+        fail(f"{run_dir}: not a run folder of this script, or nothing to --evaluate yet: finish it with --resume")
+    free = ["resume", "save_steps", "device", "compile"] + ["max_steps"] * (saved.lr_scheduler_type == "constant")
     for flag in fields(Args):
-        now, before = getattr(args, flag.name), saved.get(flag.name, flag.default)
+        now, before = getattr(args, flag.name), getattr(saved, flag.name)
         before = tuple(before) if isinstance(before, list) else before
         if now == flag.default:  # not given
             setattr(args, flag.name, before)
         elif now != before and flag.name not in free and not args.evaluate:
             fail(f"--resume {run_dir}: the run began with --{flag.name.replace('_', '-')} {before}, not {now}")
-    model = {"model_name_or_path": os.path.join(run_dir, "final")} if args.evaluate else {}
+    model = {"model_name_or_path": os.path.join(run_dir, "final"), "fsdp": False} if args.evaluate else {}
     return replace(args, output_dir=run_dir, **model)
 
 
@@ -702,7 +701,7 @@ class Logger:
 
     def __init__(self, run_dir: str, args: Args, step: int):
         """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
-        os.makedirs(run_dir, exist_ok=True)
+        os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
         Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
         self.files = {name: open(os.path.join(run_dir, name), "a+") for name in ("metrics.csv", "perf.csv")}
         for file in self.files.values():
@@ -710,7 +709,7 @@ class Logger:
             kept = [line for line in file if line[-1] == "\n" and (line[0] == "s" or int(line.split(",")[0]) <= step)]
             file.truncate(sum(map(len, kept)))
             file.write("" if kept else "step,tag,value\n")
-        self.board = SummaryWriter(run_dir, purge_step=step + 1 if step >= 0 else None)
+        self.board = SummaryWriter(run_dir, purge_step=step + 1)
 
     def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
         """Write tag -> value."""
@@ -746,9 +745,10 @@ def check_args(args: Args) -> None:
     """One sentence for every combination of flags that cannot work."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     group, micro, overlong = args.num_generations, args.per_device_train_batch_size, args.overlong_buffer_len
-    for name in "num_prompts_per_step num_generations per_device_train_batch_size num_iterations save_steps".split():
-        if getattr(args, name) < 1:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 1 or more")
+    least = dict.fromkeys(["overlong_buffer_len", "warmup_steps", "max_steps", "eval_steps", "seed"], 0)
+    for name, value, lowest in ((f.name, getattr(args, f.name), int(f.type is int)) for f in fields(Args)):
+        if isinstance(value, (int, float)) and not value >= least.get(name, lowest):
+            fail(f"--{name.replace('_', '-')} {value}: expected {least.get(name, lowest)} or more")
     if group < 2 and args.advantage != "none":
         fail(f"--num-generations {group}: expected 2 or more, completions are compared within their group")
     if args.num_prompts_per_step % processes:
@@ -757,7 +757,7 @@ def check_args(args: Args) -> None:
         fail(f"--per-device-train-batch-size {micro}: expected a multiple or a divisor of --num-generations {group}")
     if args.temperature <= 0 or not 0 < args.top_p <= 1:
         fail(f"--temperature {args.temperature} --top-p {args.top_p}: expected more than 0, and top-p at most 1")
-    if not 0 <= overlong < args.max_completion_length:
+    if overlong >= args.max_completion_length:
         fail(f"--overlong-buffer-len {overlong}: expected 0 up to --max-completion-length {args.max_completion_length}")
     if args.fsdp and processes == 1:
         fail("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
@@ -777,7 +777,7 @@ def batch_metrics(batch: Batch, task, args: Args, progress: Progress) -> dict[st
     lengths, rewards = table[:, 0], table[:, 3:]
     totals = total_rewards(rewards, args).view(-1, args.num_generations)  # (P,G)
     progress["tokens"] += int(lengths.sum())
-    metrics = {"reward": totals.nanmean(), "reward_std": totals.std(1).nanmean()}
+    metrics = {"reward": totals.nanmean(), "reward_std": totals.std(1, unbiased=args.num_generations > 1).nanmean()}
     metrics["frac_reward_zero_std"] = (totals.amax(1) == totals.amin(1)).float().mean()
     metrics |= {f"rewards/{k}/mean": v for k, v in zip([*task.reward_functions, "overlong"], rewards.nanmean(0))}
     metrics |= {"completions/mean_length": lengths.mean(), "completions/max_length": lengths.max()}
@@ -805,8 +805,7 @@ def train(args: Args) -> dict[str, float]:
     progress = Progress(step=0, problems=0, tokens=0)
     state = {"policy": Sharded(model, optimizer)} if args.fsdp else {"model": model, "optimizer": optimizer}
     state |= {"scheduler": scheduler, "progress": progress}
-    name = os.path.splitext(os.path.basename(args.dataset or "countdown"))[0]
-    run_dir = args.output_dir or os.path.join("runs", f"grpo__{name}__{args.seed}__{int(time.time())}")
+    run_dir = args.output_dir or f"runs/grpo__{Path(args.dataset or 'countdown').stem}__{args.seed}__{int(time.time())}"
     if rank == 0 and not args.resume and os.path.exists(os.path.join(run_dir, "args.json")):
         fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
     loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
@@ -834,11 +833,10 @@ def train(args: Args) -> dict[str, float]:
             break
         began, tokens = time.perf_counter(), progress["tokens"]
         batch = rollout(model, tokenizer, task, args, progress)  # 1. sample G completions of each prompt, score them
-        metrics = batch_metrics(batch, task, args, progress)
+        metrics = batch_metrics(batch, task, args, progress) | {"learning_rate": scheduler.get_last_lr()[0]}
         sampled = time.perf_counter()
         advantages = compute_advantages(batch, args, progress)  # 2. compare each completion with its group
         metrics |= update(model, optimizer, batch, advantages, args, reference)  # 3. clipped policy-gradient steps
-        metrics["learning_rate"] = scheduler.get_last_lr()[0]
         scheduler.step()
         progress["step"] += 1
         now = time.perf_counter()  # 4. log; evaluate and save above
@@ -857,6 +855,8 @@ def train(args: Args) -> dict[str, float]:
     if stop and not last:
         fail(f"stopped after step {step}; continue with --resume {run_dir}", 128 + stop)
     weights = state["policy"].state_dict()["model_state_dict"] if args.fsdp else None  # all processes must call
+    for name in model.all_tied_weights_keys if weights else ():  # stored once, as without FSDP
+        del weights[name]
     if rank == 0:
         model.save_pretrained(os.path.join(run_dir, "final"), state_dict=weights)
         tokenizer.save_pretrained(os.path.join(run_dir, "final"))

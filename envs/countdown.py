@@ -138,6 +138,8 @@ class Countdown:
     def __post_init__(self):
         if not 2 <= self.num_numbers <= 6 or self.max_number < 2 or self.max_target < 1:
             raise ValueError("countdown needs 2 to 6 numbers, max_number >= 2 and max_target >= 1")
+        for held_out in (False, True):  # too easy a game has no problem on one side
+            self.sample(random.Random(0), held_out)
         self.reward_functions = {"correctness": correctness, "format": format, "length": length}
 
     def sample(self, generator: random.Random, held_out: bool = False) -> Problem:
