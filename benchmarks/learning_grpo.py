@@ -1,6 +1,6 @@
 """What the group baseline of GRPO buys, at a size that a laptop reruns: every arm, several seeds, raw rows in CSVs.
 
-    python benchmarks/learning_grpo.py --jobs 2              # about an hour on 2 cores; takes up where it stopped
+    python benchmarks/learning_grpo.py --jobs 2              # about half an hour on 2 cores; takes up where it stopped
     python benchmarks/make_tables.py                         # redraws tables and figures from the CSVs
 
 The learning rates of `grpo` and `reinforce` are chosen by a sweep with a seed of its own (SWEEP_SEED): the best final
@@ -30,6 +30,7 @@ COLUMNS = "run arm stage seed learning_rate pass_at_1 mean_at_8 pass_at_8 first_
 COLUMNS = [*COLUMNS.split(), "threads", "torch", "transformers", "python", "commit", "command"]
 TAGS = "train/reward train/rewards/correctness/mean train/frac_reward_zero_std train/entropy train/grad_norm".split()
 TAGS += ["train/completions/mean_length", "train/num_tokens"]
+COMMON = ("--max-steps", "100")  # two thirds of the default run
 RATES = ("1e-4", "2e-4", "4e-4")
 SWEEP_SEED = 100
 ARMS = {  # name: (flags, seeds of the comparison, arm whose sweep gives the learning rate)
@@ -76,7 +77,7 @@ def run_once(arm: str, stage: str, seed: int, rate: str, extra: str, lock: Lock)
     with lock:
         if any(row["run"] == run for row in read(RUNS)):
             return
-    flags = [*ARMS[arm][0], "--learning-rate", rate, "--seed", str(seed), *extra.split()]
+    flags = [*COMMON, *ARMS[arm][0], "--learning-rate", rate, "--seed", str(seed), *extra.split()]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()

@@ -75,6 +75,16 @@ def interrupt(number: int, text: str, *flags) -> tuple[int, str]:
     return process.returncode, errors
 
 
+def begin_and_interrupt(number: int, text: str, run_dir, **values) -> tuple[int, str]:
+    """interrupt() for a new run of ten steps. On a busy machine it may end before the signal comes: then once more."""
+    for _ in range(5):
+        shutil.rmtree(run_dir, ignore_errors=True)
+        status, errors = interrupt(number, text, *as_flags(LONG | values), "--output-dir", run_dir)
+        if status != 0:
+            break
+    return status, errors
+
+
 def table(run_dir, file: str = "metrics.csv") -> dict[tuple[int, str], float]:
     """(step, tag) -> value of a run."""
     with open(Path(run_dir, file), newline="") as lines:
@@ -203,16 +213,15 @@ def test_same_seed_same_run_other_seed_another(whole, tmp_path):
 
 def test_kill_9_and_resume(whole, tmp_path):
     run_dir = tmp_path / "run"
-    assert interrupt(signal.SIGKILL, "step    3/", *as_flags(LONG), "--output-dir", run_dir)[0] == -signal.SIGKILL
-    saved = max(int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("*.pt"))
-    assert 2 <= saved < 10
-    (run_dir / "checkpoints" / f"step_{saved + 2:08d}.pt.tmp").write_bytes(b"half a checkpoint")
+    assert begin_and_interrupt(signal.SIGKILL, "step    3/", run_dir)[0] == -signal.SIGKILL
+    (run_dir / "checkpoints" / "step_00000010.pt.tmp").write_bytes(b"half a checkpoint")
     # the resumed run dies too, before its first step: what was logged up to the checkpoint must survive that
-    assert interrupt(signal.SIGKILL, "completions a step", "--resume", run_dir)[0] == -signal.SIGKILL
-    assert {step for step, _ in table(run_dir)} >= {*range(saved + 1)}
+    interrupt(signal.SIGKILL, "completions a step", "--resume", run_dir)
+    saved = max(int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("*.pt"))
+    assert saved >= 2 and {step for step, _ in table(run_dir)} >= {*range(saved + 1)}
     process = run("--resume", run_dir)
     assert process.returncode == 0, process.stderr
-    assert f"step {saved + 1:>4}/10" in process.stdout and f"step {saved:>4}/10" not in process.stdout
+    assert len(re.findall("^step ", process.stdout, re.MULTILINE)) == 10 - saved, "saved steps are not repeated"
     assert_same_run(run_dir, whole[0])
     assert table(run_dir, "perf.csv").keys() == table(whole[0], "perf.csv").keys()
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
@@ -220,16 +229,15 @@ def test_kill_9_and_resume(whole, tmp_path):
 
 
 def test_kill_9_before_the_first_checkpoint(whole, tmp_path):
-    flags = as_flags(LONG | {"save_steps": 100})
-    assert interrupt(signal.SIGKILL, "step    1/", *flags, "--output-dir", tmp_path / "run")[0] == -signal.SIGKILL
+    status, _ = begin_and_interrupt(signal.SIGKILL, "step    1/", tmp_path / "run", save_steps=100)
+    assert status == -signal.SIGKILL
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert run("--resume", tmp_path / "run").returncode == 0
     assert_same_run(tmp_path / "run", whole[0])
 
 
 def test_terminate_saves_and_resumes(whole, tmp_path):
-    flags = as_flags(LONG | {"save_steps": 100})
-    status, errors = interrupt(signal.SIGTERM, "step    3/", *flags, "--output-dir", tmp_path / "run")
+    status, errors = begin_and_interrupt(signal.SIGTERM, "step    3/", tmp_path / "run", save_steps=100)
     assert status == 128 + signal.SIGTERM and errors.count("\n") == 1, errors
     step = int(re.fullmatch(rf"error: stopped after step (\d+); continue with --resume {tmp_path}/run\n", errors)[1])
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step:08d}.pt"]
@@ -580,3 +588,19 @@ def test_infinite_reward_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys
     values = SMALL | {"reward_weights": (1.0,), "max_steps": 99, "save_steps": 1, "advantage": "none"}
     errors = refusal(capsys, code=1, output_dir=str(tmp_path / "run"), **values)
     assert "gradient norm" in errors and len([*(tmp_path / "run" / "checkpoints").glob("*.pt")]) == 2
+
+
+# --- Learning --------------------------------------------------------------------------------------------------------
+
+
+def test_learning_and_its_control(tmp_path):
+    """The default with a quarter of its steps. Measured with seeds 1, 2, 3: the share of right samples rose by 0.045,
+    0.061, 0.053; with rewards dealt out anew, so that the update is as large but means nothing, it fell by 0.011,
+    0.048, 0.037. Other processors round differently, which amounts to another seed."""
+    values = {"num_prompts_per_step": 32, "num_generations": 8, "max_completion_length": 48, "learning_rate": 2e-4}
+    values |= {"max_steps": 25, "eval_problems": 128, "num_generations_eval": 8}
+    gain = {}
+    for advantage in ("group", "shuffled"):
+        metrics = train_here(tmp_path / advantage, advantage=advantage, **values)
+        gain[advantage] = metrics[25, "eval/mean_at_8"] - metrics[0, "eval/mean_at_8"]
+    assert gain["group"] > 0.025 and gain["shuffled"] < 0.01, gain
