@@ -8,9 +8,8 @@ Shao et al., DeepSeekMath, arXiv 2402.03300. The switches make it Dr. GRPO (2503
 
 Differs from the paper in:
 1. no KL penalty by default (`--beta 0`, as DAPO, Dr. GRPO and TRL 1.16); the paper has beta 0.04
-2. the loss is a mean over all tokens of the step (`--loss-type dapo`); the paper's is `grpo`
-3. the clip range is not in the paper: 0.2, as everywhere; advantages divide by std + 1e-4 with ddof 1, as TRL 1.16
-4. prompts are computed once for their group, in the rollout and in the update; groups whose rewards are all equal are
+2. the clip range is not in the paper: 0.2, as everywhere; advantages divide by std + 1e-4 with ddof 1, as TRL 1.16
+3. prompts are computed once for their group, in the rollout and in the update; groups whose rewards are all equal are
    left out of the update: both exact
 
     python algorithms/grpo.py                                                      # tiny model, CPU, offline, 2 minutes
@@ -84,8 +83,8 @@ class Args:
     """group: the method; controls: none = the bare reward (REINFORCE), shuffled = rewards dealt out anew (ours)"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """divide by the std of the group, of the batch, or not (TRL 1.16; Dr. GRPO: none)"""
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
-    """how token losses are averaged, see policy_loss (TRL 1.16; DeepSeekMath eq. 3: grpo)"""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "grpo"
+    """how token losses are averaged, see policy_loss (DeepSeekMath eq. 3; TRL 1.16: dapo)"""
     epsilon: float = 0.2
     """clip range of the probability ratio, below (TRL 1.16, verl 0.9)"""
     epsilon_high: float | None = None

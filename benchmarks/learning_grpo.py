@@ -3,9 +3,9 @@
     python benchmarks/learning_grpo.py --jobs 2              # about half an hour on 2 cores; takes up where it stopped
     python benchmarks/make_tables.py                         # redraws tables and figures from the CSVs
 
-The learning rates of `grpo` and `reinforce` are chosen by a sweep with a seed of its own (SWEEP_SEED): the best final
-eval/mean_at_8. The other arms take that of `grpo`. Then every arm runs on its seeds, one process a run, one thread a
-process. Two files are written: results/grpo_runs.csv has one row a run (command, commit, versions, device, minutes,
+A sweep with a seed of its own (SWEEP_SEED) chooses the learning rates of `dapo_loss` and `reinforce`: the best final
+eval/mean_at_8. The other arms take that of `dapo_loss`. Then every arm runs on its seeds, one process a run, one thread
+a process. Two files are written: results/grpo_runs.csv has one row a run (command, commit, versions, device, minutes,
 memory, final scores), results/grpo_curves.csv has evaluations and some training metrics (run, step, tag, value).
 """
 
@@ -33,12 +33,13 @@ TAGS += ["train/completions/mean_length", "train/num_tokens"]
 COMMON = ("--max-steps", "100")  # two thirds of the default run
 RATES = ("1e-4", "2e-4", "4e-4")
 SWEEP_SEED = 100
+DAPO = ("--loss-type", "dapo")
 ARMS = {  # name: (flags, seeds of the comparison, arm whose sweep gives the learning rate)
-    "grpo": ((), (1, 2, 3, 4, 5), "grpo"),
-    "reinforce": (("--advantage", "none"), (1, 2, 3, 4, 5), "reinforce"),
-    "shuffled": (("--advantage", "shuffled"), (1, 2, 3), "grpo"),
-    "loss_grpo": (("--loss-type", "grpo"), (1, 2, 3), "grpo"),
-    "dr_grpo": (("--loss-type", "dr_grpo", "--scale-rewards", "none"), (1, 2, 3), "grpo"),
+    "grpo": (("--loss-type", "grpo"), (1, 2, 3), "dapo_loss"),
+    "dapo_loss": (DAPO, (1, 2, 3), "dapo_loss"),
+    "reinforce": ((*DAPO, "--advantage", "none"), (1, 2, 3), "reinforce"),
+    "shuffled": ((*DAPO, "--advantage", "shuffled"), (1, 2, 3), "dapo_loss"),
+    "dr_grpo": (("--loss-type", "dr_grpo", "--scale-rewards", "none"), (1, 2, 3), "dapo_loss"),
 }
 
 

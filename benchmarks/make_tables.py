@@ -18,10 +18,10 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 ARM_NAMES = {
-    "grpo": "GRPO (group mean and std)",
-    "reinforce": "REINFORCE, no baseline (`--advantage none`)",
-    "shuffled": "GRPO on shuffled rewards (`--advantage shuffled`)",
-    "loss_grpo": "GRPO, mean per row (`--loss-type grpo`)",
+    "grpo": "GRPO, loss averaged row by row (`--loss-type grpo`, the default)",
+    "dapo_loss": "GRPO, loss averaged over tokens (`--loss-type dapo`)",
+    "reinforce": "no baseline: REINFORCE (`--loss-type dapo --advantage none`)",
+    "shuffled": "shuffled rewards (`--loss-type dapo --advantage shuffled`)",
     "dr_grpo": "Dr. GRPO (`--loss-type dr_grpo --scale-rewards none`)",
 }
 SPEED_CASES = {
@@ -173,7 +173,7 @@ def draw_grpo_learning() -> None:
             steps = sorted(points)
             mean = [statistics.mean(points[step]) for step in steps]
             spread = [statistics.stdev(points[step]) if len(points[step]) > 1 else 0.0 for step in steps]
-            (line,) = axis.plot(steps, mean, label=re.sub(r" \(`.*|, (?=no|mean).*", "", ARM_NAMES[arm]), linewidth=1.8)
+            (line,) = axis.plot(steps, mean, label=ARM_NAMES[arm].partition(" (`")[0], linewidth=1.8)
             low, high = [m - s for m, s in zip(mean, spread)], [m + s for m, s in zip(mean, spread)]
             axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
         axis.set_xlabel("step")

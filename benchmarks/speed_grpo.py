@@ -606,6 +606,7 @@ def environment(args: Args) -> dict:
 def append_rows(path: str, rows: list[dict]) -> None:
     """Append to the CSV, with a header where there is none."""
     new = not os.path.exists(path)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         if new:
