@@ -264,7 +264,7 @@ def load_pretrained(kind, args: Args, **options):
     try:
         return kind.from_pretrained(args.model_name_or_path, **options)
     except Exception as error:  # also what torch and safetensors raise for a broken file
-        fail(f"--model-name-or-path {args.model_name_or_path}: not found or not usable ({str(error).splitlines()[0]})")
+        fail(f"--model-name-or-path {args.model_name_or_path}: not found or not usable ({error!r:.200})")
 
 
 def load_tokenizer(args: Args):
@@ -670,8 +670,7 @@ def load_checkpoint(run_dir: str, state: dict) -> bool:
             torch.set_rng_state(payload["random"])
             return True
         except Exception as error:  # torch raises any of half a dozen types
-            reason = str(error).split("\n")[0] or type(error).__name__
-            fail(f"{path}: damaged, or of another script ({reason}); delete it to continue from the one before", 1)
+            fail(f"{path}: damaged, or of another script ({error!r:.99}); delete it to continue from the one before", 1)
     return False
 
 
@@ -794,7 +793,8 @@ def train(args: Args) -> dict[str, float]:
     model = load_model(args, tokenizer, device)
     if args.evaluate:
         scores, shown = evaluate(model, tokenizer, task, args)
-        print(shown, *(f"{tag} {value:.4f}" for tag, value in scores.items()), sep="\n")
+        if rank == 0:
+            print(shown, *(f"{tag} {value:.4f}" for tag, value in scores.items()), sep="\n")
         return scores
     reference = load_model(args, tokenizer, device).requires_grad_(False) if args.beta > 0 else None
     if args.fsdp:

@@ -27,8 +27,8 @@ ARM_NAMES = {
 SPEED_CASES = {
     "A": "short, even completions, 64 x 8",
     "B": "long-tailed completions, 64 x 8",
-    "C": "as B, 8 x 8",
-    "D": "prompts of about 147 tokens, 8 x 8",
+    "C": "long-tailed completions, 8 x 8",
+    "D": "prompts of about 150 tokens, 8 x 8",
 }
 
 
