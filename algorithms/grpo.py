@@ -12,7 +12,7 @@ Differs from the paper in:
 3. prompts are computed once for their group, in the rollout and in the update; groups whose rewards are all equal are
    left out of the update: both exact
 
-    python algorithms/grpo.py                                                      # tiny model, CPU, offline, 2 minutes
+    python algorithms/grpo.py                                                      # tiny model, CPU, offline, 2-3 min
     python algorithms/grpo.py --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k.jsonl --bf16 \
         --learning-rate 1e-6 --max-completion-length 512                           # one GPU
     torchrun --nproc_per_node 8 algorithms/grpo.py --model-name-or-path Qwen/Qwen2.5-7B-Instruct --fsdp --bf16 ...
