@@ -1,11 +1,9 @@
 """Countdown: combine the given numbers, each exactly once, with + - * / and parentheses to reach a target.
 
-The task of TinyZero, nano-aha-moment and GRPO-Zero (data set Jiayi-Pan/Countdown-Tasks-3to4). The model writes its
-tries and then one expression inside <answer> </answer>; a rule grades it. A second role, the verifier, recomputes a
-solution and ends with <verdict>approve</verdict> or <verdict>reject</verdict> (teams of agents need it).
-
-What a model writes is parsed by a small grammar with exact rational arithmetic; it is never executed.
-Every random choice comes from the `random.Random` that is passed in. No dependencies, importable alone.
+The task of TinyZero, nano-aha-moment and GRPO-Zero. The model writes its tries and then one expression inside <answer>
+</answer>; a rule grades it: parsed by a small grammar with exact rational arithmetic, never executed. The second role,
+a verifier, recomputes a solution and approves or rejects it (teams of agents need it). Every random choice comes from
+the `random.Random` that is passed in. No dependencies, importable alone.
 """
 
 import random
@@ -27,17 +25,15 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """True if the problem belongs to evaluation: decided by a hash of (sorted numbers, target), so that neither
-        pretraining nor training can meet an evaluation problem, whatever their seeds and flags."""
+        """Belongs to evaluation: decided by a hash, so that neither pretraining nor training can ever meet it."""
         return zlib.crc32(f"{sorted(self.numbers)}{self.target}".encode()) % EVALUATION_SHARE == 0
 
 
+RULE = "Use each number exactly once with + - * / and parentheses."
 INSTRUCTIONS = {
     "solver": "Try a few combinations, then give the expression inside <answer> </answer>.",
     "verifier": "Recompute the answer, then end with <verdict>approve</verdict> or <verdict>reject</verdict>.",
 }
-
-# --- Grading -----------------------------------------------------------------------------------------------------
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
@@ -48,10 +44,10 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     """
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"expression longer than {MAX_EXPRESSION_CHARS} characters")
-    tokens, numbers = re.findall(r"[0-9]+|\S", text)[::-1], []  # the next token is the last of the list
+    tokens, numbers = [*re.findall(r"[0-9]+|\S", text), "end of text"][::-1], []  # the next token is the last one
 
     def parse_factor(depth: int) -> Fraction:
-        token = tokens.pop() if tokens else "end of text"
+        token = tokens.pop()
         if depth > MAX_EXPRESSION_DEPTH:
             raise ValueError(f"expression nested deeper than {MAX_EXPRESSION_DEPTH}")
         if token[0] in "0123456789":
@@ -61,14 +57,13 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
             return -parse_factor(depth + 1)
         if token == "(":
             value = parse_sum(depth + 1)
-            token = tokens.pop() if tokens else "end of text"
-            if token == ")":
+            if tokens.pop() == ")":
                 return value
-        raise ValueError(f"unexpected {token}")
+        raise ValueError(f"unexpected or unclosed {token}")
 
     def parse_product(depth: int) -> Fraction:
         value = parse_factor(depth)
-        while tokens and tokens[-1] in "*/":
+        while tokens[-1] in "*/":
             operator, factor = tokens.pop(), parse_factor(depth)
             if operator == "/" and factor == 0:
                 raise ValueError("division by zero")
@@ -77,12 +72,12 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
 
     def parse_sum(depth: int) -> Fraction:
         value = parse_product(depth)
-        while tokens and tokens[-1] in "+-":
+        while tokens[-1] in "+-":
             value = value + parse_product(depth) if tokens.pop() == "+" else value - parse_product(depth)
         return value
 
     value = parse_sum(0)
-    if tokens:
+    if len(tokens) > 1:
         raise ValueError(f"unexpected {tokens[-1]}")
     return value, numbers
 
@@ -124,9 +119,6 @@ def verdict(completion: str) -> bool | None:
     return None if approve == reject else approve > reject
 
 
-# --- The task ----------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Countdown:
     """Problems, prompts, demonstrations; `reward_functions` maps a name to f(problem, completion) -> float or None."""
@@ -160,27 +152,21 @@ class Countdown:
         """The fixed evaluation set: up to `count` distinct problems (fewer if the game is small), never in training."""
         generator, problems = random.Random("evaluation"), {}
         for _ in range(50 * count):
-            problem = self.sample(generator, held_out=True)
-            problems[problem] = None
-            if len(problems) == count:
-                break
+            if len(problems) < count:
+                problems[self.sample(generator, held_out=True)] = None
         return list(problems)
 
     def prompt(self, problem: Problem, role: str = "solver", teammates: tuple = ()) -> list[dict]:
         """Chat messages for `role` (solver or verifier); `teammates` are earlier (name, output) pairs."""
-        numbers, task = (
-            ", ".join(map(str, problem.numbers)),
-            "Use each number exactly once with + - * / and parentheses.",
-        )
-        text = f"Numbers: {numbers}. Target: {problem.target}. {task}"
+        text = f"Numbers: {', '.join(map(str, problem.numbers))}. Target: {problem.target}. {RULE}"
         text += "".join(f"\n{name}: {output}" for name, output in teammates)
         return [{"role": "user", "content": f"{text}\n{INSTRUCTIONS[role]}"}]
 
     def demonstration(self, problem: Problem, generator: random.Random, max_tries: int = 3, skill: float = 0.06) -> str:
         """What an imperfect solver writes: a few combinations, each computed, until one hits or it is out of tries.
 
-        A try is the known solution with probability `skill`, else random. The number of tries is drawn first, so that
-        longer thinking is right more often; out of tries, the last one is the answer.
+        A try is the known solution with probability `skill`, else random; the last try is the answer. The number of
+        tries is drawn first, so that longer thinking is right more often.
         """
         lines = []
         for _ in range(generator.randint(1, max_tries)):
