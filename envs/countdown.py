@@ -14,7 +14,6 @@ from fractions import Fraction
 
 MAX_EXPRESSION_CHARS = 100  # longer than any sensible answer, short enough that hostile numbers stay small
 MAX_EXPRESSION_DEPTH = 12  # nested parentheses and signs
-EVALUATION_SHARE = 16  # one problem in 16 is reserved for evaluation
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Belongs to evaluation: decided by a hash, so that neither pretraining nor training can ever meet it."""
-        return zlib.crc32(f"{sorted(self.numbers)}{self.target}".encode()) % EVALUATION_SHARE == 0
+        """One in 16 belongs to evaluation, by a hash, so that neither pretraining nor training can ever meet it."""
+        return zlib.crc32(f"{sorted(self.numbers)}{self.target}".encode()) % 16 == 0
 
 
 RULE = "Use each number exactly once with + - * / and parentheses."
@@ -39,8 +38,8 @@ INSTRUCTIONS = {
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     """Exact value of an arithmetic expression, and the integers in it in order.
 
-    Grammar: sum = product {(+|-) product}; product = factor {(*|/) factor}; factor = integer | (sum) | -factor.
-    Raises ValueError for anything else, for division by zero and beyond the caps on length and depth.
+    sum = product {(+|-) product}; product = factor {(*|/) factor}; factor = integer | (sum) | -factor.
+    ValueError for anything else, for division by zero and beyond the caps on length and depth.
     """
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"expression longer than {MAX_EXPRESSION_CHARS} characters")
@@ -100,11 +99,11 @@ def correctness(problem: Problem, completion: str) -> float:
 
 def format(problem: Problem, completion: str) -> float:
     """1.0 if the completion ends with its only <answer> </answer> pair and this holds an arithmetic expression."""
-    once = completion.count("<answer>") == completion.count("</answer>") == 1
     try:
         evaluate_expression(extract_answer(completion) or "")
     except ValueError:
         return 0.0
+    once = completion.count("<answer>") == completion.count("</answer>") == 1
     return float(once and completion.rstrip().endswith("</answer>"))
 
 
@@ -130,8 +129,7 @@ class Countdown:
     def __post_init__(self):
         if not 2 <= self.num_numbers <= 6 or self.max_number < 2 or self.max_target < 1:
             raise ValueError("countdown needs 2 to 6 numbers, max_number >= 2 and max_target >= 1")
-        for held_out in (False, True):  # too easy a game has no problem on one side
-            self.sample(random.Random(0), held_out)
+        self.sample(random.Random(0)), self.sample(random.Random(0), held_out=True)  # raise if the game is too small
         self.reward_functions = {"correctness": correctness, "format": format, "length": length}
 
     def sample(self, generator: random.Random, held_out: bool = False) -> Problem:
@@ -159,8 +157,8 @@ class Countdown:
     def prompt(self, problem: Problem, role: str = "solver", teammates: tuple = ()) -> list[dict]:
         """Chat messages for `role` (solver or verifier); `teammates` are earlier (name, output) pairs."""
         text = f"Numbers: {', '.join(map(str, problem.numbers))}. Target: {problem.target}. {RULE}"
-        text += "".join(f"\n{name}: {output}" for name, output in teammates)
-        return [{"role": "user", "content": f"{text}\n{INSTRUCTIONS[role]}"}]
+        lines = [text, *(f"{name}: {output}" for name, output in teammates), INSTRUCTIONS[role]]
+        return [{"role": "user", "content": "\n".join(lines)}]
 
     def demonstration(self, problem: Problem, generator: random.Random, max_tries: int = 3, skill: float = 0.06) -> str:
         """What an imperfect solver writes: a few combinations, each computed, until one hits or it is out of tries.
@@ -181,13 +179,12 @@ class Countdown:
     def verifier_demonstration(self, problem: Problem, output: str, generator: random.Random, slip: float = 0.1) -> str:
         """What an imperfect verifier writes about a solver's output; with probability `slip` the verdict is wrong."""
         approve = correctness(problem, output) == 1.0
+        answer = (extract_answer(output) or "").strip()
         try:
-            answer = (extract_answer(output) or "").strip()
             check = f"{answer}={evaluate_expression(answer)[0]} {'yes' if approve else 'no'}"
         except ValueError:
             check = "no answer"
-        word = "approve" if approve != (generator.random() < slip) else "reject"
-        return f"{check}\n<verdict>{word}</verdict>"
+        return f"{check}\n<verdict>{'approve' if approve != (generator.random() < slip) else 'reject'}</verdict>"
 
 
 def random_expression(numbers: tuple[int, ...], generator: random.Random) -> tuple[str, int]:
@@ -199,6 +196,6 @@ def random_expression(numbers: tuple[int, ...], generator: random.Random) -> tup
         strength = 1 if operator in "+-" else 2
         a = f"({a})" if p < strength else a
         b = f"({b})" if q < strength or (q == strength and operator in "-/") else b
-        value = {"+": x + y, "-": x - y, "*": x * y, "/": x // y if y else 0}[operator]
-        parts.append((f"{a}{operator}{b}", value, strength))
+        values = {"+": x + y, "-": x - y, "*": x * y, "/": x // y if y else 0}
+        parts.append((f"{a}{operator}{b}", values[operator], strength))
     return parts[0][:2]
