@@ -20,7 +20,7 @@ Arms:
 
 Cases, all on the tiny Countdown model:
   A  short, even completions: 64 prompts x 8, the model tuned for a minute on demonstrations with one try
-  B  long-tailed completions: 64 prompts x 8, the model as shipped, which tries one to four times
+  B  long-tailed completions: 64 prompts x 8, the model as shipped, which tries one to three times
   C  as B with 8 prompts x 8
   D  long prompts: the model of A with worked examples in front (144 tokens or more), 8 prompts x 8
 
