@@ -41,34 +41,34 @@ import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository root, for envs/
 from envs.countdown import Countdown
 from envs.math_jsonl import MathJsonl
+from envs.tool_calls import ToolCalls
 
-TINY_MODEL = os.path.join(sys.path[0], "envs", "tiny_lm", "countdown")
+TINY_MODELS = os.path.join(sys.path[0], "envs", "tiny_lm")
 LOGITS_PER_CHUNK = 2**26  # 256 MB in float32
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of checkpoints under FSDP
-MAX_SAMPLING_ROUNDS = 10  # dynamic sampling then goes on with what it has (verl 0.9)
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of checkpoints, under FSDP too
 
 # === 2 Args ===========================================================================================================
 
 
 @dataclass
 class Args:
-    model_name_or_path: str = TINY_MODEL
-    """policy: a Hugging Face causal language model, by name or folder (ours: the tiny model of envs/tiny_lm)"""
+    model_name_or_path: str | None = None
+    """policy: a Hugging Face causal language model, by name or folder; None is the env's tiny model (ours)"""
+    env: Literal["countdown", "gsm8k", "tool_calls"] = "countdown"
+    """task: the number game, GSM8K in the format of GDPO's demo (needs a dataset), or tool calls (ours)"""
     dataset: str | None = None
-    """JSON-lines file of questions and answers; None is the Countdown game (ours)"""
+    """JSON-lines file in place of the env's own problems; its keys are in envs/ (ours)"""
     num_numbers: int = 3
     """Countdown: numbers to combine (TinyZero: 3 to 4)"""
     max_number: int = 10
     """Countdown: largest number (ours; TinyZero: 99)"""
-    reward_weights: tuple[float, ...] = (1.0, 0.1, 0.0)
-    """weights of the task's reward functions: correctness, format, length (GRPO-Zero: 1 and 0.1)"""
+    reward_weights: tuple[float, ...] | None = None
+    """weights of the env's reward functions in their order; None is the env's own (GRPO-Zero: 1 and 0.1)"""
     num_prompts_per_step: int = 32
     """P, prompts in one step over all processes (ours; DeepSeekMath 4.2: 16)"""
     num_generations: int = 8
@@ -140,7 +140,7 @@ class Args:
     save_steps: int = 25
     """steps between checkpoints: at most this many are repeated after a crash (ours)"""
     output_dir: str | None = None
-    """run folder; None is runs/grpo__<task>__<seed>__<time> (ours)"""
+    """run folder; None is runs/<script>__<env>__<seed>__<time> (ours)"""
     resume: str | None = None
     """run folder to continue, with the flags it was started with (ours)"""
     evaluate: str | None = None
@@ -262,7 +262,7 @@ def gather(values: Tensor) -> tuple[Tensor, slice]:
 def load_pretrained(kind, args: Args, **options):
     """kind.from_pretrained(--model-name-or-path), or one sentence."""
     try:
-        return kind.from_pretrained(args.model_name_or_path, **options)
+        return kind.from_pretrained(args.model_name_or_path or os.path.join(TINY_MODELS, args.env), **options)
     except Exception as error:  # also what torch and safetensors raise for a broken file
         fail(f"--model-name-or-path {args.model_name_or_path}: not found or not usable ({error!r:.200})")
 
@@ -343,9 +343,13 @@ class Progress(dict):
 def load_task(args: Args):
     """The task: `train_problem`, `evaluation_problems`, `prompt` and the dict `reward_functions`."""
     try:
-        task = MathJsonl(args.dataset) if args.dataset else Countdown(args.num_numbers, args.max_number)
-    except (OSError, ValueError) as error:
-        fail(f"--dataset {args.dataset}: {error}" if isinstance(error, OSError) else str(error))
+        if args.env == "countdown" and not args.dataset:
+            task = Countdown(args.num_numbers, args.max_number)
+        else:
+            task = ToolCalls(args.dataset) if args.env == "tool_calls" else MathJsonl(args.dataset, args.env)
+    except ValueError as error:
+        fail(str(error))
+    args.reward_weights = args.reward_weights or task.reward_weights
     if len(args.reward_weights) != len(task.reward_functions):
         fail(f"--reward-weights {args.reward_weights}: expected one value for each of {list(task.reward_functions)}")
     return task
@@ -376,9 +380,8 @@ def generate(model, prompts: list[list[int]], num_generations: int, args: Args, 
     uniform = generator and torch.cat([torch.rand(num_generations, steps, generator=g) for g in generator]).to(device)
     ends = torch.tensor(model.generation_config.eos_token_id, device=device)
     completion_ids = torch.zeros(size, steps, dtype=torch.long, device=device)  # (B,T)
-    logprobs, entropy = torch.zeros(2, size, steps, device=device)  # (B,T), (B,T)
+    logprobs, entropy, tokens = *torch.zeros(2, size, steps, device=device), completion_ids[:, 0]  # (B,T) twice, (B,)
     rows, live = torch.arange(size, device=device), torch.ones(size, dtype=torch.bool, device=device)  # (B,), (B,)
-    tokens = completion_ids[:, 0]  # (B,)
     model.eval()
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
         inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}  # (P,S) each
@@ -434,28 +437,31 @@ def sample_batch(model, tokenizer, task, args: Args, progress: Progress) -> Batc
     progress["problems"] += args.num_prompts_per_step
     problems, seeds = zip(*((task.train_problem(i, args.seed), f"{args.seed} {i}") for i in indices))
     prompts, samples, rewards, _ = complete(model, tokenizer, task, problems, args.num_generations, args, seeds)
-    lengths = samples.mask.sum(1)  # (B,)
-    mask = samples.mask & samples.ended[:, None] if args.mask_truncated_completions else samples.mask  # (B,T)
-    if args.overlong_buffer_len:
-        penalty = soft_overlong_penalty(lengths, args.max_completion_length, args.overlong_buffer_len)  # (B,)
-        rewards = torch.cat([rewards, penalty[:, None]], 1)  # (B,K+1)
-    info = {"length": lengths, "ended": samples.ended, "entropy": samples.entropy.sum(1)}  # (B,) each
-    info["problem"] = torch.tensor(indices, device=mask.device).repeat_interleave(args.num_generations)  # (B,)
-    return Batch(prompts, samples.completion_ids, mask, samples.logprobs, rewards, info)
+    info = {"length": samples.mask.sum(1), "ended": samples.ended, "entropy": samples.entropy.sum(1)}  # (B,) each
+    info["problem"] = torch.tensor(indices, device=rewards.device).repeat_interleave(args.num_generations)  # (B,)
+    return Batch(prompts, samples.completion_ids, samples.mask, samples.logprobs, rewards, info)
 
 
 def rollout(model, tokenizer, task, args: Args, progress: Progress) -> Batch:
-    """The completions of a step. Dynamic sampling draws further problems until P groups have unequal rewards."""
-    batch = sample_batch(model, tokenizer, task, args, progress)
-    for left in reversed(range(MAX_SAMPLING_ROUNDS if args.dynamic_sampling else 0)):
+    """The completions of a step, with what DAPO adds; dynamic sampling goes on until P groups have unequal rewards."""
+    batches = []
+    for left in reversed(range(10 if args.dynamic_sampling else 1)):  # after 10 rounds: what it has (verl 0.9)
+        batch = sample_batch(model, tokenizer, task, args, progress)
+        if args.mask_truncated_completions:
+            batch.mask = batch.mask & batch.info["ended"][:, None]  # (B,T)
+        if args.overlong_buffer_len:
+            penalty = soft_overlong_penalty(batch.info["length"], args.max_completion_length, args.overlong_buffer_len)
+            batch.rewards = torch.cat([batch.rewards, penalty[:, None]], 1)  # (B,K+1)
+        if not args.dynamic_sampling:
+            return batch
+        batches.append(batch)
+        batch = batch_map(lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) else sum(xs, []), *batches)
         advantages = group_advantages(total_rewards(batch.rewards, args), args.num_generations)  # (rows so far,)
         useful = advantages.view(-1, args.num_generations).ne(0).any(1).repeat_interleave(args.num_generations)
         found = gather(batch.info["problem"][useful])[0].unique()[: args.num_prompts_per_step]  # in order of drawing
         if len(found) == args.num_prompts_per_step or (left == 0 and len(found)):
             keep = (useful & (batch.info["problem"] <= found[-1])).nonzero()[:, 0]
             return batch_map(lambda x, keep=keep: x[keep] if isinstance(x, Tensor) else [x[i] for i in keep], batch)
-        more = sample_batch(model, tokenizer, task, args, progress)
-        batch = batch_map(lambda x, y: torch.cat([x, y]) if isinstance(x, Tensor) else x + y, batch, more)
     return batch
 
 
@@ -541,13 +547,13 @@ def completion_logprobs(model, packed: Packed, temperature: float) -> Tensor:
     hidden = body(input_ids=packed.input_ids, **inputs).last_hidden_state[packed.owners > 0]  # (N,H)
 
     def chunk_logprobs(hidden, targets):
-        return -cross_entropy(head(hidden).float() / temperature, targets, reduction="none")
+        return -torch.nn.functional.cross_entropy(head(hidden).float() / temperature, targets, reduction="none")
 
     size = max(1, LOGITS_PER_CHUNK // model.config.vocab_size)
     chunks = list(zip(hidden.split(size), packed.targets.split(size)))
     if len(chunks) == 1:
         return chunk_logprobs(*chunks[0])
-    return torch.cat([checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks])
+    return torch.cat([torch.utils.checkpoint.checkpoint(chunk_logprobs, *part, use_reentrant=False) for part in chunks])
 
 
 def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
@@ -628,8 +634,8 @@ def apply_gradients(model, optimizer, args: Args) -> float:
 
 
 @dataclass
-class Sharded:
-    """State of an FSDP model and its optimizer as if on one device, so that a checkpoint fits any number of them."""
+class Trained:
+    """State of a model and its optimizer as if on one device, so that a checkpoint fits any number of them."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -640,7 +646,7 @@ class Sharded:
         return dict(zip(("model_state_dict", "optim_state_dict"), states))
 
     def load_state_dict(self, state: dict) -> None:
-        """Every process takes its shards of the whole tensors."""
+        """Every process takes what it holds of the whole tensors."""
         set_state_dict(self.model, self.optimizer, **state, options=WHOLE)
 
 
@@ -668,30 +674,27 @@ def load_checkpoint(run_dir: str, state: dict) -> bool:
             for name, thing in state.items():
                 thing.load_state_dict(payload[name])
             torch.set_rng_state(payload["random"])
-            return True
         except Exception as error:  # torch raises any of half a dozen types
             fail(f"{path}: damaged, or of another script ({error!r:.99}); delete it to continue from the one before", 1)
-    return False
+    return bool(checkpoints(run_dir))
 
 
 def resume_args(args: Args) -> Args:
     """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
     run_dir = args.evaluate or args.resume
     try:
-        saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
+        saved = json.loads(Path(run_dir, "args.json").read_text())
+        saved = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
         os.stat(os.path.join(run_dir, "final" if args.evaluate else ""))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         fail(f"{run_dir}: not a run folder of this script, or nothing to --evaluate yet: finish it with --resume")
     free = ["resume", "save_steps", "device", "compile"] + ["max_steps"] * (saved.lr_scheduler_type == "constant")
-    for flag in fields(Args):
-        now, before = getattr(args, flag.name), getattr(saved, flag.name)
-        before = tuple(before) if isinstance(before, list) else before
-        if now == flag.default:  # not given
-            setattr(args, flag.name, before)
-        elif now != before and flag.name not in free and not args.evaluate:
-            fail(f"--resume {run_dir}: the run began with --{flag.name.replace('_', '-')} {before}, not {now}")
+    given = {name: now for name, now in vars(args).items() if now != getattr(Args, name)}
+    for name, now in given.items():
+        if now != (before := getattr(saved, name)) and name not in free and not args.evaluate:
+            fail(f"--resume {run_dir}: the run began with --{name.replace('_', '-')} {before}, not {now}")
     model = {"model_name_or_path": os.path.join(run_dir, "final"), "fsdp": False} if args.evaluate else {}
-    return replace(args, output_dir=run_dir, **model)
+    return replace(saved, **given | {"output_dir": run_dir} | model)
 
 
 class Logger:
@@ -701,7 +704,7 @@ class Logger:
         """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
         os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
         Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-        self.files = {name: open(os.path.join(run_dir, name), "a+") for name in ("metrics.csv", "perf.csv")}
+        self.files = {name: open(os.path.join(run_dir, name), "a+", 1) for name in ("metrics.csv", "perf.csv")}
         for file in self.files.values():
             file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
             kept = [line for line in file if line[-1] == "\n" and (line[0] == "s" or int(line.split(",")[0]) <= step)]
@@ -712,7 +715,6 @@ class Logger:
     def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
         """Write tag -> value."""
         self.files[file].writelines(f"{step},{tag},{value}\n" for tag, value in values.items())
-        self.files[file].flush()
         for tag, value in values.items():
             self.board.add_scalar(tag, value, step)
         self.board.flush()
@@ -761,11 +763,12 @@ def check_args(args: Args) -> None:
         fail("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
 
 
-def lr_factor(step: int, args: Args) -> float:
-    """Learning rate of a step as a share of its peak."""
+def learning_rate(step: int, args: Args) -> float:
+    """Learning rate of a step."""
     done = min(1.0, step / max(1, args.max_steps))
     shapes = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return min(1.0, (step + 1) / max(1, args.warmup_steps)) * shapes[args.lr_scheduler_type]
+    warm = min(1.0, (step + 1) / max(1, args.warmup_steps))
+    return args.learning_rate * (warm * shapes[args.lr_scheduler_type])
 
 
 def batch_metrics(batch: Batch, task, args: Args, progress: Progress) -> dict[str, float]:
@@ -800,11 +803,10 @@ def train(args: Args) -> dict[str, float]:
     if args.fsdp:
         shard(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args))
     progress = Progress(step=0, problems=0, tokens=0)
-    state = {"policy": Sharded(model, optimizer)} if args.fsdp else {"model": model, "optimizer": optimizer}
-    state |= {"scheduler": scheduler, "progress": progress}
-    run_dir = args.output_dir or f"runs/grpo__{Path(args.dataset or 'countdown').stem}__{args.seed}__{int(time.time())}"
+    state = {"policy": Trained(model, optimizer), "progress": progress}
+    name = f"{Path(__file__).stem}__{Path(args.dataset or args.env).stem}__{args.seed}__{int(time.time())}"
+    run_dir = args.output_dir or os.path.join("runs", name)
     if rank == 0 and not args.resume and os.path.exists(os.path.join(run_dir, "args.json")):
         fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
     loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
@@ -832,11 +834,11 @@ def train(args: Args) -> dict[str, float]:
             break
         began, tokens = time.perf_counter(), progress["tokens"]
         batch = rollout(model, tokenizer, task, args, progress)  # 1. sample G completions of each prompt, score them
-        metrics = batch_metrics(batch, task, args, progress) | {"learning_rate": scheduler.get_last_lr()[0]}
+        metrics = batch_metrics(batch, task, args, progress) | {"learning_rate": learning_rate(step, args)}
         sampled = time.perf_counter()
         advantages = compute_advantages(batch, args, progress)  # 2. compare each completion with its group
+        optimizer.param_groups[0]["lr"] = metrics["learning_rate"]
         metrics |= update(model, optimizer, batch, advantages, args, reference)  # 3. clipped policy-gradient steps
-        scheduler.step()
         progress["step"] += 1
         now = time.perf_counter()  # 4. log; evaluate and save above
         if rank == 0:
@@ -853,9 +855,8 @@ def train(args: Args) -> dict[str, float]:
             print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
     if stop and not last:
         fail(f"stopped after step {step}; continue with --resume {run_dir}", 128 + stop)
-    weights = state["policy"].state_dict()["model_state_dict"] if args.fsdp else None  # all processes must call
-    for name in model.all_tied_weights_keys if weights else ():  # stored once, as without FSDP
-        del weights[name]
+    weights = state["policy"].state_dict()["model_state_dict"]  # all processes must call
+    weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
     if rank == 0:
         model.save_pretrained(os.path.join(run_dir, "final"), state_dict=weights)
         tokenizer.save_pretrained(os.path.join(run_dir, "final"))

@@ -24,6 +24,29 @@ ARM_NAMES = {
     "shuffled": "shuffled rewards (`--loss-type dapo --advantage shuffled`)",
     "dr_grpo": "Dr. GRPO (`--loss-type dr_grpo --scale-rewards none`)",
 }
+GDPO_ARM_NAMES = {
+    "grpo": "GRPO (`--advantage grpo`)",
+    "grpo_no_std": "GRPO without std (`--advantage grpo_no_std`)",
+    "grpo_batch_norm": "GRPO + batch norm (`--advantage grpo_batch_norm`)",
+    "gdpo_no_batch_norm": "GDPO without batch norm (`--no-batch-norm`)",
+    "gdpo": "GDPO",
+}
+FIGURES = {  # study: names of the arms, and the panels of its learning curves (tag, label, factor)
+    "grpo": (
+        ARM_NAMES,
+        (
+            ("eval/mean_at_8", "evaluation: right of 8 samples, %", 100.0),
+            ("train/completions/mean_length", "training: tokens a completion", 1.0),
+        ),
+    ),
+    "gdpo": (
+        GDPO_ARM_NAMES,
+        (
+            ("train/rewards/format/mean", "training: format reward, %", 100.0),
+            ("eval/mean_at_8", "evaluation: all calls right, of 8 samples, %", 100.0),
+        ),
+    ),
+}
 SPEED_CASES = {
     "A": "short, even completions, 64 x 8",
     "B": "long-tailed completions, 64 x 8",
@@ -56,10 +79,10 @@ def markdown(header: list[str], rows: list[list]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def final_runs() -> dict[str, list[dict]]:
-    """Runs of the comparison by arm, in the order of ARM_NAMES."""
-    rows = [row for row in read("grpo_runs.csv") if row["stage"] == "final"]
-    return {arm: found for arm in ARM_NAMES if (found := [row for row in rows if row["arm"] == arm])}
+def final_runs(study: str = "grpo", names: dict[str, str] = ARM_NAMES) -> dict[str, list[dict]]:
+    """Runs of the comparison by arm, in the order of the names."""
+    rows = [row for row in read(f"{study}_runs.csv") if row["stage"] == "final"]
+    return {arm: found for arm in names if (found := [row for row in rows if row["arm"] == arm])}
 
 
 def table_grpo_learning() -> str:
@@ -76,20 +99,27 @@ def table_grpo_learning() -> str:
     return markdown(["arm", "learning rate", "seeds", "pass@1 greedy, %", "right of 8 samples, %", "pass@8, %"], rows)
 
 
-def table_grpo_sweep() -> str:
+def sweep_table(study: str, names: dict[str, str]) -> str:
     """Learning-rate sweep: right of 8 samples."""
-    sweep = [row for row in read("grpo_runs.csv") if row["stage"] == "sweep"]
+    sweep = [row for row in read(f"{study}_runs.csv") if row["stage"] == "sweep"]
     rates = sorted({row["learning_rate"] for row in sweep}, key=float)
     score = {(row["arm"], row["learning_rate"]): f"{100 * float(row['mean_at_8']):.1f}" for row in sweep}
-    arms = [arm for arm in ARM_NAMES if any(row["arm"] == arm for row in sweep)]
-    return markdown(
-        ["arm", *rates], [[ARM_NAMES[arm], *(score.get((arm, rate), "") for rate in rates)] for arm in arms]
-    )
+    arms = [arm for arm in names if any(row["arm"] == arm for row in sweep)]
+    return markdown(["arm", *rates], [[names[arm], *(score.get((arm, rate), "") for rate in rates)] for arm in arms])
 
 
-def table_grpo_runs() -> str:
-    """Cost of the runs."""
-    runs = [row for rows in final_runs().values() for row in rows]
+def table_grpo_sweep() -> str:
+    """Learning-rate sweep of GRPO's arms."""
+    return sweep_table("grpo", ARM_NAMES)
+
+
+def table_gdpo_sweep() -> str:
+    """Learning-rate sweep of GDPO and its controls."""
+    return sweep_table("gdpo", GDPO_ARM_NAMES)
+
+
+def runs_table(runs: list[dict]) -> str:
+    """Cost of runs."""
     minutes, memory = [float(r["minutes"]) for r in runs], max(float(r["peak_memory_gb"]) for r in runs)
     versions = {f"torch {r['torch']}, transformers {r['transformers']}, Python {r['python']}" for r in runs}
     device = {f"{r['device']}, {r['threads']} thread a run" for r in runs}
@@ -97,6 +127,94 @@ def table_grpo_runs() -> str:
     table = [["runs", len(runs)], ["minutes a run", mean_std(minutes, 1, 1)], ["peak memory", f"{memory:.2f} GB"]]
     table += [["device", "; ".join(device)], ["versions", "; ".join(versions)], ["commit", ", ".join(commits)]]
     return markdown(["", ""], table)
+
+
+def table_grpo_runs() -> str:
+    """Cost of the runs of GRPO's comparison."""
+    return runs_table([row for rows in final_runs().values() for row in rows])
+
+
+def table_gdpo_runs() -> str:
+    """Cost of the runs of GDPO's comparison, the sweep included."""
+    return runs_table(read("gdpo_runs.csv"))
+
+
+def table_gdpo_learning() -> str:
+    """Final scores of GDPO and its controls on tool calls, and how fast the easy reward was learned."""
+    rows, first = [], next(iter(final_runs("gdpo", GDPO_ARM_NAMES).values()), [])[:1]
+    for row in first:
+        start = ["before training", "", "", f"{100 * float(row['first_mean_at_8']):.1f}"]
+        rows.append([*start, row["first_correctness"], f"{100 * float(row['first_format']):.1f}", "", ""])
+    for arm, runs in final_runs("gdpo", GDPO_ARM_NAMES).items():
+        exact, correctness, form = ([float(row[k]) for row in runs] for k in ("mean_at_8", "correctness", "format"))
+        steps = [float(row["steps_to_90"]) for row in runs if row["converged"] == "1"]
+        scores = [mean_std(exact), mean_std(correctness, 2, 1), mean_std(form)]
+        scores += [mean_std(steps, 0, 1) if steps else "", f"{len(steps)} of {len(runs)}"]
+        rows.append([GDPO_ARM_NAMES[arm], runs[0]["learning_rate"], len(runs), *scores])
+    header = ["arm", "learning rate", "seeds", "all calls right, of 8 samples, %", "correctness reward, -3 to 3"]
+    return markdown([*header, "format reward, %", "steps until format is 90 %", "runs that got there"], rows)
+
+
+def table_gdpo_scale() -> str:
+    """GDPO and GRPO when the correctness reward is in another unit, seed 1."""
+    runs = {row["arm"]: row for row in read("gdpo_runs.csv") if row["stage"] == "final" and row["seed"] == "1"}
+    rows = []
+    for arm in ("grpo", "gdpo"):
+        cells = [GDPO_ARM_NAMES[arm]]
+        for name in (f"{arm}_scale_0.1", arm, f"{arm}_scale_3.0"):
+            row = runs.get(name)
+            cells.append(f"{100 * float(row['mean_at_8']):.1f} / {100 * float(row['format']):.1f}" if row else "")
+        rows.append(cells)
+    header = ["all calls right, of 8 samples, % / format reward, %", "correctness x 0.1", "x 1", "x 3"]
+    return markdown(header, rows)
+
+
+def table_gdpo_weights() -> str:
+    """Weight of the length reward on Countdown, plain and conditioned, seed 1."""
+    runs = {row["arm"]: row for row in read("gdpo_runs.csv")}
+    rows = []
+    for weight in ("1", "0.5", "0.25"):
+        cells = [weight]
+        for row in (runs.get(f"{kind}_weight_{weight}") for kind in ("plain", "conditioned")):
+            for name, scale, digits in (("mean_at_8", 100, 1), ("length", 100, 1), ("mean_length", 1, 0)):
+                cells.append(f"{scale * float(row[name]):.{digits}f}" if row else "")
+        rows.append(cells)
+    columns = ["right of 8 samples, %", "short enough, %", "tokens"]
+    header = [f"{kind}: {column}" for kind in ("plain", "conditioned") for column in columns]
+    return markdown(["weight of the length reward", *header], rows)
+
+
+def bandit_cell(rows: list[dict], name: str, **chosen) -> str:
+    """Mean and standard deviation over seeds of the rows with these values."""
+    return mean_std([float(row[name]) for row in rows if all(row[k] == str(v) for k, v in chosen.items())])
+
+
+def table_gdpo_bandit() -> str:
+    """Probability of the right hard choice, by the scale of its reward."""
+    rows, scales, table = read("bandit_gdpo.csv"), ("1.0", "0.1", "3.0"), []
+    for arm, name in GDPO_ARM_NAMES.items():
+        cells = [bandit_cell(rows, "hard", study="equal", arm=arm, scale=scale) for scale in scales]
+        for scale in scales:
+            found = [row for row in rows if row["study"] == "best" and row["arm"] == arm and row["scale"] == scale]
+            cells.append(f"{bandit_cell(found, 'hard')} ({float(found[0]['learning_rate']):g})")
+        table.append([name, *cells])
+    scales = [f"x {float(scale):g}" for scale in scales]
+    header = [*(f"rate 0.5, {scale}" for scale in scales), *(f"best rate, {scale}" for scale in scales)]
+    return markdown(["hard choice right, %", *header], table)
+
+
+def table_gdpo_bandit_weights() -> str:
+    """Probability of the right easy and hard choice, by the weight of the easy reward, plain and conditioned."""
+    rows, table = [row for row in read("bandit_gdpo.csv") if row["study"] == "weights"], []
+    for arm in ("grpo", "gdpo"):
+        for conditioned, kind in enumerate(("plain", "conditioned")):
+            cells = [GDPO_ARM_NAMES[arm], kind]
+            for weight in ("1.0", "0.5", "0.25"):
+                chosen = {"arm": arm, "conditioned": conditioned, "weight": weight}
+                cells.append(" / ".join(bandit_cell(rows, name, **chosen) for name in ("easy", "hard")))
+            table.append(cells)
+    header = ["easy / hard choice right, %", "easy reward", "weight 1", "weight 0.5", "weight 0.25"]
+    return markdown(header, table)
 
 
 def table_grpo_speed() -> str:
@@ -129,9 +247,55 @@ def table_tiny_countdown() -> str:
     return markdown(["score", "%"], [[name, f"{100 * float(row[key]):.1f}"] for key, name in names.items()])
 
 
+def table_tiny_search_qa() -> str:
+    """Scores of the shipped search model by the number of hops."""
+    values = {(row["score"], row["hops"]): float(row["value"]) for row in read("tiny_search_qa.csv")}
+    names = {
+        "exact_match": "right, sampled",
+        "greedy": "right, greedy",
+        "f1": "word F1, sampled",
+        "format": "well-formed, sampled",
+        "searches": "searches an episode",
+        "privileged": "right with the construction path in front, sampled",
+        "no_search": "right without a search, sampled",
+        "router": "router's verdict right, sampled",
+        "searcher": "last query finds the fact, sampled",
+        "responder": "answer right after the right searches, sampled",
+        "question": "examiner writes a question and an answer, sampled",
+        "question_right": "and the answer is right",
+    }
+    rows = [
+        [name, *(f"{values[key, hops] * (1 if key == 'searches' else 100):.1f}" for hops in "1234")]
+        for key, name in names.items()
+    ]
+    return markdown(["score, %", "1 hop", "2 hops", "3 hops", "4 hops"], rows)
+
+
+def table_tiny_tool_calls() -> str:
+    """Scores of the shipped tool-calling model."""
+    row = read("tiny_tool_calls.csv")[0]
+    names = {
+        "format": "well-formed, sampled",
+        "mean_at_8": "right, sampled",
+        "pass_at_8": "right at least once in 8 samples",
+        "pass_at_1": "right, greedy",
+        "length": "short thinking, sampled",
+    }
+    rows = [[name, f"{100 * float(row[key]):.1f} %"] for key, name in names.items()]
+    return markdown(["score", ""], [*rows, ["mean correctness, from -3 to 3, sampled", f"{float(row['correctness']):.2f}"]])
+
+
 TABLES = {
     name.removeprefix("table_"): function for name, function in list(globals().items()) if name.startswith("table_")
 }
+
+
+def drawable(name: str) -> bool:
+    """False for a table whose CSV is not there yet."""
+    try:
+        return bool(TABLES[name]())
+    except FileNotFoundError:
+        return False
 
 
 def redraw(text: str) -> str:
@@ -151,29 +315,26 @@ def pages() -> list[Path]:
     return [path for path in paths if "<!-- table:" in path.read_text()]
 
 
-def draw_grpo_learning() -> None:
-    """Learning curves: mean over seeds with one standard deviation."""
+def draw_learning(study: str, names: dict[str, str], panels: tuple[tuple[str, str, float], ...]) -> None:
+    """Learning curves: mean over seeds with one standard deviation. A panel is tag, label and factor."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    curves, names = read("grpo_curves.csv"), {row["run"]: row["arm"] for runs in final_runs().values() for row in runs}
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
-    panels = (
-        ("eval/mean_at_8", "evaluation: right of 8 samples, %", 100.0),
-        ("train/completions/mean_length", "training: tokens a completion", 1.0),
-    )
+    arms = {row["run"]: row["arm"] for runs in final_runs(study, names).values() for row in runs}
+    curves = read(f"{study}_curves.csv")
+    figure, axes = plt.subplots(1, len(panels), figsize=(10, 3.8))
     for axis, (tag, label, scale) in zip(axes, panels):
-        for arm in dict.fromkeys(names.values()):
+        for arm in dict.fromkeys(arms.values()):
             points: dict[int, list[float]] = {}
             for row in curves:
-                if names.get(row["run"]) == arm and row["tag"] == tag:
+                if arms.get(row["run"]) == arm and row["tag"] == tag:
                     points.setdefault(int(row["step"]), []).append(scale * float(row["value"]))
             steps = sorted(points)
             mean = [statistics.mean(points[step]) for step in steps]
             spread = [statistics.stdev(points[step]) if len(points[step]) > 1 else 0.0 for step in steps]
-            (line,) = axis.plot(steps, mean, label=ARM_NAMES[arm].partition(" (`")[0], linewidth=1.8)
+            (line,) = axis.plot(steps, mean, label=names[arm].partition(" (`")[0], linewidth=1.8)
             low, high = [m - s for m, s in zip(mean, spread)], [m + s for m, s in zip(mean, spread)]
             axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
         axis.set_xlabel("step")
@@ -181,7 +342,7 @@ def draw_grpo_learning() -> None:
         axis.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    figure.savefig(RESULTS / "grpo_learning.png", dpi=110, metadata={"Software": None})
+    figure.savefig(RESULTS / f"{study}_learning.png", dpi=110, metadata={"Software": None})
 
 
 def main(args: Args) -> None:
@@ -193,7 +354,9 @@ def main(args: Args) -> None:
             if not args.check:
                 path.write_text(new)
     if not args.check:
-        draw_grpo_learning()
+        for study, (names, panels) in FIGURES.items():
+            if (RESULTS / f"{study}_runs.csv").exists():
+                draw_learning(study, names, panels)
     print("\n".join(different) or "all tables agree with the CSVs")
     sys.exit(int(args.check and bool(different)))
 

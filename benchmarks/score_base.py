@@ -1,6 +1,7 @@
-"""Scores of the shipped Countdown model before any training, in both of its roles: results/tiny_countdown.csv.
+"""Scores of a shipped model before any training, for Countdown in both of its roles: results/tiny_<env>.csv.
 
 python benchmarks/score_base.py --minutes 12.3         # minutes that envs/tiny_lm/pretrain.py took, as it printed
+python benchmarks/score_base.py --env tool_calls --minutes 20 --command "python envs/tiny_lm/pretrain.py ..."
 """
 
 import csv
@@ -9,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -24,21 +26,20 @@ ROOT = Path(__file__).resolve().parents[1]
 class Args:
     minutes: float
     """minutes of pretraining"""
-    out: str = "benchmarks/results/tiny_countdown.csv"
-    """CSV to write"""
+    env: Literal["countdown", "tool_calls"] = "countdown"
+    """environment of the model"""
+    command: str | None = None
+    """command of pretraining; default: with --env alone"""
+    device: str = "CPU, 2 cores"
+    """machine of pretraining"""
+    model: str | None = None
+    """model to score; default envs/tiny_lm/<env>"""
+    out: str | None = None
+    """CSV to write; default benchmarks/results/tiny_<env>.csv"""
 
 
-def main(args: Args) -> None:
-    flags = grpo.Args(eval_problems=128, num_generations_eval=8)
-    tokenizer = grpo.load_tokenizer(flags)
-    model = grpo.load_model(flags, tokenizer, torch.device("cpu"))
-    task = Countdown()
-    scores, _ = grpo.evaluate(model, tokenizer, task, flags)
-    problems = task.evaluation_problems(flags.eval_problems)
-    seeds = [f"evaluation {i}" for i in range(len(problems))]
-    well_formed = grpo.complete(model, tokenizer, task, problems, 8, flags, seeds)[2][:, 1].mean().item()
-
-    # The verifier, on problems with a right and with a wrong solution in equal parts.
+def score_verifier(model, tokenizer, task: Countdown, problems: list, flags) -> float:
+    """Share of right verdicts, on problems with a right and with a wrong solution in equal parts."""
     generator, cases = random.Random("verifier"), []
     for problem in problems * 4:
         attempts = [task.demonstration(problem, generator) for _ in range(30)]
@@ -51,14 +52,31 @@ def main(args: Args) -> None:
     samples = grpo.generate(model, prompts, 1, flags, generators)
     lengths = samples.mask.sum(1).tolist()
     texts = tokenizer.batch_decode([ids[:n] for ids, n in zip(samples.completion_ids.tolist(), lengths)])
-    verified = sum(verdict(text) is right for text, (_, _, right) in zip(texts, cases)) / len(cases)
+    return sum(verdict(text) is right for text, (_, _, right) in zip(texts, cases)) / len(cases)
+
+
+def main(args: Args) -> None:
+    flags = grpo.Args(env=args.env, model_name_or_path=args.model, eval_problems=128, num_generations_eval=8)
+    tokenizer = grpo.load_tokenizer(flags)
+    model = grpo.load_model(flags, tokenizer, torch.device("cpu"))
+    task = grpo.load_task(flags)
+    scores, _ = grpo.evaluate(model, tokenizer, task, flags)
+    problems = task.evaluation_problems(flags.eval_problems)
+    seeds = [f"evaluation {i}" for i in range(len(problems))]
+    rewards = grpo.complete(model, tokenizer, task, problems, 8, flags, seeds)[2].mean(0).tolist()
+    rewards = dict(zip(task.reward_functions, rewards))
 
     row = {name: f"{scores[f'eval/{name}']:.4f}" for name in ("pass_at_1", "mean_at_8", "pass_at_8")}
-    row |= {"format": f"{well_formed:.4f}", "verifier": f"{verified:.4f}", "minutes": args.minutes}
+    row |= {"format": f"{rewards['format']:.4f}"}
+    if args.env == "countdown":
+        row |= {"verifier": f"{score_verifier(model, tokenizer, task, problems, flags):.4f}"}
+    else:
+        row |= {name: f"{rewards[name]:.4f}" for name in ("correctness", "length")}
+    row |= {"minutes": args.minutes}
     row |= {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     row |= {"torch": version("torch"), "transformers": version("transformers")}
-    row |= {"command": "python envs/tiny_lm/pretrain.py --env countdown", "device": "CPU, 2 cores"}
-    with (ROOT / args.out).open("w", newline="") as file:
+    row |= {"command": args.command or f"python envs/tiny_lm/pretrain.py --env {args.env}", "device": args.device}
+    with (ROOT / (args.out or f"benchmarks/results/tiny_{args.env}.csv")).open("w", newline="") as file:
         writer = csv.DictWriter(file, list(row), lineterminator="\n")
         writer.writeheader()
         writer.writerow(row)

@@ -89,7 +89,7 @@ COLUMNS = f"{COLUMNS} steps threads load torch transformers trl device minutes c
 
 @dataclass
 class Args:
-    model_name_or_path: str = grpo.TINY_MODEL
+    model_name_or_path: str = os.path.join(grpo.TINY_MODELS, "countdown")
     """the tiny Countdown model"""
     cases: tuple[Literal["A", "B", "C", "D"], ...] = ("A", "B", "C", "D")
     """cases to run, see above"""

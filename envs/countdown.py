@@ -125,6 +125,7 @@ class Countdown:
     num_numbers: int = 3
     max_number: int = 10
     max_target: int = 99
+    reward_weights = (1.0, 0.1, 0.0)  # of the reward functions, in their order
 
     def __post_init__(self):
         if not 2 <= self.num_numbers <= 6 or self.max_number < 2 or self.max_target < 1:
@@ -136,8 +137,7 @@ class Countdown:
         """A solvable problem: numbers at random, target from a random expression over them."""
         for _ in range(100_000):
             numbers = tuple(generator.randint(1, self.max_number) for _ in range(self.num_numbers))
-            solution, target = random_expression(numbers, generator)
-            problem = Problem(numbers, target, solution)
+            problem = Problem(numbers, *random_expression(numbers, generator)[::-1])
             if 1 <= problem.target <= self.max_target and problem.held_out == held_out:
                 return problem
         raise ValueError(f"countdown: no problem with {self.num_numbers} numbers up to {self.max_number} was found")
@@ -150,8 +150,7 @@ class Countdown:
         """The fixed evaluation set: up to `count` distinct problems (fewer if the game is small), never in training."""
         generator, problems = random.Random("evaluation"), {}
         for _ in range(50 * count):
-            if len(problems) < count:
-                problems[self.sample(generator, held_out=True)] = None
+            problems |= {self.sample(generator, held_out=True): None} if len(problems) < count else {}
         return list(problems)
 
     def prompt(self, problem: Problem, role: str = "solver", teammates: tuple = ()) -> list[dict]:

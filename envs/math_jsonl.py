@@ -2,7 +2,8 @@
 
 One object a line: the question under `question`, `problem` or `prompt`, the answer under `answer` or `solution`: the
 result, or a solution that ends in GSM8K's `#### 72`, `\\boxed{72}` or `<answer>72</answer>`. A broken line raises a
-ValueError of one sentence. What a model writes is compared, never executed. No dependencies, importable alone.
+ValueError of one sentence. What a model writes is compared, never executed. The style gsm8k has the stricter prompt and
+rewards of GDPO's GSM8K demo (arXiv 2601.05242, official code). No dependencies, importable alone.
 """
 
 import hashlib
@@ -16,6 +17,12 @@ from fractions import Fraction
 # 72 | 1,000 | .5 | 1.5e-3, ASCII digits only; the exponent has at most two digits because 10**(10**9) would not return
 DIGITS = r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?(?:e[-+]?[0-9]{1,2})?|\.[0-9]+)"
 NUMBER = re.compile(rf"\$?([-+]?) ?\$?{DIGITS}(?: ?/ ?{DIGITS})? ?%?")
+RULES = {
+    "solver": "Reason step by step, then give the final answer inside <answer> </answer>.",
+    "verifier": "Check every step, then end with <verdict>approve</verdict> or <verdict>reject</verdict>.",
+    "gsm8k": "Reason step by step inside <think> </think>, then, on a new line, give the final answer, an integer, "
+    "inside <answer> </answer>. Write nothing else.",
+}
 LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]+)\}\{([0-9.,]+)\}")
 
 
@@ -74,6 +81,27 @@ def length(problem: Problem, completion: str, limit: int = 1000) -> float:
     return float(len(completion.split("<answer>", 1)[0].strip()) <= limit)
 
 
+def gsm8k_answer(completion: str) -> str:
+    """What follows the last <answer>, up to </answer>, without outer spaces; without tags the whole text."""
+    return completion.split("<answer>")[-1].split("</answer>")[0].strip()
+
+
+def gsm8k_correctness(problem: Problem, completion: str) -> float:
+    """1.0 if the answer is the problem's, character for character, else 0.0."""
+    return float(gsm8k_answer(completion) == problem.answer)
+
+
+def gsm8k_integer(problem: Problem, completion: str) -> float:
+    """1.0 if the answer is all digits (so neither -2 nor 1,000), else 0.0."""
+    return float(gsm8k_answer(completion).isdigit())
+
+
+def gsm8k_format(problem: Problem, completion: str) -> float:
+    """1.0 if the completion is a think block, a new line and the only answer block, and nothing else, else 0.0."""
+    once = completion.count("<answer>") == completion.count("</answer>") == 1  # this also keeps the search linear
+    return float(once and bool(re.search(r"^<think>.*?</think>\n<answer>.*?</answer>$", completion, re.DOTALL)))
+
+
 def read_line(raw: bytes, where: str) -> Problem:
     """One line of the file as a problem; a ValueError of one sentence if it is broken."""
 
@@ -106,7 +134,9 @@ class MathJsonl:
     """The task of one file, with the interface of `Countdown`. A hash of the question decides its side, training or
     evaluation: no seed and no order of lines changes the split, and copies of a question fall on the same side."""
 
-    def __init__(self, path: str, evaluation_share: float = 1 / 16):
+    def __init__(self, path: str | None, style: str = "plain", evaluation_share: float = 1 / 16):
+        if path is None:
+            raise ValueError("--env gsm8k needs --dataset FILE, a JSON-lines file of questions and answers")
         if not 0 < evaluation_share < 1:
             raise ValueError(f"evaluation_share is {evaluation_share}, expected a number between 0 and 1")
         try:
@@ -125,6 +155,11 @@ class MathJsonl:
         self.evaluation_rows = [by_hash[value][0] for value in ranked[:cut]]
         self.train_rows = [row for value in ranked[cut:] for row in by_hash[value]]
         self.reward_functions = {"correctness": correctness, "format": format, "length": length}
+        self.reward_weights, self.style = (1.0, 0.1, 0.0), style
+        if style == "gsm8k":
+            functions = (gsm8k_correctness, gsm8k_integer, gsm8k_format)
+            self.reward_functions = dict(zip(("correctness", "integer", "format"), functions))
+            self.reward_weights = (1.0, 1.0, 1.0)
         self._order_of, self._order = None, []
 
     def sample(self, generator: random.Random, held_out: bool = False) -> Problem:
@@ -143,7 +178,7 @@ class MathJsonl:
         """The first `count` held-out questions in a fixed order, or all when the file has fewer."""
         return self.evaluation_rows[:count]
 
-    def prompt(self, problem: Problem) -> list[dict]:
-        """Chat messages that ask for reasoning and a tagged final answer."""
-        text = f"{problem.question}\nReason step by step, then give the final answer inside <answer> </answer>."
-        return [{"role": "user", "content": text}]
+    def prompt(self, problem: Problem, role: str = "solver", teammates: tuple = ()) -> list[dict]:
+        """Chat messages for `role` (solver or verifier); `teammates` are earlier (name, output) pairs."""
+        lines = [problem.question, *(f"{name}: {output}" for name, output in teammates)]
+        return [{"role": "user", "content": "\n".join([*lines, RULES["gsm8k" if self.style == "gsm8k" else role]])}]

@@ -24,6 +24,7 @@ from algorithms.grpo import Args
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "algorithms" / "grpo.py"
+TINY_MODEL = Path(grpo.TINY_MODELS, "countdown")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": ""}  # the numbers compared below are those of a CPU
 SMALL = {"num_prompts_per_step": 4, "num_generations": 4, "max_completion_length": 32}
@@ -293,6 +294,8 @@ for values in json.loads(sys.argv[2]):
 """
 VARIANTS = {  # trained by two processes, and by one
     "batch": {"scale_rewards": "batch", "dynamic_sampling": True},
+    "plain": {"max_steps": 2, "save_steps": 1, "eval_steps": 1},
+    "plain_start": {"save_steps": 1, "eval_steps": 1},  # resumed to become `plain`
     "fsdp": {"fsdp": True, "max_steps": 2, "save_steps": 1, "eval_steps": 1},
     "fsdp_start": {"fsdp": True, "save_steps": 1, "eval_steps": 1},  # resumed to become `fsdp`
     "fsdp_equal": {"fsdp": True, "max_steps": 2, "reward_weights": (0.0, 0.0, 0.0)},  # nothing acts on any row
@@ -326,14 +329,14 @@ def two_processes(tmp_path_factory):
     """Folder with the runs of VARIANTS by two processes; all in one go, because starting takes longest."""
     folder = tmp_path_factory.mktemp("two")
     runs = [{**SMALL, "max_steps": 1, "output_dir": str(folder / name), **VARIANTS[name]} for name in VARIANTS]
-    runs.insert(3, {"resume": str(folder / "fsdp_start"), "max_steps": 2})
+    runs += [{"resume": str(folder / name), "max_steps": 2} for name in VARIANTS if name.endswith("_start")]
     (folder / "driver.py").write_text(DRIVER)
     process = run(ROOT, json.dumps(runs), processes=2, program=folder / "driver.py")
     (folder / "stderr").write_text(process.stderr)
     return folder
 
 
-@pytest.mark.parametrize("name", ["batch", "fsdp", "fsdp_equal"])
+@pytest.mark.parametrize("name", ["batch", "plain", "fsdp", "fsdp_equal"])
 def test_variants_of_two_processes_equal_one(two_processes, name, tmp_path):
     assert (two_processes / name / "final").exists(), (two_processes / "stderr").read_text()
     expected = train_here(tmp_path / "one", **VARIANTS[name] | {"fsdp": False})
@@ -341,9 +344,10 @@ def test_variants_of_two_processes_equal_one(two_processes, name, tmp_path):
     assert_same_weights(two_processes / name, tmp_path / "one")
 
 
-def test_resume_with_fsdp(two_processes):
-    assert (two_processes / "fsdp_start" / "final").exists(), (two_processes / "stderr").read_text()
-    assert_same_run(two_processes / "fsdp_start", two_processes / "fsdp")
+@pytest.mark.parametrize("name", ["plain", "fsdp"])
+def test_resume_of_two_processes(two_processes, name):
+    assert 2 in {step for step, _ in table(two_processes / f"{name}_start")}, (two_processes / "stderr").read_text()
+    assert_same_run(two_processes / f"{name}_start", two_processes / name)
 
 
 def test_one_process_scores_a_policy_that_two_trained(two_processes):
@@ -358,7 +362,6 @@ BAD_FLAGS = [  # flags, parts of the sentence
     ({"num_prompts_per_step": 0}, ["--num-prompts-per-step 0", "1 or more"]),
     ({"save_steps": 0}, ["--save-steps 0", "1 or more"]),
     ({"num_iterations": 0}, ["--num-iterations 0", "1 or more"]),
-    ({"num_generations": 8, "per_device_train_batch_size": 12}, ["--per-device-train-batch-size 12", "divisor"]),
     ({"reward_weights": (1.0, 0.1)}, ["--reward-weights", "correctness", "length"]),
     ({"temperature": 0.0}, ["--temperature 0.0", "more than 0"]),
     ({"top_p": 0.0}, ["--top-p 0.0"]),
@@ -371,6 +374,9 @@ BAD_FLAGS = [  # flags, parts of the sentence
     ({"eval_problems": 0}, ["--eval-problems 0", "1 or more"]),
     ({"num_generations_eval": 0}, ["--num-generations-eval 0", "1 or more"]),
     ({"dataset": "no/such.jsonl"}, ["no/such.jsonl", "cannot be read"]),
+    ({"env": "tool_calls", "dataset": "no/such.jsonl"}, ["no/such.jsonl", "cannot be read"]),
+    ({"env": "tool_calls", "reward_weights": (1.0, 0.1, 0.0)}, ["--reward-weights", "exact", "length"]),
+    ({"env": "gsm8k"}, ["--env gsm8k", "--dataset"]),
     ({"model_name_or_path": "/no/such/folder"}, ["--model-name-or-path /no/such/folder", "not found"]),
 ]
 
@@ -405,12 +411,12 @@ def test_prompts_are_divided_among_processes(monkeypatch, capsys):
 
 def test_unusable_models(tmp_path, capsys):
     model = tmp_path / "model"
-    shutil.copytree(grpo.TINY_MODEL, model)
+    shutil.copytree(TINY_MODEL, model)
     (model / "chat_template.jinja").unlink()
     assert f"--model-name-or-path {model}: its tokenizer has no chat template" in refusal(
         capsys, model_name_or_path=str(model)
     )
-    shutil.copy(Path(grpo.TINY_MODEL, "chat_template.jinja"), model)
+    shutil.copy(TINY_MODEL / "chat_template.jinja", model)
     with open(model / "model.safetensors", "r+b") as file:
         file.truncate(1000)  # a download that broke off
     assert f"--model-name-or-path {model}: " in refusal(capsys, model_name_or_path=str(model))
@@ -524,7 +530,7 @@ def test_schedules(tmp_path):
 def test_no_steps_only_evaluates(tmp_path):
     metrics = train_here(tmp_path / "run", max_steps=0)
     assert {step for step, _ in metrics} == {0} and all(tag.startswith("eval/") for _, tag in metrics)
-    ours, base = (load_file(Path(folder, "model.safetensors")) for folder in (tmp_path / "run/final", grpo.TINY_MODEL))
+    ours, base = (load_file(Path(folder, "model.safetensors")) for folder in (tmp_path / "run/final", TINY_MODEL))
     assert all(torch.equal(ours[name], base[name]) for name in base)
 
 

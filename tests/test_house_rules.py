@@ -437,13 +437,16 @@ def check_same_definitions(scripts: list[Script]) -> list[str]:
 
 
 def compare_flags(a: Script, b: Script, declared: set[str]) -> list[str]:
-    """Flags with one name: same type and meaning; default and source too unless the flag is declared."""
+    """Flags with one name: same type and meaning; default and source too unless the flag is declared. A declared choice
+    may have other values."""
     breaches, flags = [], {node.target.id: (node, doc) for node, doc in a.fields}
     for node, doc in b.fields:
         if (name := node.target.id) in flags:
             other, other_doc = flags[name]
             cut = (lambda text: text.rpartition("(")[0]) if name in declared else str
             same = [ast.unparse(node.annotation) == ast.unparse(other.annotation), cut(doc) == cut(other_doc)]
+            if name in declared and all(ast.unparse(n.annotation).startswith("Literal[") for n in (node, other)):
+                same = [True, True]  # a declared choice, e.g. of controls, may have its own values and say what they do
             same += [name in declared or ast.dump(node.value or node.target) == ast.dump(other.value or other.target)]
             for part, equal in zip(["type", "docstring", "default"], same, strict=True):
                 if not equal:

@@ -1,14 +1,18 @@
-"""JSON-lines questions: the grader on answer formats and hostile text, the sentence of a broken line, the two sides."""
+"""JSON-lines questions: graders on answer formats and hostile text, the sentence of a broken line, the two sides."""
 
 import json
 import random
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 from envs import math_jsonl
 from envs.math_jsonl import MathJsonl, Problem
+
+REFERENCE = json.loads((Path(__file__).parent / "reference/gdpo.json").read_text())["vectors"]
+GSM8K = [vector for vector in REFERENCE if vector["id"].startswith("gsm8k_rewards/")]
 
 
 def write(path, rows) -> str:
@@ -117,6 +121,82 @@ def test_hostile_text_neither_hangs_nor_raises_nor_runs(hostile_strings, nothing
             start = time.process_time()
             values = [function(problem, text) for function in task.reward_functions.values()]
             math_jsonl.correctness(Problem("?", text), text)  # a file may be hostile, too
+            slowest = max(slowest, time.process_time() - start)
+            assert values[0] == 0.0 and set(values) <= {0.0, 1.0}
+    assert slowest < 0.5, "grading is not linear in the length of the text"
+
+
+# --- The style of GDPO's GSM8K demo ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gsm8k(tmp_path) -> MathJsonl:
+    rows = [{"question": f"{i}+1?", "answer": f"One more.\n#### {i + 1}"} for i in range(50)]
+    return MathJsonl(write(tmp_path / "gsm8k.jsonl", rows), "gsm8k")
+
+
+def gsm8k_scores(answer: str, completion: str) -> tuple:
+    problem = Problem("?", answer)
+    functions = (math_jsonl.gsm8k_correctness, math_jsonl.gsm8k_integer, math_jsonl.gsm8k_format)
+    return tuple(function(problem, completion) for function in functions)
+
+
+@pytest.mark.parametrize("vector", GSM8K, ids=lambda vector: vector["id"])
+def test_gsm8k_rewards_reference(vector):
+    scores = gsm8k_scores(vector["inputs"]["answer"], vector["inputs"]["response"])
+    assert scores == tuple(vector["outputs"][name] for name in ("correct", "integer", "format"))
+
+
+def test_the_file_has_gsm8k_vectors():
+    assert len(GSM8K) == 8
+
+
+@pytest.mark.parametrize(
+    "answer, completion, correct, integer, well_formed",
+    [
+        ("2", "<think>a\nb</think>\n<answer>\n2\n</answer>", 1, 1, 1),
+        ("2", "<think>a</think>\n<answer>2</answer>\n", 1, 1, 1),  # as the pattern of the official code
+        ("2", " <think>a</think>\n<answer>2</answer>", 1, 1, 0),
+        ("2", "<think>a</think> <think>b</think>\n<answer>2</answer>", 1, 1, 1),  # think tags are not counted
+        ("2", "<think>a</think>\n\n<answer>2</answer>", 1, 1, 0),
+        ("2", "<think>a\n<answer>2</answer>", 1, 1, 0),
+        ("2", "<answer>2", 1, 1, 0),  # an open tag is enough for the answer, but not for the format
+        ("2", "2</answer> is it", 1, 1, 0),
+        ("1,000", "<think>a</think>\n<answer>1,000</answer>", 1, 0, 1),
+        ("1000", "<think>a</think>\n<answer>1,000</answer>", 0, 0, 1),  # no number is recognised
+        ("2", "<think>a</think>\n<answer>02</answer>", 0, 1, 1),
+        ("2", "<think>a</think>\n<answer></answer>", 0, 0, 1),
+        ("\u00b2", "<think>a</think>\n<answer>\u00b2</answer>", 1, 1, 1),  # str.isdigit, as in the official code
+        ("2", "", 0, 0, 0),
+    ],
+)
+def test_gsm8k_grades(answer, completion, correct, integer, well_formed):
+    assert gsm8k_scores(answer, completion) == (correct, integer, well_formed)
+
+
+def test_gsm8k_style(gsm8k, task):
+    assert list(gsm8k.reward_functions) == ["correctness", "integer", "format"]
+    assert gsm8k.reward_weights == (1.0, 1.0, 1.0) and task.reward_weights == (1.0, 0.1, 0.0)
+    problem = gsm8k.train_problem(0, seed=0)
+    (message,) = gsm8k.prompt(problem)
+    assert message["content"].startswith(problem.question)
+    assert all(tag in message["content"] for tag in ("<think> </think>", "<answer> </answer>"))
+    right = f"<think>One more.</think>\n<answer>{problem.answer}</answer>"
+    assert [function(problem, right) for function in gsm8k.reward_functions.values()] == [1.0, 1.0, 1.0]
+
+
+def test_gsm8k_needs_a_file():
+    with pytest.raises(ValueError, match=r"^--env gsm8k needs --dataset FILE, "):
+        MathJsonl(None, "gsm8k")
+
+
+def test_gsm8k_hostile_text_neither_hangs_nor_raises_nor_runs(hostile_strings, nothing_executes, time_limit, gsm8k):
+    problem, slowest = Problem("?", "123456789"), 0.0
+    attacks = ["<think>" * 15_000, "<think></think>\n" * 6000, "<think></think>\n<answer>" * 4000 + "</answer>"]
+    with nothing_executes():
+        for text in hostile_strings + attacks + [f"{text}<answer>1</answer>x" for text in attacks]:
+            start = time.process_time()
+            values = [function(problem, text) for function in gsm8k.reward_functions.values()]
             slowest = max(slowest, time.process_time() - start)
             assert values[0] == 0.0 and set(values) <= {0.0, 1.0}
     assert slowest < 0.5, "grading is not linear in the length of the text"

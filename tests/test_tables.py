@@ -1,8 +1,17 @@
-"""Tables in the Markdown files are those that benchmarks/make_tables.py draws from the committed CSVs."""
+"""Tables in the Markdown files are those that benchmarks/make_tables.py draws from the committed CSVs; its programs."""
+
+import importlib
+import shlex
+import subprocess
+import sys
 
 import pytest
+import tyro
 
-from benchmarks.make_tables import RESULTS, TABLES, pages, read, redraw
+from benchmarks import learning
+from benchmarks.make_tables import FIGURES, RESULTS, TABLES, drawable, pages, read, redraw
+
+STUDIES = learning.STUDIES
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
@@ -13,7 +22,7 @@ def test_tables_agree_with_the_csvs(path):
 
 def test_every_table_stands_on_a_page():
     text = "".join(path.read_text() for path in pages())
-    assert [name for name in TABLES if f"<!-- table:{name} -->" not in text] == []
+    assert [name for name in TABLES if drawable(name) and f"<!-- table:{name} -->" not in text] == []
 
 
 def test_a_changed_number_is_noticed():
@@ -21,10 +30,71 @@ def test_a_changed_number_is_noticed():
     assert redraw(page.replace(" ± ", " ± 1")) == page
 
 
-def test_every_run_says_how_it_was_made():
-    for row in read("grpo_runs.csv"):
+@pytest.mark.parametrize("study", [name for name in STUDIES if learning.runs_file(name).exists()])
+def test_every_run_says_how_it_was_made(study):
+    for row in read(f"{study}_runs.csv"):
         assert all(row[name] for name in ("command", "commit", "seed", "torch", "transformers", "device", "minutes"))
+        arm = STUDIES[study].arms[row["arm"]]
+        assert (
+            list(row) == STUDIES[study].columns and shlex.join(learning.program(STUDIES[study], arm)) in row["command"]
+        )
+    assert (RESULTS / f"{study}_learning.png").stat().st_size > 10_000
 
 
-def test_figures_are_there():
-    assert (RESULTS / "grpo_learning.png").stat().st_size > 10_000
+def test_bandit_says_how_it_was_made():
+    rows = read("bandit_gdpo.csv")
+    assert len(rows) == 915 and all(all(row.values()) for row in rows)
+
+
+# --- The program that makes the runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_flags_of_a_study_are_those_of_its_script(study):
+    script, names = importlib.import_module(f"algorithms.{STUDIES[study].script}"), STUDIES[study].arms
+    for arm in names.values():
+        args = tyro.cli(script.Args, args=[*(arm.common or STUDIES[study].common), *arm.flags])
+        assert args.max_steps > 0 and len(set(arm.seeds)) == len(arm.seeds)
+        assert not arm.rate or arm.rate in names or float(arm.rate) > 0
+    assert set(FIGURES[study][0]) - {"gdpo_no_batch_norm"} <= names.keys()
+
+
+def test_driver_that_scales_a_reward(tmp_path):
+    """It trains with the correctness of tool_calls times a factor and changes nothing else; --help says it parses."""
+    words = learning.program(STUDIES["gdpo"], learning.Arm(scale=0.1))
+    done = subprocess.run([sys.executable, *words, "--help"], cwd=learning.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--conditioned-rewards" in done.stdout, done.stderr
+    from envs.tool_calls import Problem, ToolCalls
+
+    functions = dict(ToolCalls.reward_functions)
+    problem = Problem(query="q", tools="", answer='<tool_call>\n{"name": "a", "parameters": {}}\n</tool_call>')
+    texts = [problem.answer, "nothing"]
+    before = [{name: function(problem, text) for name, function in functions.items()} for text in texts]
+    try:
+        exec(words[1].partition("script.train")[0], {})
+        after = [{name: f(problem, text) for name, f in ToolCalls.reward_functions.items()} for text in texts]
+    finally:
+        ToolCalls.reward_functions.update(functions)
+    for old, new in zip(before, after):
+        assert new.pop("correctness") == pytest.approx(0.1 * old.pop("correctness")) != 0
+        assert new == old
+
+
+def test_steps_to_a_level():
+    values = [0.0, 1, 1, 1, 1, 0.9, 0, 0]
+    assert learning.steps_to(values, 0.9, 5) == 6 and learning.steps_to(values, 0.8, 5) == 5
+    assert learning.steps_to(values, 0.99, 5) is None and learning.steps_to([1.0] * 4, 0.9, 5) is None
+    assert learning.steps_to(values, 0.9, 1) == 2
+
+
+def test_scores_of_a_run(tmp_path):
+    """Last and first evaluation, scaled rewards in their own unit, steps until the easy reward is learned."""
+    study, tags = STUDIES["gdpo"], STUDIES["gdpo"].scores.values()
+    metrics = [{"step": step, "tag": tag, "value": str(value)} for step, value in ((0, 0.25), (9, 0.5)) for tag in tags]
+    metrics += [{"step": step, "tag": study.fast, "value": str(step >= 2)} for step in range(1, 9)]
+    metrics = [row | {"value": {"True": "1.0", "False": "0.0"}.get(row["value"], row["value"])} for row in metrics]
+    row = learning.scores(study, learning.Arm(scale=0.1), metrics)
+    assert (row["mean_at_8"], row["first_mean_at_8"]) == ("0.5000", "0.2500")
+    assert (row["correctness"], row["first_correctness"], row["format"]) == ("5.0000", "2.5000", "0.5000")
+    assert (row["steps_to_90"], row["converged"]) == (6, 1)
+    assert row.keys() == set(study.columns) - {"run", "arm", "stage", "seed", "learning_rate", *learning.COLUMNS}

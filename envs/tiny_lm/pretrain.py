@@ -23,6 +23,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from envs.countdown import Countdown
+from envs.retriever import RELATIONS
+from envs.search_demonstrations import demonstration as search_demonstration
+from envs.search_qa import TAGS, SearchQA
+from envs.tool_calls import ToolCalls
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -49,6 +53,18 @@ def countdown_demonstration(generator: random.Random) -> tuple[list[dict], str]:
     return again, task.demonstration(problem, generator)
 
 
+def search_qa_demonstration(generator: random.Random) -> tuple[list[dict], str]:
+    """Every role of the search task; half of the questions have one hop, a third two, the rest three."""
+    return search_demonstration(SearchQA(hops=(1, 1, 1, 2, 2, 3)), generator)
+
+
+def tool_calls_demonstration(generator: random.Random) -> tuple[list[dict], str]:
+    """The only role: an imperfect caller of tools."""
+    task = ToolCalls()
+    problem = task.sample(generator)
+    return task.prompt(problem), task.demonstration(problem, generator)
+
+
 @dataclass(frozen=True)
 class Environment:
     demonstration: Callable[[random.Random], tuple[list[dict], str]]
@@ -61,6 +77,16 @@ ENVIRONMENTS = {
         countdown_demonstration,
         ("<answer>", "</answer>", "<verdict>", "</verdict>"),
         r"[0-9]|[-+*/()=]|\n",
+    ),
+    "tool_calls": Environment(
+        tool_calls_demonstration,
+        ("<think>", "</think>", "<tool_call>", "</tool_call>", "<response>", "</response>"),
+        r"[0-9]|[A-Z][a-z]+|(?<=\"name\": \")[a-z]+|\n",  # a name or a value never depends on what stands around it
+    ),
+    "search_qa": Environment(
+        search_qa_demonstration,
+        tuple(f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")),
+        rf"[0-9]|[A-Z][a-z]+ (?=[A-Z])|[A-Z][a-z]+|{'|'.join(RELATIONS)}",  # a first name keeps the space behind it
     ),
 }
 

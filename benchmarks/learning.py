@@ -1,0 +1,251 @@
+"""Does a method learn what its paper says, at a size that a laptop reruns: every arm, several seeds, raw rows in CSVs.
+
+    python benchmarks/learning.py --study grpo --jobs 2      # about half an hour on 2 cores; takes up where it stopped
+    python benchmarks/learning.py --study gdpo --jobs 2
+    python benchmarks/make_tables.py                         # redraws tables and figures from the CSVs
+
+A sweep with a seed of its own (SWEEP_SEED) chooses the learning rate of an arm: the best final eval/mean_at_8. An arm
+may take the rate of another arm's sweep, or a fixed one. Then every arm runs on its seeds, one process a run, one
+thread a process. Two files are written: results/<study>_runs.csv has one row a run (command, commit, versions, device,
+minutes, memory, final scores), results/<study>_curves.csv evaluations and some training metrics as they were logged
+(run, step, tag, value).
+"""
+
+import csv
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from threading import Lock
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results"
+COLUMNS = "minutes peak_memory_gb device threads torch transformers python commit command".split()
+RATES = ("1e-4", "2e-4", "4e-4")
+SWEEP_SEED = 100
+DAPO = ("--loss-type", "dapo")
+SCALED = (  # a driver in place of the script: the correctness reward of tool_calls, times a factor
+    "import tyro; from algorithms import {script} as script; functions = script.ToolCalls.reward_functions; "
+    "original = functions['correctness']; functions['correctness'] = lambda *x: {scale} * original(*x); "
+    "script.train(tyro.cli(script.Args))"
+)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row of a table."""
+
+    flags: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (1, 2, 3)
+    rate: str = ""  # arm whose sweep gives the learning rate, or a learning rate; empty is the arm's own sweep
+    scale: float = 1.0  # of the reward `correctness`
+    common: tuple[str, ...] = ()  # flags in place of the study's
+
+
+@dataclass(frozen=True)
+class Study:
+    """A script, flags for all runs, and what is noted of a run."""
+
+    script: str
+    common: tuple[str, ...]
+    arms: dict[str, Arm]
+    scores: dict[str, str]  # column: tag, of the last evaluation
+    tags: tuple[str, ...]  # training metrics for the curves
+    fast: str = ""  # tag of a training reward: steps until it reaches 0.9 are noted
+    first: tuple[str, ...] = field(default=("mean_at_8",))  # columns whose first evaluation is noted too
+
+    @property
+    def columns(self) -> list[str]:
+        """Header of results/<study>_runs.csv."""
+        fast = ["steps_to_90", "converged"] if self.fast else []
+        start = ["run", "arm", "stage", "seed", "learning_rate", *self.scores]
+        return [*start, *(f"first_{name}" for name in self.first), *fast, *COLUMNS]
+
+
+COMMON_TAGS = ("train/reward", "train/rewards/correctness/mean", "train/frac_reward_zero_std", "train/grad_norm")
+COMMON_TAGS += ("train/completions/mean_length",)
+PASS = {"pass_at_1": "eval/pass_at_1", "mean_at_8": "eval/mean_at_8", "pass_at_8": "eval/pass_at_8"}
+SHORT = ("--max-steps", "60", "--num-prompts-per-step", "16", "--eval-steps", "30")
+TOOL_CALLS = ("--env", "tool_calls", *SHORT)
+COUNTDOWN = ("--env", "countdown", *SHORT)
+CONDITIONED = ("--conditioned-rewards", "length")
+STUDIES = {
+    "grpo": Study(
+        script="grpo",
+        common=("--max-steps", "100"),  # two thirds of the default run
+        arms={
+            "grpo": Arm(("--loss-type", "grpo"), rate="dapo_loss"),
+            "dapo_loss": Arm(DAPO),
+            "reinforce": Arm((*DAPO, "--advantage", "none")),
+            "shuffled": Arm((*DAPO, "--advantage", "shuffled"), rate="dapo_loss"),
+            "dr_grpo": Arm(("--loss-type", "dr_grpo", "--scale-rewards", "none"), rate="dapo_loss"),
+        },
+        scores=PASS,
+        tags=(*COMMON_TAGS, "train/entropy", "train/num_tokens"),
+    ),
+    "gdpo": Study(
+        script="gdpo",
+        common=TOOL_CALLS,
+        arms={
+            "gdpo": Arm(seeds=(1, 2, 3, 4, 5)),
+            "grpo": Arm(("--advantage", "grpo"), (1, 2, 3, 4, 5)),
+            "grpo_batch_norm": Arm(("--advantage", "grpo_batch_norm"), (1, 2, 3, 4, 5)),
+            "grpo_no_std": Arm(("--advantage", "grpo_no_std")),
+            **{
+                f"{name}_scale_{scale}": Arm(("--advantage", name), (1,), name, scale)
+                for name in ("gdpo", "grpo")
+                for scale in (0.1, 3.0)
+            },
+            **{
+                f"{kind}_weight_{weight}": Arm(
+                    ("--reward-weights", "1", "0", weight, *(CONDITIONED if kind == "conditioned" else ())),
+                    (1,),
+                    "2e-4",  # the default, for all: nothing is compared but the weights
+                    common=COUNTDOWN,
+                )
+                for kind in ("plain", "conditioned")
+                for weight in ("1", "0.5", "0.25")
+            },
+        },
+        scores=PASS
+        | {name: f"eval/rewards/{name}" for name in ("correctness", "format", "length")}
+        | {"mean_length": "eval/mean_length"},
+        tags=(*COMMON_TAGS, *(f"train/rewards/{name}/mean" for name in ("exact", "format", "length"))),
+        fast="train/rewards/format/mean",
+        first=("mean_at_8", "correctness", "format", "length"),
+    ),
+}
+
+
+@dataclass
+class Args:
+    study: str = "grpo"
+    """which study to run: grpo or gdpo"""
+    jobs: int = 2
+    """runs at the same time, one thread each"""
+    arms: tuple[str, ...] = ()
+    """arms to run, in this order; none means all"""
+    extra: str = ""
+    """further flags for every run, e.g. "--max-steps 20" to try the program; such rows are marked by their command"""
+
+
+def runs_file(study: str) -> Path:
+    """One row a run."""
+    return RESULTS / f"{study}_runs.csv"
+
+
+def read(path: Path) -> list[dict]:
+    """Rows of a CSV, none if it does not exist."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append(path: Path, columns: list[str], rows: list[dict]) -> None:
+    """Add rows to a CSV, with a header if it is new."""
+    new = not path.exists()
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def steps_to(values: list[float], level: float = 0.9, window: int = 5) -> int | None:
+    """First step (from 1) at which the mean of the last `window` values reaches the level; None if it never does."""
+    steps = range(window, len(values) + 1)
+    return next((step for step in steps if statistics.mean(values[step - window : step]) >= level), None)
+
+
+def program(study: Study, arm: Arm) -> list[str]:
+    """Words of the command behind `python`: the script, or the driver that scales a reward and then calls it."""
+    if arm.scale == 1:
+        return [f"algorithms/{study.script}.py"]
+    return ["-c", SCALED.format(script=study.script, scale=arm.scale)]
+
+
+def scores(study: Study, arm: Arm, metrics: list[dict]) -> dict[str, str]:
+    """What is noted of a run, from its metrics. Scaled rewards are given in their own unit."""
+    evaluations = [row for row in metrics if row["tag"].startswith("eval/")]
+    last = {row["tag"]: float(row["value"]) for row in evaluations}
+    first = {row["tag"]: float(row["value"]) for row in reversed(evaluations)}
+    unit = {"correctness": arm.scale}
+    row = {name: f"{last[tag] / unit.get(name, 1):.4f}" for name, tag in study.scores.items()}
+    row |= {f"first_{name}": f"{first[study.scores[name]] / unit.get(name, 1):.4f}" for name in study.first}
+    if study.fast:
+        step = steps_to([float(row["value"]) for row in metrics if row["tag"] == study.fast])
+        row |= {"steps_to_90": step or "", "converged": int(step is not None)}
+    return row
+
+
+def run_once(name: str, arm_name: str, stage: str, seed: int, rate: str, extra: str, lock: Lock) -> None:
+    """One training run in a process of its own; its rows are added when it has finished."""
+    study, run = STUDIES[name], f"{arm_name}-{stage}-{rate}-{seed}"
+    arm = study.arms[arm_name]
+    with lock:
+        if any(row["run"] == run for row in read(runs_file(name))):
+            return
+    flags = [*(arm.common or study.common), *arm.flags, "--learning-rate", rate, "--seed", str(seed), *extra.split()]
+    words = [*program(study, arm), *flags]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        command = [sys.executable, *words, "--device", "cpu", "--output-dir", f"{folder}/run"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        minutes = (time.perf_counter() - start) / 60
+        if done.returncode:
+            raise SystemExit(f"{shlex.join(command)} failed:\n{done.stderr}")
+        metrics, perf = read(Path(folder, "run/metrics.csv")), read(Path(folder, "run/perf.csv"))
+    row = {"run": run, "arm": arm_name, "stage": stage, "seed": seed, "learning_rate": rate}
+    row |= scores(study, arm, metrics) | {"minutes": f"{minutes:.2f}", "threads": 1}
+    row |= {"peak_memory_gb": f"{max(float(r['value']) for r in perf if r['tag'].endswith('memory_gb')):.2f}"}
+    row |= {"device": f"CPU ({os.cpu_count()} cores, {platform.machine()})", "python": platform.python_version()}
+    row |= {"torch": version("torch"), "transformers": version("transformers"), "commit": commit.strip()}
+    row |= {"command": f"python {shlex.join(words)}"}
+    curves = [{"run": run, **r} for r in metrics if r["tag"].startswith("eval/") or r["tag"] in study.tags]
+    curves = [r | {"value": f"{float(r['value']):.6g}"} for r in curves]
+    with lock:
+        append(runs_file(name), study.columns, [row])
+        append(RESULTS / f"{name}_curves.csv", ["run", "step", "tag", "value"], curves)
+        print(f"{run}: pass@1 {row['pass_at_1']}  mean@8 {row['mean_at_8']}  {row['minutes']} min", flush=True)
+
+
+def learning_rate(name: str, arm_name: str) -> str:
+    """The arm's fixed rate, or the one with the best final eval/mean_at_8 in the sweep that it goes by."""
+    rate = STUDIES[name].arms[arm_name].rate or arm_name
+    if rate not in STUDIES[name].arms:
+        return rate
+    sweep = [row for row in read(runs_file(name)) if row["arm"] == rate and row["stage"] == "sweep"]
+    return max(sweep, key=lambda row: float(row["mean_at_8"]))["learning_rate"]
+
+
+def main(args: Args) -> None:
+    if args.study not in STUDIES or set(args.arms) - set(STUDIES[args.study].arms):
+        sys.exit(
+            f"--study {args.study} --arms {' '.join(args.arms)}: expected one of {', '.join(STUDIES)} and its arms"
+        )
+    study, lock = STUDIES[args.study], Lock()
+    arms = args.arms or tuple(study.arms)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        sweep = [(arm, "sweep", SWEEP_SEED, rate) for arm in arms for rate in RATES if not study.arms[arm].rate]
+        list(pool.map(lambda job: run_once(args.study, *job, args.extra, lock), sweep))
+        final = sorted((seed, arms.index(arm), arm) for arm in arms for seed in study.arms[arm].seeds)  # a table early
+        final = [(arm, "final", seed, learning_rate(args.study, arm)) for seed, _, arm in final]
+        list(pool.map(lambda job: run_once(args.study, *job, args.extra, lock), final))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

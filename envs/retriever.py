@@ -1,0 +1,129 @@
+"""Two retrievers with one interface, and a small invented world to search in.
+
+`search_batch(queries, top_k)` returns the best documents of each query. `Retriever` ranks by BM25 in memory;
+`HttpRetriever` asks a server that speaks the protocol of Search-R1. `World` is drawn from a seed: too large for a tiny
+model to know by heart, so that it has to search. No dependencies, importable alone.
+"""
+
+import heapq
+import http.client
+import json
+import math
+import random
+import re
+import time
+import urllib.request
+
+RELATIONS = ("mother", "teacher", "rival", "neighbour", "doctor", "friend")
+FIRST_NAMES = [a + b for a in "Al Be Cor Da El Fa Jo Mi".split() for b in "dra do nan vi ko lis men tta".split()]
+LAST_NAMES = [a + b for a in "Bru Hol Kres Os Pel Tam Var Wes".split() for b in "by ton len ard ik way um er".split()]
+MAX_QUERY_WORDS = 64
+
+
+class Retriever:
+    """BM25 over (title, text) documents; a word of the title counts as two more, so that a person's facts come first.
+
+    To stay fast, only documents that share the rare words of the query are ranked: a further rare word narrows them as
+    long as `top_k` are left. Equal scores keep the order of the documents.
+    """
+
+    def __init__(self, documents: list[tuple[str, str]], k1: float = 1.2, b: float = 0.75):
+        self.texts, self.postings = [text for _, text in documents], {}  # word -> {document: its weight there}
+        words = [2 * split(title) + split(text) for title, text in documents]
+        mean = sum(map(len, words)) / max(len(words), 1)
+        for document, found in enumerate(words):
+            for word in set(found):
+                count = found.count(word)
+                weight = count * (k1 + 1) / (count + k1 * (1 - b + b * len(found) / mean))
+                self.postings.setdefault(word, {})[document] = weight
+        for weights in self.postings.values():
+            rarity = math.log(1 + (len(words) - len(weights) + 0.5) / (len(weights) + 0.5))
+            weights.update({document: weight * rarity for document, weight in weights.items()})
+
+    def search(self, query: str, top_k: int = 3) -> list[str]:
+        words = dict.fromkeys(split(query[: 32 * MAX_QUERY_WORDS])[:MAX_QUERY_WORDS])
+        postings = sorted((self.postings[word] for word in words if word in self.postings), key=len)
+        if not postings:
+            return []
+        candidates = postings[0].keys()
+        for weights in postings[1:]:
+            if len(weights) < len(self.texts) / 10 and len(narrowed := candidates & weights.keys()) >= top_k:
+                candidates = narrowed
+        score = {document: sum(weights.get(document, 0.0) for weights in postings) for document in candidates}
+        best = heapq.nsmallest(top_k, candidates, key=lambda document: (-score[document], document))
+        return [self.texts[document] for document in best]
+
+    def search_batch(self, queries: list[str], top_k: int = 3) -> list[list[str]]:
+        return [self.search(query, top_k) for query in queries]
+
+
+class World(Retriever):
+    """4,096 people with two-word names and six relations, each of which leads from everybody to one other person."""
+
+    def __init__(self, seed: int = 0):
+        generator = random.Random(f"world {seed}")
+        self.people = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+        self.facts = {}  # (person, relation) -> person
+        for person in self.people:
+            for relation in RELATIONS:
+                while (other := generator.choice(self.people)) == person:
+                    pass
+                self.facts[person, relation] = other
+        self.order = list(self.facts)
+        generator.shuffle(self.order)  # equal scores keep this order, which favours no relation
+        super().__init__([(person, self.sentence(person, relation)) for person, relation in self.order])
+
+    def sentence(self, person: str, relation: str) -> str:
+        return f"{person}'s {relation} is {self.facts[person, relation]}."
+
+    def lookup(self, person: str, relation: str) -> str | None:
+        """The exact tool: no ranking, one answer or none."""
+        return self.facts.get((person, relation))
+
+
+class HttpRetriever:
+    """Client of a Search-R1 retrieval server: one POST for a batch of queries, three attempts, no dependencies.
+
+    A document's contents are a title in quotes, a line break, the text. What goes wrong is one sentence:
+    ConnectionError when there is no answer, ValueError when the answer is none of that protocol.
+    """
+
+    def __init__(self, url: str, timeout: float = 60.0, pause: float = 1.0, max_chars: int = 1000):
+        if not re.match(r"https?://[^/]", url):
+            raise ValueError(f"retriever url {url!r}: expected something like http://127.0.0.1:8000/retrieve")
+        self.url, self.timeout, self.pause, self.max_chars = url, timeout, pause, max_chars
+
+    def search_batch(self, queries: list[str], top_k: int = 3) -> list[list[str]]:
+        if not queries:
+            return []
+        body = json.dumps({"queries": queries, "topk": top_k, "return_scores": True}).encode()
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        for attempt in range(3):
+            time.sleep(attempt * self.pause)
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                    answer = response.read()
+                break
+            except (OSError, http.client.HTTPException) as error:
+                reason = error
+        else:
+            raise ConnectionError(f"retriever {self.url}: no answer in three attempts ({reason})") from None
+        try:
+            found = [[self.read(item["document"]["contents"]) for item in row] for row in json.loads(answer)["result"]]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            found = None
+        if found is None or len(found) != len(queries):
+            expected = f'{{"result": [...]}} with {len(queries)} lists of {{"document": {{"contents": "..."}}}}'
+            raise ValueError(f"retriever {self.url}: answered {answer[:80]!r}, expected {expected}")
+        return [row[:top_k] for row in found]
+
+    def read(self, contents: str) -> str:
+        """A document as one line, with its title in front unless the text begins with it."""
+        title, _, text = contents.encode("utf-8", "replace").decode().partition("\n")
+        title, text = title.strip().strip('"'), " ".join(text.split())
+        return (text if text.startswith(title) else f"{title}: {text}" if text else title)[: self.max_chars]
+
+
+def split(text: str) -> list[str]:
+    """The words of a text in lower case."""
+    return re.findall(r"[^\W_]+", text.lower())

@@ -1,0 +1,223 @@
+"""Search questions: who is the rival of the teacher of Midra Oslen? The model searches turn by turn, then answers.
+
+A turn is `<think>..</think><search>query</search>` or `<think>..</think><answer>..</answer>`; a search is answered by a
+user message `<result>..</result>`. Questions of 1 to 4 hops come from an invented world, or from a JSON-lines file with
+a retrieval server. Roles: answerer (one agent), router, searcher and responder (a team), examiner (writes questions).
+Rewards compare texts by rule. Every random choice comes from the `random.Random` that is passed in. No dependencies.
+"""
+
+import json
+import random
+import re
+import zlib
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from envs.retriever import RELATIONS, HttpRetriever, World
+from envs.search_text import exact_match, f1, format, parse_turn
+
+KNOWN = "I know the answer."  # the thought before an answer
+TAGS = ("think", "search", "result", "verify", "question", "answer")
+# What a retrieved text must not contain: our tags, and special tokens like <|end|>.
+MARKUP = re.compile(rf"</?(?:{'|'.join(TAGS)})>|<\|[^<>|]*\|>", re.IGNORECASE)
+THINK = "Think inside <think> </think>, then"
+INSTRUCTIONS = {
+    "answerer": f"{THINK} either search inside <search> </search> or give the answer inside <answer> </answer>.",
+    "router": f"Do the results suffice? {THINK} end with <verify>yes</verify> or <verify>no</verify>.",
+    "searcher": f"{THINK} write the next query inside <search> </search>.",
+    "responder": f"{THINK} give the answer inside <answer> </answer>.",
+    "examiner": f"Search along a chain of facts. {THINK} write one query inside <search> </search>, or in the end a "
+    "question about the chain inside <question> </question> and its answer inside <answer> </answer>.",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    question: str
+    answers: tuple[str, ...]  # any of them is right
+    hops: int = field(default=0, compare=False)  # 0: unknown
+    path: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)  # facts, for demonstrations only
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """A hash of the question and the question: equal for copies, and no order of lines matters."""
+        key = " ".join(self.question.lower().split())
+        return zlib.crc32(key.encode("utf-8", "replace")), key
+
+    @property
+    def held_out(self) -> bool:
+        """One in 16 belongs to evaluation, so that neither pretraining nor training can ever meet it."""
+        return self.place[0] < 2**28
+
+
+class Turn(NamedTuple):
+    thought: str
+    tag: str  # search or answer
+    content: str
+    result: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"<think>{self.thought}</think><{self.tag}>{self.content}</{self.tag}>"
+
+
+@lru_cache(maxsize=1)
+def world() -> World:
+    return World()
+
+
+def question_text(person: str, relations: list[str]) -> str:
+    return f"Who is the {' of the '.join(relations[::-1])} of {person}?"
+
+
+def render(steps: tuple[tuple[str, str], ...]) -> str:
+    """(query, result) pairs as a text: a team's history, and the construction path of an examiner's question."""
+    return "\n".join(f"<search>{query}</search><result>{result}</result>" for query, result in steps)
+
+
+class SearchQA:
+    """Problems, searches, prompts. `hops` are drawn from uniformly: (1, 1, 2) has twice as many of 1.
+
+    With `dataset` (lines with `question` and `golden_answers`, `answers` or `answer`) the questions come from a file,
+    and `retriever_url` must name a server to search in.
+    """
+
+    reward_functions = {"exact_match": exact_match, "f1": f1, "format": format}
+    reward_weights = (1.0, 0.0, 0.0)
+
+    def __init__(self, dataset=None, retriever_url=None, hops=(1, 2, 3), top_k: int = 3, max_turns: int = 5):
+        if not hops or not set(hops) <= {1, 2, 3, 4} or top_k < 1 or max_turns < 1:
+            raise ValueError("search_qa needs hops from 1 to 4, top_k >= 1 and max_turns >= 1")
+        if dataset and not retriever_url:
+            raise ValueError(f"{dataset}: questions from a file need a retrieval server, --retriever-url")
+        self.hops, self.top_k, self.max_turns = tuple(hops), top_k, max_turns
+        self.retriever = HttpRetriever(retriever_url) if retriever_url else world()
+        self.train_rows, self.evaluation_rows = read_questions(dataset) if dataset else ([], [])
+        self._order_of, self._order = None, []
+
+    def sample(self, generator: random.Random, held_out: bool = False) -> Problem:
+        """A random row of the file; without a file a chain of relations from a person, which never comes back."""
+        if self.train_rows:
+            return generator.choice(self.evaluation_rows if held_out else self.train_rows)
+        while True:
+            person, hops = generator.choice(world().people), generator.choice(self.hops)
+            problem = self.chain(person, [generator.choice(RELATIONS) for _ in range(hops)])
+            if problem and problem.held_out == held_out:
+                return problem
+
+    def chain(self, person: str, relations: list[str]) -> Problem | None:
+        """The question that starts from a person; None if the chain meets somebody twice."""
+        path, people = [], [person]
+        for relation in relations:
+            people.append(world().facts[people[-1], relation])
+            path.append((people[-2], relation, people[-1]))
+        if len(set(people)) == len(people):
+            return Problem(question_text(person, relations), (people[-1],), len(path), tuple(path))
+
+    def train_problem(self, index: int, seed: int) -> Problem:
+        """Problem number `index` of the training stream `seed`: the same on every rank and after a resume."""
+        if not self.train_rows:
+            return self.sample(random.Random(f"train {seed} {index}"))
+        epoch, position = divmod(index, len(self.train_rows))
+        if self._order_of != (seed, epoch):
+            self._order_of, self._order = (seed, epoch), list(self.train_rows)
+            random.Random(f"train {seed} {epoch}").shuffle(self._order)
+        return self._order[position]
+
+    def evaluation_problems(self, count: int) -> list[Problem]:
+        """The fixed evaluation set: up to `count` distinct problems (fewer if there are not that many)."""
+        if self.train_rows:
+            return self.evaluation_rows[:count]
+        generator, problems = random.Random("evaluation"), {}
+        for _ in range(10 * count):
+            if len(problems) < count:
+                problems[self.sample(generator, held_out=True)] = None
+        return list(problems)
+
+    def search(self, queries: list[str]) -> list[str]:
+        """What the model gets to read for each query: one document a line, without tags."""
+        found = self.retriever.search_batch(list(queries), self.top_k)
+        return ["\n".join(" ".join(MARKUP.sub(" ", text).split()) for text in row) or "nothing found" for row in found]
+
+    def step(self, texts: list[str], turn: int) -> list[dict | None]:
+        """The message that answers each text of turn number `turn` (from 1); None where the episode is over: an answer,
+        neither tag, or the last turn. One batch of searches."""
+        actions = [parse_turn(text) for text in texts]
+        rows = [i for i, (tag, _) in enumerate(actions) if tag == "search" and turn < self.max_turns]
+        results = dict(zip(rows, self.search([actions[i][1] for i in rows])))
+        return [result_message(results[i]) if i in results else None for i in range(len(texts))]
+
+    def prompt(self, problem, role: str = "answerer", history=(), teammates=(), privileged: str = "") -> list[dict]:
+        """Chat messages for `role`. `history` holds (query, result) pairs, `teammates` (name, text) pairs, `privileged`
+        is what only a teacher sees: the construction path of the question."""
+        lines = [f"How the question was made:\n{privileged}"] if privileged else []
+        lines += [f"Question: {problem.question}", *([render(history)] if history else [])]
+        lines += [*(f"{name}: {text}" for name, text in teammates), INSTRUCTIONS[role]]
+        return [{"role": "user", "content": "\n".join(lines)}]
+
+    def examiner_prompt(self, document: str, hops: int) -> list[dict]:
+        """Chat messages for the examiner: where its chain begins, and how many searches long it should be."""
+        return [{"role": "user", "content": f"Document: {document}\nSearches: {hops}\n{INSTRUCTIONS['examiner']}"}]
+
+    def document(self, generator: random.Random) -> str:
+        """A random document for an examiner to begin with; from a server, one that a training question finds."""
+        if not self.train_rows:
+            return world().sentence(*generator.choice(world().order))
+        return generator.choice(self.search([self.sample(generator).question])[0].split("\n"))
+
+    def path_steps(self, problem: Problem) -> tuple[tuple[str, str], ...]:
+        """The searches that answer a question of the world, one a hop."""
+        queries = [f"{relation} of {person}" for person, relation, _ in problem.path]
+        return tuple(zip(queries, self.search(queries)))
+
+    def qcp(self, problem: Problem) -> str:
+        """The construction path of a question, as an examiner's searches would give it."""
+        return render(self.path_steps(problem))
+
+
+def result_message(result: str) -> dict:
+    return {"role": "user", "content": f"<result>{result}</result>"}
+
+
+# --- Questions from a file ---------------------------------------------------------------------------------------
+
+
+def read_questions(path: str) -> tuple[list[Problem], list[Problem]]:
+    """The training and the evaluation side of a JSON-lines file. A hash of the question decides, neither is empty."""
+    try:
+        with open(path, "rb") as file:
+            rows = [read_line(raw, f"{path}, line {i}") for i, raw in enumerate(file, 1) if raw.strip()]
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}), expected a JSON-lines file") from None
+    problems = sorted({row.place: row for row in rows}.values(), key=lambda row: row.place)
+    if len(problems) < 2:
+        raise ValueError(f"{path}: found {len(problems)} different questions, expected at least 2")
+    cut = min(max(sum(problem.held_out for problem in problems), 1), len(problems) - 1)
+    return problems[cut:], problems[:cut]
+
+
+def read_line(raw: bytes, where: str) -> Problem:
+    """One line of the file as a problem; a ValueError of one sentence if it is broken."""
+
+    def check(condition: bool, found: str, expected: str):
+        if not condition:
+            raise ValueError(f"{where}: found {found}, expected {expected}")
+
+    try:
+        row, error = json.loads(raw.decode("utf-8-sig")), None
+    except (ValueError, RecursionError) as raised:
+        row, error = None, raised
+    check(not isinstance(error, UnicodeDecodeError), "bytes that are not UTF-8", "UTF-8 text")
+    check(error is None, "text that is not valid JSON", "one JSON object")
+    check(isinstance(row, dict), f"JSON of type {type(row).__name__}", "an object with a question and an answer")
+    check("question" in row, "no question", "a key question")
+    key = next((key for key in ("golden_answers", "answers", "answer") if key in row), None)
+    check(key is not None, "no answer", "a key golden_answers or answers or answer")
+    answers = row[key] if isinstance(row[key], list) else [row[key]]
+    check(len(answers) > 0, f"an empty {key}", "at least one answer")
+    for name, text in [("question", row["question"]), *((key, answer) for answer in answers)]:
+        check(isinstance(text, str), f"{name} of type {type(text).__name__}", "a string")
+        check(text.strip() != "", f"an empty {name}", "some text")
+        check(not re.search("[\ud800-\udfff]", text), f"half a surrogate pair in {name}", "whole characters")
+    return Problem(row["question"].strip(), tuple(answer.strip() for answer in answers))
