@@ -296,7 +296,7 @@ def load_pretrained(kind, args: Args, **options):
     try:
         return kind.from_pretrained(args.model_name_or_path or os.path.join(TINY_MODELS, args.env), **options)
     except Exception as error:  # also what torch and safetensors raise for a broken file
-        fail(f"--model-name-or-path {args.model_name_or_path}: not found or not usable ({error!r:.200})")
+        fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable ({error!r:.200})")
 
 
 def load_tokenizer(args: Args):
@@ -499,7 +499,7 @@ def compute_advantages(batch: Batch, args: Args, progress: Progress) -> Tensor:
     scale_rewards = "none" if args.advantage == "grpo_no_std" else "group"
     advantages = group_advantages(total_rewards(rewards, args), args.num_generations, scale_rewards)  # (rows of all,)
     if args.advantage == "grpo_batch_norm":
-        advantages = batch_normalize(advantages, args.num_generations, tokens)
+        advantages = batch_normalize(advantages, args.num_generations, ~rewards.isnan().all(1) * tokens)
     return advantages[mine]
 
 
@@ -792,10 +792,10 @@ def batch_metrics(batch: Batch, task, args: Args, progress: Progress) -> dict[st
     totals = total_rewards(rewards, args).view(-1, args.num_generations)  # (P,G)
     progress["tokens"] += int(lengths.sum())
     metrics = {"reward": totals.nanmean(), "reward_std": totals.std(1, unbiased=args.num_generations > 1).nanmean()}
-    groups = rewards.view(-1, args.num_generations, rewards.size(1))  # (P,G,K)
-    silent = (groups.amax(1) == groups.amin(1)).float()  # (P,K) no row differs in this reward
-    metrics["frac_reward_zero_std"] = silent.amin(1).mean()
-    for name, mean, share in zip(task.reward_functions, rewards.nanmean(0), silent.mean(0)):
+    columns = [group_advantages(x, args.num_generations).view(-1, args.num_generations) for x in rewards.unbind(1)]
+    silent = torch.stack([column.eq(0).all(1) for column in columns], 1)  # (P,K) no row differs in this reward
+    metrics["frac_reward_zero_std"] = silent[:, [weight != 0 for weight in args.reward_weights]].all(1).float().mean()
+    for name, mean, share in zip(task.reward_functions, rewards.nanmean(0), silent.float().mean(0)):
         metrics |= {f"rewards/{name}/mean": mean, f"gdpo/{name}/frac_zero_std": share}
     metrics |= {"completions/mean_length": lengths.mean(), "completions/max_length": lengths.max()}
     metrics |= {"completions/clipped_ratio": 1 - table[:, 1].mean(), "entropy": table[:, 2].sum() / lengths.sum()}

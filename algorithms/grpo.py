@@ -264,7 +264,7 @@ def load_pretrained(kind, args: Args, **options):
     try:
         return kind.from_pretrained(args.model_name_or_path or os.path.join(TINY_MODELS, args.env), **options)
     except Exception as error:  # also what torch and safetensors raise for a broken file
-        fail(f"--model-name-or-path {args.model_name_or_path}: not found or not usable ({error!r:.200})")
+        fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable ({error!r:.200})")
 
 
 def load_tokenizer(args: Args):

@@ -2,6 +2,7 @@
 
     python benchmarks/learning.py --study grpo --jobs 2      # about half an hour on 2 cores; takes up where it stopped
     python benchmarks/learning.py --study gdpo --jobs 2
+    python benchmarks/learning.py --study dr_mas --jobs 2
     python benchmarks/make_tables.py                         # redraws tables and figures from the CSVs
 
 A sweep with a seed of its own (SWEEP_SEED) chooses the learning rate of an arm: the best final eval/mean_at_8. An arm
@@ -31,6 +32,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 COLUMNS = "minutes peak_memory_gb device threads torch transformers python commit command".split()
+AGENT_COLUMNS = ("norm_mean", "norm_p99", "norm_max", "inflation", "calls")
 RATES = ("1e-4", "2e-4", "4e-4")
 SWEEP_SEED = 100
 DAPO = ("--loss-type", "dapo")
@@ -54,14 +56,15 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """A script, flags for all runs, and what is noted of a run."""
+    """A program, flags for all runs, and what is noted of a run."""
 
-    script: str
+    script: str  # path
     common: tuple[str, ...]
     arms: dict[str, Arm]
     scores: dict[str, str]  # column: tag, of the last evaluation
     tags: tuple[str, ...]  # training metrics for the curves
     fast: str = ""  # tag of a training reward: steps until it reaches 0.9 are noted
+    agents: tuple[str, ...] = ()  # of a team: gradient norms and inflation factors of their models are noted
     first: tuple[str, ...] = field(default=("mean_at_8",))  # columns whose first evaluation is noted too
 
     @property
@@ -69,6 +72,7 @@ class Study:
         """Header of results/<study>_runs.csv."""
         fast = ["steps_to_90", "converged"] if self.fast else []
         start = ["run", "arm", "stage", "seed", "learning_rate", *self.scores]
+        fast += [f"{agent}_{column}" for agent in self.agents for column in AGENT_COLUMNS]
         return [*start, *(f"first_{name}" for name in self.first), *fast, *COLUMNS]
 
 
@@ -81,7 +85,7 @@ COUNTDOWN = ("--env", "countdown", *SHORT)
 CONDITIONED = ("--conditioned-rewards", "length")
 STUDIES = {
     "grpo": Study(
-        script="grpo",
+        script="algorithms/grpo.py",
         common=("--max-steps", "100"),  # two thirds of the default run
         arms={
             "grpo": Arm(("--loss-type", "grpo"), rate="dapo_loss"),
@@ -94,7 +98,7 @@ STUDIES = {
         tags=(*COMMON_TAGS, "train/entropy", "train/num_tokens"),
     ),
     "gdpo": Study(
-        script="gdpo",
+        script="algorithms/gdpo.py",
         common=TOOL_CALLS,
         arms={
             "gdpo": Arm(seeds=(1, 2, 3, 4, 5)),
@@ -124,19 +128,33 @@ STUDIES = {
         fast="train/rewards/format/mean",
         first=("mean_at_8", "correctness", "format", "length"),
     ),
+    "dr_mas": Study(
+        script="benchmarks/refiner_team.py",
+        common=("--max-steps", "40", "--num-prompts-per-step", "16", "--eval-steps", "20", "--eval-problems", "64"),
+        arms={
+            "agent": Arm(seeds=(1, 2, 3, 4, 5)),
+            "global": Arm(("--normalization", "global"), (1, 2, 3, 4, 5)),
+            "agent_mean": Arm(("--normalization", "agent_mean"), (1,), "agent"),
+            "agent_std": Arm(("--normalization", "agent_std"), (1,), "agent"),
+            "call": Arm(("--normalization", "call"), (1,), "agent"),
+        },
+        scores=PASS,
+        tags=("train/reward", "train/frac_reward_zero_std"),
+        agents=("router", "searcher", "refiner", "responder"),
+    ),
 }
 
 
 @dataclass
 class Args:
     study: str = "grpo"
-    """which study to run: grpo or gdpo"""
+    """which study to run: grpo, gdpo or dr_mas"""
     jobs: int = 2
     """runs at the same time, one thread each"""
     arms: tuple[str, ...] = ()
     """arms to run, in this order; none means all"""
     extra: str = ""
-    """further flags for every run, e.g. "--max-steps 20" to try the program; such rows are marked by their command"""
+    """further flags for every run, as in --extra="--max-steps 20" to try the program; a row has its whole command"""
 
 
 def runs_file(study: str) -> Path:
@@ -172,8 +190,8 @@ def steps_to(values: list[float], level: float = 0.9, window: int = 5) -> int | 
 def program(study: Study, arm: Arm) -> list[str]:
     """Words of the command behind `python`: the script, or the driver that scales a reward and then calls it."""
     if arm.scale == 1:
-        return [f"algorithms/{study.script}.py"]
-    return ["-c", SCALED.format(script=study.script, scale=arm.scale)]
+        return [study.script]
+    return ["-c", SCALED.format(script=Path(study.script).stem, scale=arm.scale)]
 
 
 def scores(study: Study, arm: Arm, metrics: list[dict]) -> dict[str, str]:
@@ -187,6 +205,15 @@ def scores(study: Study, arm: Arm, metrics: list[dict]) -> dict[str, str]:
     if study.fast:
         step = steps_to([float(row["value"]) for row in metrics if row["tag"] == study.fast])
         row |= {"steps_to_90": step or "", "converged": int(step is not None)}
+    for agent in study.agents:
+        found = {name: [] for name in ("grad_norm", "inflation_factor", "calls")}
+        for name, values in found.items():
+            values += [float(r["value"]) for r in metrics if r["tag"] == f"train/dr_mas/{agent}/{name}"]
+        norms = sorted(found["grad_norm"])
+        inflation = [value for value in found["inflation_factor"] if value == value]  # NaN: no group to tell from
+        numbers = [statistics.mean(norms), norms[min(len(norms) - 1, int(0.99 * len(norms)))], norms[-1]]
+        numbers += [statistics.mean(inflation), statistics.mean(found["calls"][-5:])]
+        row |= {f"{agent}_{column}": f"{number:.4f}" for column, number in zip(AGENT_COLUMNS, numbers)}
     return row
 
 

@@ -47,6 +47,13 @@ FIGURES = {  # study: names of the arms, and the panels of its learning curves (
         ),
     ),
 }
+DR_MAS_ARM_NAMES = {
+    "agent": "`agent`: Dr. MAS",
+    "global": "`global`: GRPO",
+    "agent_mean": "`agent_mean`",
+    "agent_std": "`agent_std`",
+    "call": "`call`",
+}
 SPEED_CASES = {
     "A": "short, even completions, 64 x 8",
     "B": "long-tailed completions, 64 x 8",
@@ -139,47 +146,59 @@ def table_gdpo_runs() -> str:
     return runs_table(read("gdpo_runs.csv"))
 
 
+def recent(study: str, tag: str, window: int = 10) -> dict[str, float]:
+    """Mean of a training metric over the last steps of every run."""
+    values: dict[str, list[float]] = {}
+    for row in read(f"{study}_curves.csv"):
+        if row["tag"] == tag:
+            values.setdefault(row["run"], []).append(float(row["value"]))
+    return {run: statistics.mean(found[-window:]) for run, found in values.items()}
+
+
 def table_gdpo_learning() -> str:
     """Final scores of GDPO and its controls on tool calls, and how fast the easy reward was learned."""
-    rows, first = [], next(iter(final_runs("gdpo", GDPO_ARM_NAMES).values()), [])[:1]
-    for row in first:
+    arms, form, rows = final_runs("gdpo", GDPO_ARM_NAMES), recent("gdpo", "train/rewards/format/mean"), []
+    for row in [row for runs in arms.values() for row in runs][:1]:
+        base = read("tiny_tool_calls.csv")[0]
         start = ["before training", "", "", f"{100 * float(row['first_mean_at_8']):.1f}"]
-        rows.append([*start, row["first_correctness"], f"{100 * float(row['first_format']):.1f}", "", ""])
-    for arm, runs in final_runs("gdpo", GDPO_ARM_NAMES).items():
-        exact, correctness, form = ([float(row[k]) for row in runs] for k in ("mean_at_8", "correctness", "format"))
+        rows.append([*start, f"{float(row['first_correctness']):.2f}", f"{100 * float(base['format']):.1f}", "", ""])
+    for arm, runs in arms.items():
+        exact, correctness = ([float(row[name]) for row in runs] for name in ("mean_at_8", "correctness"))
         steps = [float(row["steps_to_90"]) for row in runs if row["converged"] == "1"]
-        scores = [mean_std(exact), mean_std(correctness, 2, 1), mean_std(form)]
+        scores = [mean_std(exact), mean_std(correctness, 2, 1), mean_std([form[row["run"]] for row in runs])]
         scores += [mean_std(steps, 0, 1) if steps else "", f"{len(steps)} of {len(runs)}"]
         rows.append([GDPO_ARM_NAMES[arm], runs[0]["learning_rate"], len(runs), *scores])
-    header = ["arm", "learning rate", "seeds", "all calls right, of 8 samples, %", "correctness reward, -3 to 3"]
-    return markdown([*header, "format reward, %", "steps until format is 90 %", "runs that got there"], rows)
+    header = ["arm", "learning rate", "seeds", "all calls right, of 8 samples, %", "correctness, greedy, -3 to 3"]
+    return markdown(
+        [*header, "format in training, last 10 steps, %", "steps to 90 % format", "runs that got there"], rows
+    )
 
 
 def table_gdpo_scale() -> str:
     """GDPO and GRPO when the correctness reward is in another unit, seed 1."""
     runs = {row["arm"]: row for row in read("gdpo_runs.csv") if row["stage"] == "final" and row["seed"] == "1"}
-    rows = []
+    form, rows = recent("gdpo", "train/rewards/format/mean"), []
     for arm in ("grpo", "gdpo"):
         cells = [GDPO_ARM_NAMES[arm]]
         for name in (f"{arm}_scale_0.1", arm, f"{arm}_scale_3.0"):
             row = runs.get(name)
-            cells.append(f"{100 * float(row['mean_at_8']):.1f} / {100 * float(row['format']):.1f}" if row else "")
+            cells.append(f"{100 * float(row['mean_at_8']):.1f} / {100 * form[row['run']]:.1f}" if row else "")
         rows.append(cells)
-    header = ["all calls right, of 8 samples, % / format reward, %", "correctness x 0.1", "x 1", "x 3"]
+    header = ["all calls right, of 8 samples / format in training, last 10 steps, %", "correctness x 0.1", "x 1", "x 3"]
     return markdown(header, rows)
 
 
 def table_gdpo_weights() -> str:
     """Weight of the length reward on Countdown, plain and conditioned, seed 1."""
-    runs = {row["arm"]: row for row in read("gdpo_runs.csv")}
+    runs, tokens = {row["arm"]: row for row in read("gdpo_runs.csv")}, recent("gdpo", "train/completions/mean_length")
     rows = []
     for weight in ("1", "0.5", "0.25"):
         cells = [weight]
         for row in (runs.get(f"{kind}_weight_{weight}") for kind in ("plain", "conditioned")):
-            for name, scale, digits in (("mean_at_8", 100, 1), ("length", 100, 1), ("mean_length", 1, 0)):
-                cells.append(f"{scale * float(row[name]):.{digits}f}" if row else "")
+            scores = [f"{100 * float(row[name]):.1f}" for name in ("mean_at_8", "length")] if row else ["", ""]
+            cells += [*scores, f"{tokens[row['run']]:.1f}" if row else ""]
         rows.append(cells)
-    columns = ["right of 8 samples, %", "short enough, %", "tokens"]
+    columns = ["right of 8 samples, %", "short enough, greedy, %", "tokens in training, last 10 steps"]
     header = [f"{kind}: {column}" for kind in ("plain", "conditioned") for column in columns]
     return markdown(["weight of the length reward", *header], rows)
 
@@ -215,6 +234,33 @@ def table_gdpo_bandit_weights() -> str:
             table.append(cells)
     header = ["easy / hard choice right, %", "easy reward", "weight 1", "weight 0.5", "weight 0.25"]
     return markdown(header, table)
+
+
+def table_dr_mas_learning() -> str:
+    """Success of the team with a refiner, and gradient norms of its agents."""
+    table = []
+    for arm, runs in final_runs("dr_mas", DR_MAS_ARM_NAMES).items():
+        cells = [DR_MAS_ARM_NAMES[arm], runs[0]["learning_rate"], len(runs)]
+        cells += [mean_std([float(row[name]) for row in runs]) for name in ("pass_at_1", "mean_at_8")]
+        for agent in ("searcher", "refiner"):
+            cells += [
+                mean_std([float(row[f"{agent}_{name}"]) for row in runs], 2, 1) for name in ("norm_p99", "norm_max")
+            ]
+        cells.append(mean_std([float(row["refiner_inflation"]) for row in runs], 2, 1))
+        table.append([*cells, mean_std([float(row["refiner_calls"]) for row in runs], 2, 1)])
+    header = ["`--normalization`", "learning rate", "seeds", "right, greedy, %", "right of 8 episodes, %"]
+    header += [f"{agent}'s gradient norm, {kind}" for agent in ("searcher", "refiner") for kind in ("99 %", "largest")]
+    return markdown([*header, "refiner's inflation factor", "refiner's calls an episode, at the end"], table)
+
+
+def table_dr_mas_sweep() -> str:
+    """Learning-rate sweep of the team with a refiner."""
+    return sweep_table("dr_mas", DR_MAS_ARM_NAMES)
+
+
+def table_dr_mas_runs() -> str:
+    """Cost of the runs of the team with a refiner."""
+    return runs_table([row for rows in final_runs("dr_mas", DR_MAS_ARM_NAMES).values() for row in rows])
 
 
 def table_grpo_speed() -> str:
@@ -282,7 +328,8 @@ def table_tiny_tool_calls() -> str:
         "length": "short thinking, sampled",
     }
     rows = [[name, f"{100 * float(row[key]):.1f} %"] for key, name in names.items()]
-    return markdown(["score", ""], [*rows, ["mean correctness, from -3 to 3, sampled", f"{float(row['correctness']):.2f}"]])
+    rows.append(["mean correctness, from -3 to 3, sampled", f"{float(row['correctness']):.2f}"])
+    return markdown(["score", ""], rows)
 
 
 TABLES = {

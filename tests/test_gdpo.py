@@ -25,6 +25,7 @@ from algorithms.gdpo import (
     rollout,
     total_rewards,
 )
+from benchmarks import bandit_gdpo
 
 VECTORS = json.loads((Path(__file__).parent / "reference" / "gdpo.json").read_text())["vectors"]
 BY_ID = {vector["id"]: vector for vector in VECTORS}
@@ -351,6 +352,7 @@ def test_batch_normalize_by_counts():
     assert_close(batch_normalize(values, 4), (values - values.mean()) / (values.std() + 1e-4), 1e-5)
     assert_close(batch_normalize(values, 4, std_epsilon=1.0), (values - values.mean()) / (values.std() + 1), 1e-5)
     assert batch_normalize(torch.zeros(8), 4).tolist() == [0.0] * 8
+    assert batch_normalize(torch.tensor([2.0, 3.0]), 2, torch.tensor([1, 0])).tolist() == [0, 0]
     beside = torch.cat([values, torch.zeros(4)])  # a group that is 0 throughout stays 0 but counts in the statistics
     assert_close(batch_normalize(beside, 4)[:8], (values - beside.mean()) / (beside.std() + 1e-4), 1e-5)
     assert (batch_normalize(beside, 4)[8:] == 0).all()
@@ -473,3 +475,45 @@ def test_rows_without_any_reward_are_not_trained(advantage, level):
     args = Args(num_generations=4, reward_weights=(1.0, 1.0, 1.0), advantage=advantage, batch_norm_level=level)
     found = compute_advantages(make_batch(rewards, [1, 2, 3, 9, 4, 4] * 4), args, Progress(step=0))
     assert found[6] == 0 and found.isfinite().all() and found.ne(0).sum() == 23
+
+
+# --- The bandit of benchmarks/bandit_gdpo.py ----------------------------------------------------------------------
+
+
+def test_bandit_gradient_is_that_of_autograd():
+    """Sum over contexts of the group's mean of advantage times log-probability, as one step adds it to the logits."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, 7, dtype=torch.float64, generator=generator).requires_grad_()  # (contexts,A)
+    chosen, found = torch.randint(7, (5, 4), generator=generator), torch.randn(5, 4, generator=generator).double()
+    objective = (found * logits.log_softmax(-1).gather(1, chosen)).mean(1).sum()
+    (expected,) = torch.autograd.grad(objective, logits)
+    assert_close(bandit_gdpo.policy_gradient(logits.detach().softmax(-1), chosen, found), expected, 1e-12)
+
+
+def test_bandit_runs_do_not_depend_on_each_other():
+    """Computed together or alone; without a step every choice is equally probable."""
+    runs = [bandit_gdpo.Run(1), bandit_gdpo.Run(2, scale=0.1), bandit_gdpo.Run(2, learning_rate=2.0)]
+    together = bandit_gdpo.simulate("grpo_batch_norm", runs, steps=30)
+    alone = torch.cat([bandit_gdpo.simulate("grpo_batch_norm", [run], steps=30) for run in runs])
+    assert_close(together, alone, 1e-4)
+    assert len(together.unique()) == 6 and (together > torch.tensor([1 / 4, 1 / 32])).all()
+    start = bandit_gdpo.simulate("gdpo", runs[:1], steps=0)
+    assert_close(start, [[1 / 4, 1 / 32]])
+
+
+def test_bandit_arms_are_those_of_the_script():
+    """The program's advantages equal those that the flags of the script give."""
+    rewards, args = random_rewards(columns=2).float(), Args(num_generations=4, reward_weights=(1.0, 0.5))
+    for arm in bandit_gdpo.ARMS:
+        flags = {"advantage": arm} if arm in ADVANTAGES else {"advantage": "gdpo", "batch_norm": False}
+        expected = compute_advantages(make_batch(rewards), replace(args, **flags), Progress(step=0))
+        assert_close(bandit_gdpo.advantages(arm, rewards, (1.0, 0.5)), expected, 1e-6)
+
+
+def test_bandit_scale_of_a_reward():
+    """GDPO ends the same whatever the scale of the hard reward, GRPO does not."""
+    ends = {
+        arm: bandit_gdpo.simulate(arm, [bandit_gdpo.Run(1), bandit_gdpo.Run(1, 0.1)], 100) for arm in ("gdpo", "grpo")
+    }
+    assert_close(ends["gdpo"][0], ends["gdpo"][1], 2e-2)
+    assert ends["grpo"][0, 1] > 1.3 * ends["grpo"][1, 1]

@@ -362,6 +362,7 @@ BAD_FLAGS = [  # flags, parts of the sentence
     ({"num_prompts_per_step": 0}, ["--num-prompts-per-step 0", "1 or more"]),
     ({"save_steps": 0}, ["--save-steps 0", "1 or more"]),
     ({"num_iterations": 0}, ["--num-iterations 0", "1 or more"]),
+    ({"num_generations": 8, "per_device_train_batch_size": 12}, ["--per-device-train-batch-size 12", "divisor"]),
     ({"reward_weights": (1.0, 0.1)}, ["--reward-weights", "correctness", "length"]),
     ({"temperature": 0.0}, ["--temperature 0.0", "more than 0"]),
     ({"top_p": 0.0}, ["--top-p 0.0"]),

@@ -1,0 +1,321 @@
+"""The two teams: who writes when and sees what, against traces of the official orchestras; verdicts, validity, ends."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from envs.countdown import Countdown
+from envs.countdown import Problem as NumberProblem
+from envs.math_jsonl import MathJsonl
+from envs.search_qa import Problem, SearchQA
+from envs.teams import Episode, RouterSearcherResponder, SolverVerifier, verdict
+
+REFERENCE = json.loads((Path(__file__).parent / "reference" / "dr_mas.json").read_text())
+AGENTS = {"Solver Agent": "solver", "Verifier Agent": "verifier"}
+SEARCH_AGENTS = {"Verifier Agent": "router", "Search Agent": "searcher", "Answer Agent": "responder"}
+NUMBERS = NumberProblem((2, 3, 4), 24)
+QUESTION = Problem("Who is the friend of Ana Bel?", ("Cid Dor",))
+RIGHT, WRONG = "<answer>2*3*4</answer>", "<answer>2+3+4</answer>"
+APPROVE, REJECT = "<verdict>approve</verdict>", "<verdict>reject</verdict>"
+YES, NO = "<think>x</think><verify>yes</verify>", "<think>x</think><verify>no</verify>"
+QUERY, ANSWER = "<think>x</think><search>q</search>", "<think>x</think><answer>Cid Dor</answer>"
+
+
+class Recorder:
+    """A task that notes what it is asked, with one result for every query."""
+
+    def __init__(self):
+        self.prompts, self.batches = [], []
+        self.reward_functions = {"exact": lambda problem, answer: float(answer == problem), "none": lambda p, a: None}
+
+    def prompt(self, problem, role="", history=(), teammates=()):
+        self.prompts.append((role, tuple(history), tuple(teammates)))
+        return [{"role": "user", "content": f"{problem}\nmore"}]
+
+    def search(self, queries):
+        self.batches.append(queries)
+        return [f"found {query}" for query in queries]
+
+
+def drive(team, episode, *texts) -> list[bool]:
+    """Let the agents of one episode write these texts; which of them were valid."""
+    return [valid for text in texts for valid in team.advance([episode], [text])]
+
+
+# --- Reference: traces and verdicts of the official code -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trace", REFERENCE["math_orchestration_traces"]["traces"], ids=lambda t: t["max_loop_num"])
+def test_reference_solver_and_verifier(trace):
+    """Every call of the official orchestra: which of three items it concerns, how many outputs of teammates it sees,
+    and the final solutions. Verdicts are translated to our tag. An agent's k-th call writes an item's k-th text."""
+    team = SolverVerifier(Recorder(), trace["max_loop_num"])
+    texts = {agent: trace[f"{agent}_outputs_by_call"] for agent in team.agents}
+    episodes, counts = [team.start(item) for item in range(3)], dict.fromkeys(team.agents, 0)
+    for call in trace["calls"]:
+        agent = AGENTS[call["agent"]]
+        due = [item for item, episode in enumerate(episodes) if episode.agent == agent]
+        assert due == [item for item, active in enumerate(call["active"]) if active]
+        for item in due:
+            team.prompt(episodes[item])
+            assert len(team.task.prompts[-1][2]) == call["sees_team_context"][item]
+        written = [texts[agent][item][counts[agent]].replace("verify>", "verdict>") for item in due]
+        team.advance([episodes[item] for item in due], written)
+        counts[agent] += 1
+    assert all(episode.agent is None for episode in episodes)
+    assert [episode.answer for episode in episodes] == trace["final_action"]
+
+
+def test_reference_router_searcher_and_responder():
+    """The official orchestra runs one environment step a call, and the trace keeps all items in play at every step,
+    whatever they did before; so here every step begins with fresh episodes of that round. Compared: who is called on
+    which item, what the searcher sees of its teammates, and the action. Not compared: the count beside the Answer
+    Agent, whose prompt holds no teammate's text, and the item that is inactive from the start."""
+    trace = REFERENCE["search_orchestration_trace"]["trace"]
+    items = [i for i, active in enumerate(trace["active"]) if active]
+    for step in trace["per_step"]:
+        team = RouterSearcherResponder(Recorder(), trace["max_steps"])
+        episodes = {i: Episode(i, "router", round=step["step"]) for i in items}
+        for call in step["calls"]:
+            agent = SEARCH_AGENTS[call["agent"]]
+            due = [i for i in items if episodes[i].agent == agent]
+            assert due == [i for i, active in enumerate(call["active"]) if active], (step["step"], agent)
+            for i in due:
+                team.prompt(episodes[i])
+                seen = len(team.task.prompts[-1][2])
+                assert seen == (0 if agent == "responder" else call["sees_team_context"][i])
+            texts = {
+                "searcher": "<think>t</think><search>q</search>",
+                "responder": "<think>t</think><answer>x</answer>",
+            }
+            team.advance([episodes[i] for i in due], [texts.get(agent, trace["verdicts"][i]) for i in due])
+        actions = ["" if episodes[i].calls[-1][0] == "router" else episodes[i].calls[-1][1] for i in items]
+        assert actions == [step["actions"][i] for i in items]
+        over = [episodes[i].agent is None for i in items]
+        assert over == [step["step"] == trace["max_steps"] or bool(episodes[i].answer) for i in items]
+
+
+def test_reference_math_approval():
+    case = REFERENCE["math_approval"]
+    approved = [
+        not active or verdict(text, "approve", "reject", "verify", missing=True)
+        for text, active in zip(case["in"], case["active"])
+    ]
+    assert approved == list(map(bool, case["approved_after_from_all_false"]))
+
+
+def test_reference_search_routing():
+    case = REFERENCE["search_routing"]
+    sufficient = [
+        bool(active) and verdict(text.lower(), "yes", "no", "verify", missing=True)
+        for text, active in zip(case["in"], case["active"])
+    ]
+    assert sufficient == list(map(bool, case["sufficient"]))
+
+
+@pytest.mark.parametrize("case", REFERENCE["search_routing"]["in"])
+def test_reference_search_routing_by_the_team(case):
+    given = REFERENCE["search_routing"]
+    team = RouterSearcherResponder(Recorder())
+    episode = team.start(QUESTION)
+    drive(team, episode, case)
+    assert (episode.agent == "responder") == given["sufficient"][given["in"].index(case)]
+
+
+@pytest.mark.parametrize("case", REFERENCE["output_validity"]["search_or_answer_agents"], ids=lambda case: case["in"])
+def test_reference_validity_of_searcher_and_responder(case):
+    for agent, tag in (("searcher", "search"), ("responder", "answer")):
+        text, action = (case[key].replace("search>", f"{tag}>") for key in ("in", "out"))
+        team, episode = RouterSearcherResponder(Recorder()), Episode(QUESTION, agent)
+        assert drive(team, episode, text) == [bool(case["valid"])]
+        assert episode.calls == [(agent, action)]
+
+
+# --- Solver and verifier ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> SolverVerifier:
+    return SolverVerifier(Countdown())
+
+
+def test_approved_at_once(pair):
+    episode = pair.start(NUMBERS)
+    assert pair.agents == ("solver", "verifier") and episode.agent == "solver"
+    assert drive(pair, episode, RIGHT, APPROVE) == [True, True]
+    assert episode.agent is None and episode.answer == RIGHT and episode.rewards(pair.task) == [1.0, 1.0, 1.0]
+    assert episode.calls == [("solver", RIGHT), ("verifier", APPROVE)]
+
+
+def test_the_last_solution_is_never_judged(pair):
+    episode = pair.start(NUMBERS)
+    drive(pair, episode, RIGHT, REJECT)
+    assert episode.agent == "solver"
+    drive(pair, episode, WRONG)
+    assert episode.agent is None and episode.answer == WRONG and episode.rewards(pair.task)[0] == 0.0
+    one = SolverVerifier(Countdown(), max_rounds=1)
+    episode = one.start(NUMBERS)
+    drive(one, episode, RIGHT)
+    assert episode.agent is None, "with one round the verifier has nothing to do"
+
+
+def test_everybody_sees_all_that_was_written(pair):
+    episode, prompts = pair.start(NUMBERS), []
+    for text in (WRONG, REJECT, RIGHT):
+        prompts.append(pair.prompt(episode)[-1]["content"])
+        drive(pair, episode, text)
+    assert [prompt.count(WRONG) for prompt in prompts] == [0, 1, 1]
+    assert [prompt.count(f"Verifier: {REJECT}") for prompt in prompts] == [0, 0, 1]
+    assert prompts[1].endswith(pair.task.prompt(NUMBERS, "verifier")[-1]["content"].split("\n")[-1])
+    assert prompts[2].endswith(pair.task.prompt(NUMBERS)[-1]["content"].split("\n")[-1])
+
+
+@pytest.mark.parametrize("text", ["", "it is right", "<verdict>Approve</verdict>", "<verdict> approve </verdict>"])
+def test_missing_verdict(text):
+    for missing, agent in (("approve", None), ("reject", "solver")):
+        team = SolverVerifier(Countdown(), missing_verdict=missing)
+        episode = team.start(NUMBERS)
+        assert drive(team, episode, RIGHT, text) == [True, "<verdict>" in text]
+        assert episode.agent == agent
+        both = team.start(NUMBERS)
+        assert drive(team, both, RIGHT, REJECT + APPROVE) == [True, True]
+        assert both.agent is None, "an approval wins over a rejection beside it"
+
+
+@pytest.mark.parametrize(
+    "text, valid", [(RIGHT, True), ("<answer></answer>", True), ("2*3*4", False), ("<answer>2*3*4", False), ("", False)]
+)
+def test_validity_of_a_solution(pair, text, valid):
+    assert drive(pair, pair.start(NUMBERS), text) == [valid]
+
+
+def test_several_episodes_at_once(pair):
+    """`advance` takes episodes that wait for different agents, and keeps them apart."""
+    episodes = [pair.start(NUMBERS) for _ in range(3)]
+    pair.advance(episodes[:2], [RIGHT, WRONG])
+    assert pair.advance([episodes[1], episodes[2], episodes[0]], [REJECT, RIGHT, "?"]) == [True, True, False]
+    assert [episode.agent for episode in episodes] == [None, "solver", "verifier"]
+
+
+def test_transcript(pair):
+    episode = pair.start(NUMBERS)
+    drive(pair, episode, WRONG, REJECT, RIGHT)
+    head, *calls = episode.transcript(pair.task).split("\n")
+    assert head.startswith("Numbers: 2, 3, 4. Target: 24.")
+    assert calls == [f"solver >>> {WRONG}", f"verifier >>> {REJECT}", f"solver >>> {RIGHT}"]
+
+
+def test_questions_from_a_file(tmp_path):
+    lines = [json.dumps({"question": f"What is {n} + 1?", "answer": str(n + 1)}) for n in range(40)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(lines))
+    team = SolverVerifier(MathJsonl(str(tmp_path / "sums.jsonl")))
+    problem = team.task.train_problem(0, 1)
+    episode = team.start(problem)
+    drive(team, episode, "<answer>no</answer>", REJECT)
+    prompt = team.prompt(episode)[-1]["content"]
+    assert problem.question in prompt and f"Verifier: {REJECT}" in prompt
+    drive(team, episode, f"<answer>{problem.answer}</answer>")
+    assert episode.agent is None and episode.rewards(team.task)[0] == 1.0
+
+
+# --- Router, searcher, responder -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trio() -> RouterSearcherResponder:
+    return RouterSearcherResponder(Recorder())
+
+
+def test_search_then_answer(trio):
+    episode = trio.start("<answer>Cid Dor</answer>")
+    assert trio.agents == ("router", "searcher", "responder") and episode.agent == "router"
+    assert drive(trio, episode, NO, QUERY, YES, ANSWER) == [True] * 4
+    assert episode.agent is None and episode.answer == "<answer>Cid Dor</answer>"
+    assert [agent for agent, _ in episode.calls] == ["router", "searcher", "router", "responder"]
+    assert episode.history == (("q", "found q"),) and trio.task.batches == [["q"]]
+    exact, nothing = episode.rewards(trio.task)
+    assert exact == 1.0 and math.isnan(nothing), "no opinion is NaN"
+
+
+def test_what_each_of_the_three_sees(trio):
+    """All see the history, which grows; the searcher also what the router has just said."""
+    episode = trio.start(QUESTION)
+    for text in (NO, QUERY, NO, QUERY.replace("q", "r"), YES, ANSWER):
+        trio.prompt(episode)
+        drive(trio, episode, text)
+    one, two = (("q", "found q"),), (("q", "found q"), ("r", "found r"))
+    routed = (("Router", NO),)
+    expected = [("router", (), ()), ("searcher", (), routed), ("router", one, ()), ("searcher", one, routed)]
+    assert trio.task.prompts == expected + [("router", two, ()), ("responder", two, ())]
+
+
+def test_searches_of_a_round_are_one_batch(trio):
+    episodes = [trio.start(i) for i in range(4)]
+    trio.advance(episodes, [NO, YES, NO, NO])
+    due = [episodes[i] for i in (0, 2, 3)]
+    assert trio.advance(due, [QUERY, "no tag", QUERY.replace(">q<", "> r <")]) == [True, False, True]
+    assert trio.task.batches == [["q", "r"]]
+    assert [episode.history for episode in episodes] == [(("q", "found q"),), (), (), (("r", "found r"),)]
+    assert [episode.agent for episode in episodes] == ["router", "responder", "router", "router"]
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_step_limit(rounds):
+    """A `no` at the last step: nobody answers, the answer is empty and the reward 0."""
+    team = RouterSearcherResponder(SearchQA(), rounds)
+    episode = team.start(QUESTION)
+    for _ in range(rounds - 1):
+        drive(team, episode, NO, QUERY)
+    assert episode.agent == "router" and len(episode.history) == rounds - 1
+    drive(team, episode, NO)
+    assert episode.agent is None and episode.answer == "" and episode.rewards(team.task) == [0.0, 0.0, 0.0]
+    assert [agent for agent, _ in episode.calls] == ["router", "searcher"] * (rounds - 1) + ["router"]
+
+
+def test_an_answer_without_its_tag_is_no_answer(trio):
+    episode = trio.start(QUESTION)
+    assert drive(trio, episode, YES, "Cid Dor", YES, ANSWER) == [True, False, True, True]
+    assert episode.answer == "<answer>Cid Dor</answer>" and episode.round == 3
+    episode = RouterSearcherResponder(Recorder(), 1).start(QUESTION)
+    drive(RouterSearcherResponder(Recorder(), 1), episode, YES, "Cid Dor")
+    assert episode.agent is None and episode.answer == "", "at the last step that was the last chance"
+
+
+@pytest.mark.parametrize("text", ["", "enough", "<think>x</think><verify>maybe</verify>"])
+def test_missing_verdict_of_the_router(text):
+    for missing, agent in (("approve", "responder"), ("reject", "searcher")):
+        team = RouterSearcherResponder(Recorder(), missing_verdict=missing)
+        episode = team.start(QUESTION)
+        drive(team, episode, text)
+        assert episode.agent == agent
+
+
+@pytest.mark.parametrize(
+    "text, valid", [(YES, True), ("<verify>yes</verify>", False), (YES + "\u4e2d", False), ("<think>x</think>", False)]
+)
+def test_validity_of_the_router(trio, text, valid):
+    assert drive(trio, trio.start(QUESTION), text) == [valid]
+
+
+def test_the_router_writes_in_any_case_and_with_spaces(trio):
+    episode = trio.start(QUESTION)
+    assert drive(trio, episode, "<think>x</think><verify> No </verify>") == [True] and episode.agent == "searcher"
+    assert episode.calls == [("router", "<think>x</think><verify>No</verify>")], (
+        "spaces are taken out of what is passed on"
+    )
+
+
+def test_search_team_with_the_task_itself():
+    """The prompts of SearchQA and its rewards: exact match, word F1, format."""
+    team = RouterSearcherResponder(SearchQA())
+    problem = team.task.train_problem(0, 1)
+    episode = team.start(problem)
+    query = problem.path[0][1] + " of " + problem.path[0][0]
+    drive(team, episode, NO, f"<think>x</think><search>{query}</search>")
+    prompt = team.prompt(episode)[-1]["content"]
+    assert problem.question in prompt and f"<search>{query}</search><result>" in prompt
+    drive(team, episode, YES, f"<think>x</think><answer>{problem.answers[0]}</answer>")
+    assert episode.agent is None and episode.rewards(team.task) == [1.0, 1.0, 1.0]
+    assert episode.transcript(team.task).startswith(f"Question: {problem.question}\nrouter >>> ")
