@@ -63,6 +63,7 @@ class Study:
     arms: dict[str, Arm]
     scores: dict[str, str]  # column: tag, of the last evaluation
     tags: tuple[str, ...]  # training metrics for the curves
+    rates: tuple[str, ...] = RATES  # of the sweep
     fast: str = ""  # tag of a training reward: steps until it reaches 0.9 are noted
     agents: tuple[str, ...] = ()  # of a team: gradient norms and inflation factors of their models are noted
     first: tuple[str, ...] = field(default=("mean_at_8",))  # columns whose first evaluation is noted too
@@ -125,6 +126,7 @@ STUDIES = {
         | {name: f"eval/rewards/{name}" for name in ("correctness", "format", "length")}
         | {"mean_length": "eval/mean_length"},
         tags=(*COMMON_TAGS, *(f"train/rewards/{name}/mean" for name in ("exact", "format", "length"))),
+        rates=(*RATES, "8e-4"),
         fast="train/rewards/format/mean",
         first=("mean_at_8", "correctness", "format", "length"),
     ),
@@ -267,7 +269,7 @@ def main(args: Args) -> None:
     study, lock = STUDIES[args.study], Lock()
     arms = args.arms or tuple(study.arms)
     with ThreadPoolExecutor(args.jobs) as pool:
-        sweep = [(arm, "sweep", SWEEP_SEED, rate) for arm in arms for rate in RATES if not study.arms[arm].rate]
+        sweep = [(arm, "sweep", SWEEP_SEED, rate) for arm in arms for rate in study.rates if not study.arms[arm].rate]
         list(pool.map(lambda job: run_once(args.study, *job, args.extra, lock), sweep))
         final = sorted((seed, arms.index(arm), arm) for arm in arms for seed in study.arms[arm].seeds)  # a table early
         final = [(arm, "final", seed, learning_rate(args.study, arm)) for seed, _, arm in final]
