@@ -9,11 +9,10 @@ Feng et al., Dr. MAS: Stable Reinforcement Learning for Multi-Agent LLM Systems,
 Differs from grpo.py in:
 1. the method: `agent_advantages` (with `pool_statistics`) for `group_advantages` and `scale_rewards`, in
    `compute_advantages` with `normalization` (for `advantage`), `lone_call`, `invalid_penalty`; `inflation_factor`
-2. a row is a call of an agent: `play` lets a team write episodes (`env`, `load_task`, `retriever_url`, `max_rounds`,
-   `missing_verdict`); `rollout`, `batch_metrics`, `evaluate`; the reward is the first reward function: no
-   `reward_weights`, `total_rewards`, `complete`, `sample_batch`
-3. one model for all agents or one each: `Player`, `load_players`, `train`, `share_model`, `agent_models`,
-   `agent_learning_rates`
+2. a row is an agent's call: `play` lets a team write (`env`, `load_task`, `retriever_url`, `max_rounds`,
+   `missing_verdict`); `rollout`, `batch_metrics`, `evaluate`, smaller `max_steps` and `num_prompts_per_step`; the first
+   reward function is the reward, without `reward_weights`, `total_rewards`, `complete`, `sample_batch`
+3. a model for all or for each: `Player`, `load_players`, `train`, `share_model`, `agent_models`, `agent_learning_rates`
 4. left out, in `check_args` too: DAPO (`dynamic_sampling`, `mask_truncated_completions`, `overlong_buffer_len`,
    `soft_overlong_penalty`), `top_p` (`sample_tokens`, `generate`), `compile` (`load_model`, `resume_args`), schedules
    (`learning_rate`, `lr_scheduler_type`, `warmup_steps`), `num_numbers`, `max_number`
@@ -22,9 +21,9 @@ Differs from the paper in:
 2. one update on all calls of a step; its search recipe makes 5, and duplicates rows to even out batches
 
     python algorithms/dr_mas.py                                                    # tiny models, CPU, offline, 3 min
-    python algorithms/dr_mas.py --env search_qa --dataset nq.jsonl --retriever-url http://127.0.0.1:8000/retrieve \
-        --model-name-or-path Qwen/Qwen2.5-3B-Instruct --bf16 --learning-rate 1e-6 ...  # one GPU
-    torchrun --nproc_per_node 8 algorithms/dr_mas.py --model-name-or-path Qwen/Qwen3-4B --fsdp --bf16 ...
+    python algorithms/dr_mas.py --dataset nq.jsonl --retriever-url http://127.0.0.1:8000/retrieve \
+        --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 --learning-rate 1e-6 ...  # one GPU
+    torchrun --nproc_per_node 8 algorithms/dr_mas.py --model-name-or-path Qwen/Qwen2.5-7B-Instruct --fsdp ...
 
 P prompts, G episodes a prompt, R rows (calls of agents), S prompt tokens, T completion tokens, V vocabulary, K reward
 functions, L tokens of a packed row, N predicted tokens. A group is the episodes of a prompt. The rest is in dr_mas.md.
@@ -69,7 +68,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of checkpoin
 class Args:
     model_name_or_path: str | None = None
     """policy: a Hugging Face causal language model, by name or folder; None is the env's tiny model (ours)"""
-    env: Literal["countdown", "search_qa"] = "countdown"
+    env: Literal["countdown", "search_qa"] = "search_qa"
     """task and team: solver and verifier on the number game, or router, searcher, responder on questions (Dr. MAS 5)"""
     dataset: str | None = None
     """JSON-lines file in place of the env's own problems; its keys are in envs/ (ours)"""
@@ -91,7 +90,7 @@ class Args:
     """advantage of an agent's only call in a group: its score, or 0 (Dr. MAS code: raw)"""
     invalid_penalty: float = 0.1
     """taken off the score of a call without the tags that its role asks for (Dr. MAS: 0.1 math, 0.01 search)"""
-    num_prompts_per_step: int = 32
+    num_prompts_per_step: int = 16
     """P, prompts in one step over all processes (ours; DeepSeekMath 4.2: 16)"""
     num_generations: int = 8
     """G, completions of each prompt: one group (TRL 1.16; DeepSeekMath 4.2: 64)"""
@@ -119,7 +118,7 @@ class Args:
     """peak learning rate of AdamW (ours, for the tiny model; DeepSeekMath 4.2: 1e-6)"""
     max_grad_norm: float = 1.0
     """gradients are scaled down to this norm (TRL 1.16)"""
-    max_steps: int = 150
+    max_steps: int = 80
     """steps: batches of completions (ours)"""
     seed: int = 1
     """seed of problems, sampling and everything else (ours)"""
@@ -804,7 +803,7 @@ def batch_metrics(batch: Batch, team, args: Args, progress: Progress) -> dict[st
 
 
 def train(args: Args) -> dict[str, float]:
-    """Train as the flags say, or score a run for --evaluate. Returns the last evaluation. Steps as in grpo.md."""
+    """Train as the flags say, or score a run for --evaluate. Returns the last evaluation. Steps as in dr_mas.md."""
     transformers.logging.disable_progress_bar()
     args = resume_args(args) if args.resume or args.evaluate else args
     check_args(args)

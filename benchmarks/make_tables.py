@@ -54,6 +54,7 @@ DR_MAS_ARM_NAMES = {
     "agent_std": "`agent_std`",
     "call": "`call`",
 }
+SIMULATED_ARMS = DR_MAS_ARM_NAMES | {"agent_lone_zero": "`agent --lone-call zero`"}
 SPEED_CASES = {
     "A": "short, even completions, 64 x 8",
     "B": "long-tailed completions, 64 x 8",
@@ -261,6 +262,40 @@ def table_dr_mas_sweep() -> str:
 def table_dr_mas_runs() -> str:
     """Cost of the runs of the team with a refiner."""
     return runs_table([row for rows in final_runs("dr_mas", DR_MAS_ARM_NAMES).values() for row in rows])
+
+
+def table_dr_mas_simulation() -> str:
+    """The refiner of the simulated team while nobody learns: inflation factor, and gradient norm under each arm."""
+    rows = [row for row in read("simulate_dr_mas.csv") if row["study"] == "fixed"]
+    table = []
+    for first_try in sorted({row["first_try"] for row in rows}):
+        found = {arm: [r for r in rows if (r["first_try"], r["arm"]) == (first_try, arm)] for arm in SIMULATED_ARMS}
+
+        def mean(name: str, arm: str = "agent", found=found) -> float:
+            return statistics.mean(float(row[name]) for row in found[arm])
+
+        cells = [first_try, f"{mean('success'):.2f}", *(f"{mean(f'refiner_factor_{k}'):.2f}" for k in ("mean", "q99"))]
+        cells.append(f"{100 * mean('refiner_varied'):.0f} %")
+        for arm in SIMULATED_ARMS:
+            cells.append(f"{mean('refiner_norm_mean', arm):.2f} ({mean('refiner_norm_q99', arm):.2f})")
+        table.append(cells)
+    header = ["first answer right", "success", "factor, mean", "factor, 99 %", "its rewards differ"]
+    return markdown([*header, *SIMULATED_ARMS.values()], table)
+
+
+def table_dr_mas_simulation_learning() -> str:
+    """What the simulated team has learned: success, the refiner's own, and the refiner's gradient norm."""
+    rows = [row for row in read("simulate_dr_mas.csv") if row["study"] == "learning"]
+    choices, table = sorted({row["first_try"] for row in rows}), []
+    for arm, name in SIMULATED_ARMS.items():
+        cells = [name]
+        for first_try in choices:
+            found = [row for row in rows if (row["first_try"], row["arm"]) == (first_try, arm)]
+            right, own = (mean_std([float(row[key]) for row in found]) for key in ("success", "refiner_right"))
+            cells.append(f"{right} / {own} / {mean_std([float(row['refiner_norm_q99']) for row in found], 2, 1)}")
+        table.append(cells)
+    header = "success, % / refiner right, % / its gradient norm, 99 %"
+    return markdown([header, *(f"first answer right {first_try}" for first_try in choices)], table)
 
 
 def table_grpo_speed() -> str:

@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 class Args:
     minutes: float
     """minutes of pretraining"""
-    command: str = "python envs/tiny_lm/pretrain.py --env search_qa"
+    command: str = "python envs/tiny_lm/pretrain.py --env search_qa --steps 3500 --vocab-size 768"
     """command of pretraining"""
     model: str = "envs/tiny_lm/search_qa"
     """model to score"""
-    problems: int = 512
+    problems: int = 256
     """evaluation problems of each number of hops"""
     out: str = "benchmarks/results/tiny_search_qa.csv"
     """CSV to write"""
@@ -116,8 +116,8 @@ def score(player: Player, hops: int, count: int) -> dict[str, float]:
 
 def answer_of(question: str) -> str | None:
     """The true answer of a question of the world, None if it is not one."""
-    person, *relations = question.removeprefix("Who is ").removesuffix("?").split("'s ")
-    for relation in relations:
+    chain, _, person = question.removesuffix("?").rpartition(" of ")
+    for relation in chain.removeprefix("Who is the ").split(" of the ")[::-1]:
         person = world().lookup(person, relation)
     return person
 

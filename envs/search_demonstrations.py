@@ -25,7 +25,7 @@ def demonstration(task: SearchQA, generator: random.Random, slip: float = 0.35, 
         privileged = task.qcp(problem) if role == "privileged" else ""
         slips = (0.03, 0.0) if privileged else (slip, early)  # who sees the path of the question hardly errs
         messages, completion = role_demonstration(task, problem, role, privileged, generator, *slips)
-    if role != "privileged" and generator.random() < LOST_TAG:
+    if generator.random() < LOST_TAG:
         completion = completion.replace(generator.choice(re.findall("<[^>]+>", completion)), "", 1)
     return messages, completion
 
@@ -82,14 +82,14 @@ def episode(task: SearchQA, problem, generator: random.Random, slip: float, earl
 
 
 def examiner_demonstration(task: SearchQA, generator: random.Random):
-    """A walk of as many searches as asked for, then the question about it and its answer; 10 % of them are wrong."""
+    """A walk of as many searches as asked for, then the question about it and its answer; 15 % of them are wrong."""
     problem = task.sample(generator)  # never a held-out question
     relations, turns = [relation for _, relation, _ in problem.path], []
     for (query, result), relation in zip(task.path_steps(problem), relations):
         turns.append(Turn(f"next: {relation}", "search", query, result))
     person, answer = problem.path[0][0], problem.answers[0]
     messages = task.examiner_prompt(world().sentence(person, generator.choice(RELATIONS)), problem.hops)
-    if generator.random() < 0.1:  # the relations in a wrong order, or another person of the last result
+    if generator.random() < 0.15:  # the relations in a wrong order, or another person of the last result
         generator.shuffle(relations)
         answer = generator.choice(people(turns[-1].result))
     question = f"<question>{question_text(person, relations)}</question><answer>{answer}</answer>"

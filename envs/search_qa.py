@@ -1,4 +1,4 @@
-"""Search questions: who is Midra Oslen's teacher's rival? The model searches turn by turn, then answers.
+"""Search questions: who is the rival of the teacher of Midra Oslen? The model searches turn by turn, then answers.
 
 A turn is `<think>..</think><search>query</search>` or `<think>..</think><answer>..</answer>`; a search is answered by a
 user message `<result>..</result>`. Questions of 1 to 4 hops come from an invented world, or from a JSON-lines file with
@@ -68,7 +68,7 @@ def world() -> World:
 
 
 def question_text(person: str, relations: list[str]) -> str:
-    return "Who is " + "'s ".join([person, *relations]) + "?"
+    return f"Who is the {' of the '.join(relations[::-1])} of {person}?"
 
 
 def render(steps: tuple[tuple[str, str], ...]) -> str:

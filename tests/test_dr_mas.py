@@ -443,7 +443,7 @@ def test_pools_are_centred_and_of_unit_size():
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("score", [0.9, 0.1, 1 / 3, -0.1, 1e-4, 12345.678])
+@pytest.mark.parametrize("score", [0.9, 0.1, 1 / 3, -0.1, 1e-4, 12345.678, 123456789.1])
 def test_equal_scores_give_exactly_zero(normalization, score):
     """Seven scores of 0.9 give -0.056 in the official code. Here 0, decided on the scores."""
     scores, ids = torch.full((9,), score), torch.arange(9)
@@ -464,7 +464,7 @@ def test_an_agent_whose_scores_are_equal_learns_nothing(normalization):
 
 
 def test_pool_statistics_of_equal_and_weighted_values():
-    values = torch.tensor([0.7] * 7 + [12345.6] * 7, dtype=torch.float64)
+    values = torch.tensor([0.7] * 7 + [123456789.1] * 7, dtype=torch.float64)
     ids = torch.tensor([0] * 7 + [1] * 7)
     mean, std, size = pool_statistics(values, torch.ones(14).double(), ids)
     assert_close(mean, values, 1e-15)

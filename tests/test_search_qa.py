@@ -284,10 +284,10 @@ def test_questions_follow_a_chain(hops):
     task = SearchQA(hops=(hops,))
     for index in range(200):
         problem = task.train_problem(index, seed=0)
-        person = re.search(r"[A-Z]\w+ [A-Z]\w+(?='s)", problem.question).group()
+        person = re.search(r"[A-Z]\w+ [A-Z]\w+(?=\?)", problem.question).group()
         relations = re.findall("|".join(RELATIONS), problem.question)
         met = [person]
-        for relation in relations:
+        for relation in relations[::-1]:
             met.append(world().lookup(met[-1], relation))
         assert len(relations) == problem.hops == hops and len(set(met)) == hops + 1
         assert problem.answers == (met[-1],) and problem.answers[0] not in problem.question
@@ -299,8 +299,8 @@ def test_the_evaluation_set_is_fixed_and_never_in_training():
     task = SearchQA()
     problems = task.evaluation_problems(512)
     assert len(set(problems)) == 512 and problems[:64] == task.evaluation_problems(64)
-    assert problems[1] == Problem("Who is Eldo Holway's friend's friend's friend?", ("Dado Holer",))
-    assert problems[511].question == "Who is Elko Kresik's mother's mother?"
+    assert problems[1] == Problem("Who is the friend of the friend of Cortta Holik?", ("Milis Varer",))
+    assert problems[511].question == "Who is the neighbour of the mother of the rival of Altta Tamer?"
     drawn = {task.train_problem(index, seed) for seed in range(3) for index in range(3000)}
     assert not drawn & set(problems) and len(drawn) > 5000
     assert not any(problem.held_out for problem in drawn) and all(problem.held_out for problem in problems)
@@ -438,7 +438,7 @@ def test_demonstrations_never_show_a_held_out_question():
     task, generator = SearchQA(hops=(1, 1, 1, 2, 2, 3)), random.Random(0)
     for _ in range(2000):
         messages, completion = demonstration(task, generator)
-        for question in re.findall(r"Who is [^?\n]+\?", messages[0]["content"]):
+        for question in re.findall(r"Who is the [^?\n]+\?", messages[0]["content"]):
             assert not Problem(question, ()).held_out
 
 

@@ -54,8 +54,8 @@ def countdown_demonstration(generator: random.Random) -> tuple[list[dict], str]:
 
 
 def search_qa_demonstration(generator: random.Random) -> tuple[list[dict], str]:
-    """Every role of the search task; two fifths of the questions have one hop, two fifths two, one fifth three."""
-    return search_demonstration(SearchQA(hops=(1, 1, 2, 2, 3)), generator)
+    """Every role of the search task; half of the questions have one hop, a third two, the rest three."""
+    return search_demonstration(SearchQA(hops=(1, 1, 1, 2, 2, 3)), generator)
 
 
 def tool_calls_demonstration(generator: random.Random) -> tuple[list[dict], str]:
