@@ -10,8 +10,8 @@ Differs from grpo.py in:
 1. the method: `agent_advantages` (with `pool_statistics`) for `group_advantages` and `scale_rewards`, in
    `compute_advantages` with `normalization` (for `advantage`), `lone_call`, `invalid_penalty`; `inflation_factor`
 2. a row is an agent's call: `play` lets a team write (`env`, `load_task`, `retriever_url`, `max_rounds`,
-   `missing_verdict`); `rollout`, `batch_metrics`, `evaluate`, smaller `max_steps` and `num_prompts_per_step`; the first
-   reward function is the reward, without `reward_weights`, `total_rewards`, `complete`, `sample_batch`
+   `missing_verdict`); `rollout`, `batch_metrics`, `evaluate`; the first reward function is the reward, without
+   `reward_weights`, `total_rewards`, `complete`, `sample_batch`; `max_steps`, `eval_problems`, `num_prompts_per_step`
 3. a model for all or for each: `Player`, `load_players`, `train`, `share_model`, `agent_models`, `agent_learning_rates`
 4. left out, in `check_args` too: DAPO (`dynamic_sampling`, `mask_truncated_completions`, `overlong_buffer_len`,
    `soft_overlong_penalty`), `top_p` (`sample_tokens`, `generate`), `compile` (`load_model`, `resume_args`), schedules
@@ -118,7 +118,7 @@ class Args:
     """peak learning rate of AdamW (ours, for the tiny model; DeepSeekMath 4.2: 1e-6)"""
     max_grad_norm: float = 1.0
     """gradients are scaled down to this norm (TRL 1.16)"""
-    max_steps: int = 80
+    max_steps: int = 60
     """steps: batches of completions (ours)"""
     seed: int = 1
     """seed of problems, sampling and everything else (ours)"""
@@ -136,7 +136,7 @@ class Args:
     """auto takes a GPU if there is one (ours)"""
     eval_steps: int = 25
     """steps between evaluations, which also come first and last; 0 is never (ours)"""
-    eval_problems: int = 128
+    eval_problems: int = 64
     """problems of the evaluation set (ours)"""
     num_generations_eval: int = 8
     """k, sampled completions of each evaluation problem, for pass@k (ours)"""
@@ -162,7 +162,7 @@ def pool_statistics(values: Tensor, weights: Tensor, *ids: Tensor, ddof: int = 1
     size, total = (torch.zeros_like(x).index_add(0, pools, x)[pools] for x in (weights, weights * values))  # (R,) each
     squares = weights * (values - total / size).square()  # (R,)
     std = (torch.zeros_like(squares).index_add(0, pools, squares)[pools] / (size - ddof).clamp(min=1)).sqrt()  # (R,)
-    return total / size, std.masked_fill(std < 1e-9, 0.0), size.round()
+    return total / size, std.masked_fill(std < 1e-9 * (1 + (total / size).abs()), 0.0), size.round()
 
 
 # fmt: off
@@ -184,7 +184,7 @@ def agent_advantages(scores: Tensor, group_ids: Tensor, agent_ids: Tensor, traje
     std = (own if normalization in ("agent", "agent_std") else team)[1]  # (R,)
     advantages = ((values - mean) / (std + std_epsilon)).masked_fill(std == 0, 0.0)  # (R,)
     lone = (own if normalization.startswith("agent") else team)[2] == 1  # (R,)
-    return torch.where(lone, values * (lone_call == "raw"), advantages).to(scores.dtype)
+    return torch.where(lone, values * (lone_call == "raw"), advantages).to((scores * 1.0).dtype)
 
 
 def inflation_factor(mean_agent: Tensor, std_agent: Tensor, mean_global: Tensor, std_global: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def inflation_factor(mean_agent: Tensor, std_agent: Tensor, mean_global: Tensor,
 
     Of rewards, with population standard deviations; any shape, e.g. (R,). At most N - 1 for N binary rewards.
     """
-    return (std_agent.square() + (mean_agent - mean_global).square()) / std_global.square()
+    return torch.as_tensor((std_agent**2 + (mean_agent - mean_global) ** 2) / std_global**2)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -339,8 +339,8 @@ def load_players(args: Args, agents: tuple[str, ...], device: torch.device) -> d
     models = args.agent_models or [args.model_name_or_path] * len(names)
     models = [os.path.join(args.evaluate, "final", name) for name in names] if args.evaluate else models
     rates = args.agent_learning_rates or [args.learning_rate] * len(names)
-    if len(models) != len(names) or len(rates) != len(names):
-        fail(f"--agent-models {models} --agent-learning-rates {rates}: expected one for each of {names}")
+    if len(models) != len(names) or len(rates) != len(names) or min(rates) < 0:
+        fail(f"--agent-models {models} --agent-learning-rates {rates}: expected one for each of {names}, rates >= 0")
     flags = zip(names, models, rates)
     return {n: Player(replace(args, model_name_or_path=m, learning_rate=rate), device) for n, m, rate in flags}
 
@@ -454,6 +454,8 @@ def play(players: dict[str, Player], team, problems: list, num_generations: int,
     """
     episodes: list[Episode] = [team.start(problem) for problem in problems for _ in range(num_generations)]
     calls, copies = [], num_generations
+    for player in players.values() if args.fsdp else ():  # all gather weights in one order, needed or not
+        generate(player.model, [[0]], 1, replace(args, max_completion_length=1), None)
     while agent := next((name for name in team.agents if any(e.agent == name for e in episodes)), None):
         due = [i for i, episode in enumerate(episodes) if episode.agent == agent]
         player = players.get(agent) or players["team"]
@@ -469,15 +471,13 @@ def play(players: dict[str, Player], team, problems: list, num_generations: int,
         info |= {"length": samples.mask.sum(1), "ended": samples.ended, "entropy": samples.entropy.sum(1)}
         calls.append(Batch(prompts, samples.completion_ids, samples.mask, samples.logprobs, samples.logprobs, info))
         copies = 1
-    rewards = [episode.rewards(team.task) for episode in episodes]
-    return episodes, torch.tensor(rewards, dtype=torch.float32, device=samples.mask.device), calls
+    return episodes, torch.tensor([e.rewards(team.task) for e in episodes], device=samples.mask.device), calls
 
 
 def rollout(players: dict[str, Player], team, args: Args, progress: Progress) -> Batch:
     """The calls of a step: G episodes of the next P problems, of which every process takes its share."""
     rank, world_size = rank_and_world_size()
-    share = args.num_prompts_per_step // world_size
-    first = progress["problems"] + rank * share
+    first = progress["problems"] + rank * (share := args.num_prompts_per_step // world_size)
     progress["problems"] += args.num_prompts_per_step
     problems = [team.task.train_problem(i, args.seed) for i in range(first, first + share)]
     seeds = [f"{args.seed} {i}" for i in range(first, first + share)]
@@ -759,7 +759,7 @@ def check_args(args: Args) -> None:
     """One sentence for every combination of flags that cannot work."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     group, micro = args.num_generations, args.per_device_train_batch_size
-    least = dict.fromkeys(["invalid_penalty", "max_steps", "eval_steps", "seed"], 0)
+    least = dict.fromkeys(["invalid_penalty", "max_steps", "eval_steps", "seed"], 0) | {"max_rounds": 1}
     for name, value, lowest in ((f.name, getattr(args, f.name), int(f.type is int)) for f in fields(Args)):
         if isinstance(value, (int, float)) and not value >= least.get(name, lowest):
             fail(f"--{name.replace('_', '-')} {value}: expected {least.get(name, lowest)} or more")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import test_grpo_script
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_grpo_script import SMALL, as_flags, assert_close, begin_and_interrupt, events, last, run, table
 from test_grpo_script import signal_handlers as signal_handlers  # a fixture that every test here uses
 from test_house_rules import page_rows, page_tags, tag_matches
@@ -228,7 +228,11 @@ CROSSED["crossed_fsdp"] = CROSSED["crossed"] | {"fsdp": True}
 def two_processes(tmp_path_factory):
     """Folder with the runs of VARIANTS by two processes; all in one go, because starting takes longest."""
     folder = tmp_path_factory.mktemp("two")
-    variants = (VARIANTS | CROSSED).items()
+    shutil.copytree(TINY_MODEL, folder / "other")  # else it would not show that weights of two agents were mixed up
+    other = {name: 0.8 * weight for name, weight in BASE.items()}
+    save_file(other, folder / "other" / "model.safetensors", {"format": "pt"})
+    models = {"agent_models": (str(TINY_MODEL), str(folder / "other"))}
+    variants = (VARIANTS | {name: values | models for name, values in CROSSED.items()}).items()
     runs = [{**SMALL, "max_steps": 1, "output_dir": str(folder / name), **values} for name, values in variants]
     (folder / "driver.py").write_text(DRIVER)
     process = run(ROOT, json.dumps(runs), processes=2, program=folder / "driver.py")
