@@ -3,6 +3,7 @@
     python benchmarks/learning.py --study grpo --jobs 2      # about half an hour on 2 cores; takes up where it stopped
     python benchmarks/learning.py --study gdpo --jobs 2
     python benchmarks/learning.py --study dr_mas --jobs 2
+    python benchmarks/learning.py --study igpo --jobs 2
     python benchmarks/make_tables.py                         # redraws tables and figures from the CSVs
 
 A sweep with a seed of its own (SWEEP_SEED) chooses the learning rate of an arm: the best final eval/mean_at_8. An arm
@@ -84,6 +85,7 @@ SHORT = ("--max-steps", "60", "--num-prompts-per-step", "16", "--eval-steps", "3
 TOOL_CALLS = ("--env", "tool_calls", *SHORT)
 COUNTDOWN = ("--env", "countdown", *SHORT)
 CONDITIONED = ("--conditioned-rewards", "length")
+IGPO = ("--max-steps", "40", "--num-prompts-per-step", "16", "--eval-steps", "20", "--eval-problems", "64")
 STUDIES = {
     "grpo": Study(
         script="algorithms/grpo.py",
@@ -144,13 +146,30 @@ STUDIES = {
         tags=("train/reward", "train/frac_reward_zero_std"),
         agents=("router", "searcher", "refiner", "responder"),
     ),
+    "igpo": Study(
+        script="algorithms/igpo.py",
+        common=IGPO,
+        arms={
+            "f1ig": Arm(seeds=(1, 2, 3, 4, 5)),
+            "f1": Arm(("--reward", "f1"), (1, 2, 3, 4, 5)),
+            "ig": Arm(("--reward", "ig"), rate="f1ig"),
+            "prob_joint": Arm(("--information-gain", "prob", "--normalization", "joint"), rate="f1ig"),
+            "prob_separate": Arm(("--information-gain", "prob"), rate="f1ig"),
+            "log_joint": Arm(("--normalization", "joint"), rate="f1ig"),
+        },
+        scores={"pass_at_1": PASS["pass_at_1"], "mean_at_8": PASS["mean_at_8"]}
+        | {"f1_mean_at_8": "eval/f1_mean_at_8", "turns": "eval/turns"},
+        tags=("train/rewards/f1/mean", "train/frac_reward_zero_std", "train/num_tokens")
+        + tuple(f"train/igpo/{name}" for name in ("frac_no_signal", "turns", "gain")),
+        first=("pass_at_1", "mean_at_8", "f1_mean_at_8", "turns"),
+    ),
 }
 
 
 @dataclass
 class Args:
     study: str = "grpo"
-    """which study to run: grpo, gdpo or dr_mas"""
+    """which study to run: grpo, gdpo, dr_mas or igpo"""
     jobs: int = 2
     """runs at the same time, one thread each"""
     arms: tuple[str, ...] = ()

@@ -31,6 +31,14 @@ GDPO_ARM_NAMES = {
     "gdpo_no_batch_norm": "GDPO without batch norm (`--no-batch-norm`)",
     "gdpo": "GDPO",
 }
+IGPO_ARM_NAMES = {
+    "f1ig": "IGPO: outcome and gains (`--reward f1+ig`, the default)",
+    "f1": "outcome alone: GRPO (`--reward f1`)",
+    "ig": "gains alone (`--reward ig`)",
+    "log_joint": "one pool (`--normalization joint`)",
+    "prob_separate": "gains of probability (`--information-gain prob`)",
+    "prob_joint": "v1: both (`--information-gain prob --normalization joint`)",
+}
 FIGURES = {  # study: names of the arms, and the panels of its learning curves (tag, label, factor)
     "grpo": (
         ARM_NAMES,
@@ -44,6 +52,13 @@ FIGURES = {  # study: names of the arms, and the panels of its learning curves (
         (
             ("train/rewards/format/mean", "training: format reward, %", 100.0),
             ("eval/mean_at_8", "evaluation: all calls right, of 8 samples, %", 100.0),
+        ),
+    ),
+    "igpo": (
+        IGPO_ARM_NAMES,
+        (
+            ("train/rewards/f1/mean", "training: word F1, %", 100.0),
+            ("eval/mean_at_8", "evaluation: right of 8 episodes, %", 100.0),
         ),
     ),
 }
@@ -147,13 +162,13 @@ def table_gdpo_runs() -> str:
     return runs_table(read("gdpo_runs.csv"))
 
 
-def recent(study: str, tag: str, window: int = 10) -> dict[str, float]:
-    """Mean of a training metric over the last steps of every run."""
+def recent(study: str, tag: str, steps: slice = slice(-10, None)) -> dict[str, float]:
+    """Mean of a training metric over the last steps of every run, or over other ones."""
     values: dict[str, list[float]] = {}
     for row in read(f"{study}_curves.csv"):
         if row["tag"] == tag:
             values.setdefault(row["run"], []).append(float(row["value"]))
-    return {run: statistics.mean(found[-window:]) for run, found in values.items()}
+    return {run: statistics.mean(found[steps]) for run, found in values.items()}
 
 
 def table_gdpo_learning() -> str:
@@ -296,6 +311,48 @@ def table_dr_mas_simulation_learning() -> str:
         table.append(cells)
     header = "success, % / refiner right, % / its gradient norm, 99 %"
     return markdown([header, *(f"first answer right {first_try}" for first_try in choices)], table)
+
+
+def table_igpo_learning() -> str:
+    """Final scores of IGPO, its versions and its controls."""
+    arms, tokens = final_runs("igpo", IGPO_ARM_NAMES), recent("igpo", "train/num_tokens", slice(-1, None))
+    names, rows = {"pass_at_1": 100.0, "mean_at_8": 100.0, "f1_mean_at_8": 100.0, "turns": 1.0}, []
+    for row in [row for runs in arms.values() for row in runs][:1]:
+        start = [f"{scale * float(row[f'first_{name}']):.{1 if scale > 1 else 2}f}" for name, scale in names.items()]
+        rows.append(["before training", "", "", *start, ""])
+    for arm, runs in arms.items():
+        cells = [IGPO_ARM_NAMES[arm], runs[0]["learning_rate"], len(runs)]
+        for name, scale in names.items():
+            cells.append(mean_std([float(row[name]) for row in runs], 1 if scale > 1 else 2, scale))
+        rows.append([*cells, mean_std([tokens[row["run"]] for row in runs], 0, 1e-3)])
+    header = ["arm", "learning rate", "seeds", "right, greedy, %", "right of 8 episodes, %", "word F1 of 8 episodes, %"]
+    return markdown([*header, "turns, greedy", "tokens written in training, thousands"], rows)
+
+
+def table_igpo_sweep() -> str:
+    """Learning-rate sweep of IGPO and of GRPO."""
+    return sweep_table("igpo", IGPO_ARM_NAMES)
+
+
+def table_igpo_signal() -> str:
+    """Share of groups that teach nothing on the same rollouts: by their outcomes alone, and with the gains."""
+    tags = ("train/frac_reward_zero_std", "train/igpo/frac_no_signal")
+    parts = {"first": slice(10), "last": slice(-10, None)}
+    shares = [recent("igpo", tag, part) for part in parts.values() for tag in tags]
+    header = ["arm", "seeds"]
+    header += [f"{kind}, {part} 10 steps, %" for part in parts for kind in ("outcomes alone", "with gains")]
+    return markdown(
+        header,
+        [
+            [IGPO_ARM_NAMES[arm], len(runs), *(mean_std([share[row["run"]] for row in runs]) for share in shares)]
+            for arm, runs in final_runs("igpo", IGPO_ARM_NAMES).items()
+        ],
+    )
+
+
+def table_igpo_runs() -> str:
+    """Cost of the runs of IGPO's comparison."""
+    return runs_table([row for rows in final_runs("igpo", IGPO_ARM_NAMES).values() for row in rows])
 
 
 def table_grpo_speed() -> str:
