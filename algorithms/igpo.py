@@ -333,9 +333,9 @@ def encode(tokenizer, messages: list[dict]) -> list[int]:
 def encode_reply(tokenizer, message: dict) -> list[int]:
     """Token ids of a message that follows the end token of the assistant's, up to where the assistant begins again."""
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, message]
-    before = tokenizer.apply_chat_template(chat[:2], return_dict=True)["input_ids"]
-    end = len(before) - before[::-1].index(tokenizer.eos_token_id)  # a template may write a line break behind it
-    return encode(tokenizer, chat)[end:]
+    count = tokenizer.apply_chat_template(chat[:2], return_dict=True)["input_ids"].count(tokenizer.eos_token_id)
+    ids = encode(tokenizer, chat)  # a template may write a line break behind the end token, or drop old thoughts
+    return ids[[i for i, token in enumerate(ids) if token == tokenizer.eos_token_id][count - 1] + 1 :]
 
 
 # === 5 Rollout ========================================================================================================
@@ -459,22 +459,22 @@ def answer_logprobs(model, tokenizer, episodes: list[Episode], args: Args) -> li
     """Mean log-probability of the right answer at the start of every turn, under the policy. -> B x (N_i,)
 
     The answer stands where the policy would write it, behind a thought; only its own tokens count. With several right
-    answers it is the first. All contexts are scored together; equal ones share a packed row.
+    answers it is the first. All contexts are scored together; equal ones are scored once.
     """
     thought = tokenizer(f"<think>{KNOWN}</think><answer>", add_special_tokens=False)["input_ids"]
     golds = tokenizer([e.problem.answers[0] for e in episodes], add_special_tokens=False)["input_ids"]
-    turns = sorted((t, i) for i, episode in enumerate(episodes) for t in range(len(episode.starts)))  # C of them
-    rows = [torch.tensor(thought + golds[i]) for _, i in turns]  # C x (T,)
+    keys = [[(tuple(e.context(t)), *gold) for t in range(len(e.starts))] for e, gold in zip(episodes, golds)]
+    places = {key: c for c, key in enumerate(dict.fromkeys(key for row in keys for key in row))}  # C of them
+    rows = [torch.tensor([*thought, *gold]) for _, *gold in places]  # C x (T,)
     ids = pad_sequence(rows, True).to(model.device)  # (C,T)
     mask = pad_sequence([torch.arange(len(row)) >= len(thought) for row in rows], True).to(model.device)  # (C,T)
-    batch = Batch([episodes[i].context(t) for t, i in turns], ids, mask, ids, ids)
-    means = torch.zeros(len(episodes), args.max_turns, device=model.device)  # (B,N)
+    batch = Batch([list(context) for context, *_ in places], ids, mask, ids, ids)
+    means = torch.zeros(len(rows), device=model.device)  # (C,)
     with torch.no_grad():
-        for packed in pack(batch, list(range(len(turns))), args):
-            t, i = torch.tensor([turns[row] for row in packed.rows], device=model.device).unbind(1)  # (b,) each
+        for packed in pack(batch, list(range(len(rows))), replace(args, num_generations=1)):
             kept = mask[packed.rows]  # (b,T)
-            means[i, t] = (token_logprobs(model, packed, args) * kept).sum(1) / kept.sum(1)  # (b,)
-    return [row[: len(episode.starts)] for row, episode in zip(means, episodes)]
+            means[packed.rows] = (token_logprobs(model, packed, args) * kept).sum(1) / kept.sum(1)  # (b,)
+    return [means[[places[key] for key in row]] for row in keys]
 
 
 def rollout(model, tokenizer, task, args: Args, progress: Progress) -> Batch:
@@ -770,7 +770,7 @@ def check_args(args: Args) -> None:
     """One sentence for every combination of flags that cannot work."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     group, micro = args.num_generations, args.per_device_train_batch_size
-    least = {"format_penalty": -math.inf} | dict.fromkeys(["max_steps", "eval_steps", "seed"], 0) | {"max_rounds": 1}
+    least = {"format_penalty": -math.inf} | dict.fromkeys(["max_steps", "eval_steps", "seed"], 0)
     for name, value, lowest in ((f.name, getattr(args, f.name), int(f.type is int)) for f in fields(Args)):
         if isinstance(value, (int, float)) and not value >= least.get(name, lowest):
             fail(f"--{name.replace('_', '-')} {value}: expected {least.get(name, lowest)} or more")
@@ -792,10 +792,10 @@ def batch_metrics(batch: Batch, task, args: Args, progress: Progress) -> dict[st
     lengths, gains = gather(batch.mask.sum(1))[0].float(), gather(batch.info["gains"].nansum(1))[0]  # (B,), (B,)
     progress["tokens"] += int(lengths.sum())
     groups = values["outcome"].view(-1, args.num_generations)  # (P,G)
-    silent = groups.amax(1) == groups.amin(1)  # (P,) where GRPO has no signal
-    lone = (values["turns"] - 1).view(-1, args.num_generations).sum(1) <= 1  # (P,) at most one gain: it gives 0
-    metrics = {"reward": values["outcome"].mean(), "reward_std": groups.std(1).mean()}
-    metrics |= {"frac_reward_zero_std": silent.float().mean(), "igpo/frac_no_signal": (silent & lone).float().mean()}
+    silent = (groups.amax(1) == groups.amin(1)).float()  # (P,) where GRPO has no signal
+    acts = compute_advantages(batch, replace(args, reward="f1+ig"), progress).any(1).view(-1, args.num_generations)
+    metrics = {"reward": groups.mean(), "reward_std": groups.std(1).mean(), "frac_reward_zero_std": silent.mean()}
+    metrics |= {"igpo/frac_no_signal": 1 - gather(acts.any(1))[0].float().mean()}
     metrics |= {f"rewards/{name}/mean": x for name, x in zip(task.reward_functions, gather(batch.rewards)[0].mean(0))}
     metrics |= {"completions/mean_length": lengths.mean(), "completions/max_length": lengths.amax()}
     metrics |= {"completions/clipped_ratio": 1 - values["ended"].mean(), "igpo/turns": values["turns"].mean()}
@@ -804,7 +804,7 @@ def batch_metrics(batch: Batch, task, args: Args, progress: Progress) -> dict[st
 
 
 def train(args: Args) -> dict[str, float]:
-    """Train as the flags say, or score a run for --evaluate. Returns the last evaluation. Steps as in grpo.md."""
+    """Train as the flags say, or score a run for --evaluate. Returns the last evaluation. Steps as in igpo.md."""
     transformers.logging.disable_progress_bar()
     args = resume_args(args) if args.resume or args.evaluate else args
     check_args(args)

@@ -254,19 +254,15 @@ def table_gdpo_bandit_weights() -> str:
 
 def table_dr_mas_learning() -> str:
     """Success of the team with a refiner, and gradient norms of its agents."""
-    table = []
+    table, agents = [], ("router", "searcher", "refiner", "responder")
     for arm, runs in final_runs("dr_mas", DR_MAS_ARM_NAMES).items():
         cells = [DR_MAS_ARM_NAMES[arm], runs[0]["learning_rate"], len(runs)]
-        cells += [mean_std([float(row[name]) for row in runs]) for name in ("pass_at_1", "mean_at_8")]
-        for agent in ("searcher", "refiner"):
-            cells += [
-                mean_std([float(row[f"{agent}_{name}"]) for row in runs], 2, 1) for name in ("norm_p99", "norm_max")
-            ]
-        cells.append(mean_std([float(row["refiner_inflation"]) for row in runs], 2, 1))
-        table.append([*cells, mean_std([float(row["refiner_calls"]) for row in runs], 2, 1)])
-    header = ["`--normalization`", "learning rate", "seeds", "right, greedy, %", "right of 8 episodes, %"]
-    header += [f"{agent}'s gradient norm, {kind}" for agent in ("searcher", "refiner") for kind in ("99 %", "largest")]
-    return markdown([*header, "refiner's inflation factor", "refiner's calls an episode, at the end"], table)
+        cells.append(mean_std([float(row["mean_at_8"]) for row in runs]))
+        columns = [*(f"{agent}_norm_max" for agent in agents), "refiner_norm_mean", "refiner_inflation"]
+        table.append([*cells, *(mean_std([float(row[name]) for row in runs], 2, 1) for name in columns)])
+    header = ["`--normalization`", "learning rate", "seeds", "right of 8 episodes, %"]
+    header += [f"largest gradient norm: {agent}" for agent in agents]
+    return markdown([*header, "mean gradient norm: refiner", "inflation factor: refiner"], table)
 
 
 def table_dr_mas_sweep() -> str:

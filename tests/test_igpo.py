@@ -455,6 +455,23 @@ def test_episodes_belong_to_their_seeds(played, model, tokenizer):
             assert logits[first : first + len(written)].argmax(1).tolist() == written
 
 
+def test_who_draws_which_random_numbers(monkeypatch, played, model, tokenizer):
+    """The first prompt is computed once for its group, later ones a row each; no two turns draw the same numbers."""
+    calls, real = [], igpo.generate
+
+    def spy(model, prompts, num_generations, args, generator):
+        calls.append((len(prompts), num_generations, [g.initial_seed() for g in generator]))
+        return real(model, prompts, num_generations, args, generator)
+
+    monkeypatch.setattr(igpo, "generate", spy)
+    task, problems, episodes = played
+    play(model, tokenizer, task, problems, 4, ARGS, [str(i) for i in range(6)])
+    counts = [sum(len(e.starts) > turn for e in episodes) for turn in range(max(len(e.starts) for e in episodes))]
+    assert [call[:2] for call in calls] == [(6, 4), *((count, 1) for count in counts[1:])]
+    seeds = [seed for call in calls for seed in call[2]]
+    assert len(seeds) == 6 + sum(counts[1:]) == len(set(seeds))
+
+
 def scripted(monkeypatch, tokenizer, texts: list[list[str]], max_turns: int = 4) -> list[Episode]:
     """play() of rows whose policy writes these texts, a row each; a text with ... at its end has no end token."""
     spoken = []
@@ -638,8 +655,10 @@ def test_update_gradient_equals_the_naive_one(monkeypatch, model, batch, loss_ty
     policy_loss(logprobs, logprobs.detach(), advantages, batch.mask, **options)[0].backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
-    difference, size = (torch.cat([x.flatten() for x in tensors]).norm() for tensors in (
-        [x - y for x, y in zip(found, expected)], expected))
+    difference, size = (
+        torch.cat([x.flatten() for x in tensors]).norm()
+        for tensors in ([x - y for x, y in zip(found, expected)], expected)
+    )
     assert size > 1e-3 and difference / size < 1e-4
 
 
