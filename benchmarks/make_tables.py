@@ -91,9 +91,9 @@ def read(name: str) -> list[dict]:
 
 
 def mean_std(values: list[float], digits: int = 1, scale: float = 100.0) -> str:
-    """Mean and sample standard deviation, in percent by default."""
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{scale * statistics.mean(values):.{digits}f} ± {scale * spread:.{digits}f}"
+    """Mean and sample standard deviation, in percent by default; a single value stands alone."""
+    spread = f" ± {scale * statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{scale * statistics.mean(values):.{digits}f}{spread}"
 
 
 def markdown(header: list[str], rows: list[list]) -> str:

@@ -407,6 +407,7 @@ def test_whole_episodes_are_what_the_template_writes(played, tokenizer):
 
 TEMPLATES = {
     "shipped": None,
+    "an end token that is not the tokenizer's": None,
     "line break behind the end token": "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
     "a message of its own in front": "<|user|>Help.<|end|>{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
@@ -422,6 +423,8 @@ def test_replies_continue_the_chat_of_any_template(name):
     """What stands behind the end token of the assistant's message, however the template treats that message."""
     tokenizer = load_tokenizer(ARGS)
     tokenizer.chat_template = TEMPLATES[name] or tokenizer.chat_template
+    if "not the tokenizer's" in name:
+        tokenizer.eos_token = tokenizer.pad_token
     reply = result_message("Belis Holard's rival is Fako Varik.")
     behind = "\n" if "line break" in name else ""
     text = f"{behind}<|user|><result>Belis Holard's rival is Fako Varik.</result><|end|>{behind}<|assistant|>"
@@ -531,7 +534,7 @@ def test_answers_are_scored_as_one_by_one(played, model, tokenizer, longest, mic
         assert len(score) == len(e.starts) and not score.requires_grad
         assert_close(score, one_by_one(model, tokenizer, e, args.temperature), 1e-5)
     first = torch.stack([score[0] for score in scores]).view(6, 4)
-    assert_close(first, first[:, :1].expand(6, 4), 1e-5)  # a group begins with one prompt
+    assert torch.equal(first, first[:, :1].expand(6, 4)), "a group begins with one prompt: equal to the bit"
 
 
 def test_only_the_first_answer_and_its_tokens_count(played, model, tokenizer):
@@ -544,6 +547,16 @@ def test_only_the_first_answer_and_its_tokens_count(played, model, tokenizer):
     mixed = [replace(e, problem=Problem("?", (answers[i % 3],))) for i, e in enumerate(episodes)]
     for e, score in zip(mixed, answer_logprobs(model, tokenizer, mixed, ARGS)):
         assert_close(score, one_by_one(model, tokenizer, e, ARGS.temperature), 1e-5)
+
+
+def test_equal_episodes_have_exactly_equal_scores(played, model, tokenizer):
+    """So that their gains are equal to the bit, and their advantages 0."""
+    copies = [replace(e) for e in played[2] for _ in range(2)]
+    scores = answer_logprobs(model, tokenizer, copies, ARGS)
+    assert all(torch.equal(one, other) for one, other in zip(scores[::2], scores[1::2]))
+    several = [i for i, e in enumerate(copies) if len(e.starts) == 2][:2]
+    gains = [information_gains(scores[i]) for i in several]
+    assert (torch.cat(turn_advantages(gains, torch.zeros(2), torch.tensor([0, 0]))) == 0).all()
 
 
 def test_finding_the_answer_is_a_gain(model, tokenizer):
@@ -663,14 +676,14 @@ def test_update_gradient_equals_the_naive_one(monkeypatch, model, batch, loss_ty
 
 
 def test_batch_metrics_by_hand():
-    """Three groups of two: outcomes differ; equal, and two gains; equal, and one gain."""
-    mask = torch.arange(5) < torch.tensor([3, 5, 2, 2, 4, 2])[:, None]
+    """Three groups of two: outcomes differ; equal, and two gains; equal, and one gain, which says nothing by itself."""
+    turn = [[0, 0, 0, -1, -1], [0] * 5, [0, -1, 1, -1, -1], [0, -1, -1, 1, -1], [0, 0, -1, 1, 1], [0, 0, -1, -1, -1]]
     info = {"outcome": [1.0, 0.0, -2.0, -2.0, 0.5, 0.5], "turns": [1, 1, 2, 2, 2, 1], "entropy": [1.0] * 6}
-    info |= {"ended": [True] * 5 + [False]}
+    info |= {"ended": [True] * 5 + [False], "turn": turn}
     info = {name: torch.tensor(values) for name, values in info.items()}
     info["gains"] = torch.tensor([[math.nan], [math.nan], [0.5], [-0.25], [1.0], [math.nan]])
     rewards = torch.tensor([[1.0, 1.0]] * 3 + [[0.0, 0.5]] * 3)
-    batch = Batch([[0]] * 6, torch.zeros(6, 5).long(), mask, torch.zeros(6, 5), rewards, info)
+    batch = Batch([[0]] * 6, torch.zeros(6, 5).long(), info["turn"] >= 0, torch.zeros(6, 5), rewards, info)
     task, progress = SimpleNamespace(reward_functions={"right": None, "other": None}), Progress(tokens=100)
     metrics = batch_metrics(batch, task, Args(num_generations=2), progress)
     assert metrics["num_tokens"] == progress["tokens"] == 118
@@ -680,6 +693,9 @@ def test_batch_metrics_by_hand():
     expected |= {"entropy": 6 / 18, "num_tokens": 118}
     assert metrics == pytest.approx(expected, abs=1e-6)
     assert {type(value) for value in metrics.values()} <= {float, int}
+    for reward in REWARDS:  # what the method could use, also where a control does not
+        others = batch_metrics(batch, task, Args(num_generations=2, reward=reward, normalization="joint"), progress)
+        assert others["igpo/frac_no_signal"] == 0, "in one pool a lone gain differs from the outcomes"
 
 
 def test_the_limit_of_turns_is_that_of_the_task():
