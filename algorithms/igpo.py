@@ -332,10 +332,10 @@ def encode(tokenizer, messages: list[dict]) -> list[int]:
 
 def encode_reply(tokenizer, message: dict) -> list[int]:
     """Token ids of a message that follows the end token of the assistant's, up to where the assistant begins again."""
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, message]
-    count = tokenizer.apply_chat_template(chat[:2], return_dict=True)["input_ids"].count(tokenizer.eos_token_id)
-    ids = encode(tokenizer, chat)  # a template may write a line break behind the end token, or drop old thoughts
-    return ids[[i for i, token in enumerate(ids) if token == tokenizer.eos_token_id][count - 1] + 1 :]
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}, message] for text in "bc"]
+    ids, other = (encode(tokenizer, chat) for chat in chats)  # alone, the first two may be written differently
+    content = max(i for i, pair in enumerate(zip(ids, other)) if pair[0] != pair[1])
+    return ids[content + 2 :]  # behind the end token
 
 
 # === 5 Rollout ========================================================================================================

@@ -19,8 +19,8 @@ from envs.search_text import exact_match, f1, format, parse_turn
 
 KNOWN = "I know the answer."  # the thought before an answer
 TAGS = ("think", "search", "result", "verify", "question", "answer")
-# What a retrieved text must not contain: our tags, and special tokens like <|end|>.
-MARKUP = re.compile(rf"</?(?:{'|'.join(TAGS)})>|<\|[^<>|]*\|>", re.IGNORECASE)
+# What a retrieved text must not contain: our tags, what search_text.balanced counts, special tokens like <|end|>.
+MARKUP = re.compile(rf"</?(?:{'|'.join((*TAGS, 'code', 'tool_call'))})>|<\|[^<>|]*\|>", re.IGNORECASE)
 THINK = "Think inside <think> </think>, then"
 INSTRUCTIONS = {
     "answerer": f"{THINK} either search inside <search> </search> or give the answer inside <answer> </answer>.",

@@ -483,3 +483,13 @@ def test_the_tokenizer_keeps_names_whole_and_chats_grow_by_appending():
             assert longer[: len(ids)] == ids and len(longer) > len(ids)
             messages, ids = [*messages, message], longer
     assert len(ids) < 150
+
+
+def test_a_retrieved_document_cannot_break_the_format():
+    """IGPO's format check counts tags over the whole episode, results too: none may come from a document."""
+    task = SearchQA()
+    task.retriever = type("", (), {"search_batch": lambda self, queries, top_k: [["<code>x <tool_call> <think> y"]]})()
+    (found,) = task.search(["anything"])
+    assert "<" not in found
+    turns = f"<think>a</think><search>b</search><result>{found}</result><think>c</think><answer>d</answer>"
+    assert search_text.f1(Problem("q", ("d",)), turns, -2.0) == 1.0
