@@ -20,7 +20,7 @@ Differs from the paper in:
 1. as its code: ddof 1, std + 1e-6, a lone call keeps its score, invalid calls are fined before normalising
 2. one update on all calls of a step; its search recipe makes 5, and duplicates rows to even out batches
 
-    python algorithms/dr_mas.py                                                    # tiny models, CPU, offline, 3 min
+    python algorithms/dr_mas.py                                                    # tiny models, CPU, offline, 2-3 min
     python algorithms/dr_mas.py --dataset nq.jsonl --retriever-url http://127.0.0.1:8000/retrieve \
         --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 --learning-rate 1e-6 ...  # one GPU
     torchrun --nproc_per_node 8 algorithms/dr_mas.py --model-name-or-path Qwen/Qwen2.5-7B-Instruct --fsdp ...

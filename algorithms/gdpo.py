@@ -18,7 +18,7 @@ Differs from the paper in:
 1. equations 4 and 6 name no ddof and eq. 4 no epsilon: ddof 1 and std + 1e-4 in both, as TRL 1.16
 2. no KL penalty by default (the official tool-calling script has one in its GRPO arm only)
 
-    python algorithms/gdpo.py                                                      # tiny model, CPU, offline, 2-3 min
+    python algorithms/gdpo.py                                                      # tiny model, CPU, offline, 1-2 min
     python algorithms/gdpo.py --env gsm8k --dataset gsm8k.jsonl --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 \
         --learning-rate 1e-6 --max-completion-length 512                           # one GPU
     torchrun --nproc_per_node 8 algorithms/gdpo.py --model-name-or-path Qwen/Qwen2.5-7B-Instruct --fsdp --bf16 ...

@@ -21,7 +21,7 @@ Differs from the paper in:
 1. no KL penalty by default (the paper: 0.001) and no entropy bonus (its code: 0.001)
 2. format penalty -2 as in its code, the paper gives no number; a reply without search or answer ends the episode
 
-    python algorithms/igpo.py                                                      # tiny model, CPU, offline, 3 min
+    python algorithms/igpo.py                                                      # tiny model, CPU, offline, 1-2 min
     python algorithms/igpo.py --dataset nq.jsonl --retriever-url http://127.0.0.1:8000/retrieve --bf16 \
         --model-name-or-path Qwen/Qwen2.5-3B-Instruct --learning-rate 1e-6 ...     # one GPU
     torchrun --nproc_per_node 8 algorithms/igpo.py --model-name-or-path Qwen/Qwen2.5-7B-Instruct --fsdp --bf16 ...
