@@ -309,20 +309,36 @@ def table_dr_mas_simulation_learning() -> str:
     return markdown([header, *(f"first answer right {first_try}" for first_try in choices)], table)
 
 
+def steps_to(study: str, tag: str, level: float, window: int = 5) -> dict[str, float]:
+    """First step of every run at which the mean of a metric over the last steps reaches a level; NaN if none does."""
+    values: dict[str, list[float]] = {}
+    for row in read(f"{study}_curves.csv"):
+        if row["tag"] == tag:
+            values.setdefault(row["run"], []).append(float(row["value"]))
+    means = {run: [statistics.mean(v[i - window : i]) for i in range(window, len(v) + 1)] for run, v in values.items()}
+    return {run: next((i + window for i, m in enumerate(v) if m >= level), float("nan")) for run, v in means.items()}
+
+
 def table_igpo_learning() -> str:
-    """Final scores of IGPO, its versions and its controls."""
-    arms, tokens = final_runs("igpo", IGPO_ARM_NAMES), recent("igpo", "train/num_tokens", slice(-1, None))
-    names, rows = {"pass_at_1": 100.0, "mean_at_8": 100.0, "f1_mean_at_8": 100.0, "turns": 1.0}, []
+    """Scores of IGPO, its versions and its controls, half-way and in the end."""
+    arms, fast = final_runs("igpo", IGPO_ARM_NAMES), steps_to("igpo", "train/rewards/f1/mean", 0.8)
+    curves = [row for row in read("igpo_curves.csv") if row["tag"] == "eval/mean_at_8" and row["step"] == "20"]
+    middle = {row["run"]: float(row["value"]) for row in curves}
+    names, rows = {"mean_at_8": 100.0, "f1_mean_at_8": 100.0, "turns": 1.0}, []
     for row in [row for runs in arms.values() for row in runs][:1]:
         start = [f"{scale * float(row[f'first_{name}']):.{1 if scale > 1 else 2}f}" for name, scale in names.items()]
-        rows.append(["before training", "", "", *start, ""])
+        rows.append(["before training", "", "", "", "", *start])
     for arm, runs in arms.items():
         cells = [IGPO_ARM_NAMES[arm], runs[0]["learning_rate"], len(runs)]
+        steps = [fast[row["run"]] for row in runs if fast[row["run"]] == fast[row["run"]]]
+        missed = f" ({len(steps)} of {len(runs)} runs)" if 0 < len(steps) < len(runs) else ""
+        cells.append(mean_std(steps, 1, 1) + missed if steps else "not reached")
+        cells.append(mean_std([middle[row["run"]] for row in runs]))
         for name, scale in names.items():
             cells.append(mean_std([float(row[name]) for row in runs], 1 if scale > 1 else 2, scale))
-        rows.append([*cells, mean_std([tokens[row["run"]] for row in runs], 0, 1e-3)])
-    header = ["arm", "learning rate", "seeds", "right, greedy, %", "right of 8 episodes, %", "word F1 of 8 episodes, %"]
-    return markdown([*header, "turns, greedy", "tokens written in training, thousands"], rows)
+        rows.append(cells)
+    header = ["arm", "learning rate", "seeds", "steps to F1 0.8 in training", "right of 8 episodes at step 20, %"]
+    return markdown([*header, "right of 8 episodes, %", "word F1 of 8 episodes, %", "turns, greedy"], rows)
 
 
 def table_igpo_sweep() -> str:
