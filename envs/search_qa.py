@@ -136,8 +136,12 @@ class SearchQA:
         return list(problems)
 
     def search(self, queries: list[str]) -> list[str]:
-        """What the model gets to read for each query: one document a line, without tags."""
-        found = self.retriever.search_batch(list(queries), self.top_k)
+        """What the model gets to read for each query: one document a line, without tags. A server that fails ends the
+        run with one sentence; its checkpoints stay."""
+        try:
+            found = self.retriever.search_batch(list(queries), self.top_k)
+        except (ConnectionError, ValueError) as error:
+            raise SystemExit(f"error: {error}") from None
         return ["\n".join(" ".join(MARKUP.sub(" ", text).split()) for text in row) or "nothing found" for row in found]
 
     def step(self, texts: list[str], turn: int) -> list[dict | None]:

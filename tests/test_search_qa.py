@@ -493,3 +493,10 @@ def test_a_retrieved_document_cannot_break_the_format():
     assert "<" not in found
     turns = f"<think>a</think><search>b</search><result>{found}</result><think>c</think><answer>d</answer>"
     assert search_text.f1(Problem("q", ("d",)), turns, -2.0) == 1.0
+
+
+def test_a_server_that_is_gone_ends_a_run_with_one_sentence():
+    task = SearchQA(retriever_url="http://127.0.0.1:9/retrieve")
+    task.retriever.pause = 0.0
+    with pytest.raises(SystemExit, match="error: .*127.0.0.1:9"):
+        task.search(["anything"])
