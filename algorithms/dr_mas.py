@@ -55,7 +55,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from envs.countdown import Countdown
 from envs.math_jsonl import MathJsonl
 from envs.search_qa import SearchQA
-from envs.teams import Episode, RouterSearcherResponder, SolverVerifier
+from envs.teams import RouterSearcherResponder, SolverVerifier
 
 TINY_MODELS = os.path.join(sys.path[0], "envs", "tiny_lm")
 LOGITS_PER_CHUNK = 2**26  # 256 MB in float32
@@ -452,25 +452,24 @@ def play(players: dict[str, Player], team, problems: list, num_generations: int,
     In each round one agent writes in all the episodes that wait for it, in the team's order. The first prompts are
     those of the problems, the same for a group; later ones hold what was written. No seeds: greedily.
     """
-    episodes: list[Episode] = [team.start(problem) for problem in problems for _ in range(num_generations)]
-    calls, copies = [], num_generations
+    episodes, calls = [team.start(problem) for problem in problems for _ in range(num_generations)], []
     for player in players.values() if args.fsdp else ():  # all gather weights in one order, needed or not
         generate(player.model, [[0]], 1, replace(args, max_completion_length=1), None)
     while agent := next((name for name in team.agents if any(e.agent == name for e in episodes)), None):
         due = [i for i, episode in enumerate(episodes) if episode.agent == agent]
-        player = players.get(agent) or players["team"]
-        prompts = [encode(player.tokenizer, team.prompt(episodes[i])) for i in due]
+        player, copies = players.get(agent) or players["team"], 1 if calls else num_generations
+        prompts = [encode(player.tokenizer, team.prompt(episodes[i])) for i in due[::copies]]
         names = seeds and [f"{seeds[i // num_generations]} {i % num_generations} {len(episodes[i].calls)}" for i in due]
         generator = names and [torch.Generator().manual_seed(random.Random(x).getrandbits(63)) for x in names[::copies]]
-        samples = generate(player.model, prompts[::copies], copies, args, generator)
+        samples = generate(player.model, prompts, copies, args, generator)
         rows = [row[:length] for row, length in zip(samples.completion_ids.tolist(), samples.mask.sum(1).tolist())]
         texts = player.tokenizer.batch_decode(rows, skip_special_tokens=True)
         valid = team.advance([episodes[i] for i in due], texts)
         info = {"agent": [team.agents.index(agent)] * len(due), "episode": due, "valid": valid}  # (R,) each
         info = {name: torch.tensor(values, device=samples.mask.device) for name, values in info.items()}
         info |= {"length": samples.mask.sum(1), "ended": samples.ended, "entropy": samples.entropy.sum(1)}
+        prompts = [prompt for prompt in prompts for _ in range(copies)]  # a list for each row
         calls.append(Batch(prompts, samples.completion_ids, samples.mask, samples.logprobs, samples.logprobs, info))
-        copies = 1
     return episodes, torch.tensor([e.rewards(team.task) for e in episodes], device=samples.mask.device), calls
 
 

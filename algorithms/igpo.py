@@ -192,11 +192,10 @@ def turn_advantages(gains: list[Tensor], outcomes: Tensor, group_ids: Tensor, ga
     scores = ((values - mean) / ((std**2 + 1e-8).sqrt() + 1e-6)).masked_fill(std == 0, 0.0)  # (M,)
     scores = scores * (kinds == 1 if reward == "f1" else kinds == 0 if reward == "ig" else 1)  # (M,)
     *turns, last = scores.to(outcomes.dtype).split([*counts.tolist(), len(outcomes)])  # R x (N_i - 1,), (R,)
-    advantages = [torch.cat([turn, outcome[None]]) for turn, outcome in zip(turns, last)]  # R x (N_i,)
-    for advantage in advantages:
-        for turn in reversed(range(len(advantage) - 1)):
-            advantage[turn] += gamma * advantage[turn + 1]
-    return advantages
+    returns = pad_sequence([torch.cat([turn, outcome[None]]) for turn, outcome in zip(turns, last)], True)  # (R,N)
+    for turn in reversed(range(returns.size(1) - 1)):
+        returns[:, turn] += gamma * returns[:, turn + 1]  # (R,) 0 behind a rollout's last turn
+    return [row[: count + 1] for row, count in zip(returns, counts.tolist())]
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -474,7 +473,7 @@ def answer_logprobs(model, tokenizer, episodes: list[Episode], args: Args) -> li
         for packed in pack(batch, list(range(len(rows))), replace(args, num_generations=1)):
             kept = mask[packed.rows]  # (b,T)
             means[packed.rows] = (token_logprobs(model, packed, args) * kept).sum(1) / kept.sum(1)  # (b,)
-    return [means[[places[key] for key in row]] for row in keys]
+    return list(means[[places[key] for row in keys for key in row]].split([len(row) for row in keys]))
 
 
 def rollout(model, tokenizer, task, args: Args, progress: Progress) -> Batch:
@@ -504,7 +503,8 @@ def score_episodes(task, episodes: list[Episode]) -> Tensor:
 
 def compute_advantages(batch: Batch, args: Args, progress: Progress) -> Tensor:
     """Advantages of this process's tokens, each that of its turn; no group is divided among processes. -> (B,T)"""
-    gains, outcomes = [row[~row.isnan()] for row in batch.info["gains"]], batch.info["outcome"]  # B x (N_i - 1,), (B,)
+    gains, outcomes = zip(batch.info["gains"], batch.info["turns"].tolist()), batch.info["outcome"]  # (B,)
+    gains = [row[: turns - 1] for row, turns in gains]  # B x (N_i - 1,)
     groups = torch.arange(len(outcomes), device=outcomes.device) // args.num_generations  # (B,)
     advantages = turn_advantages(gains, outcomes, groups, args.gamma, args.normalization, args.reward)  # B x (N_i,)
     return pad_sequence(advantages, True).gather(1, batch.info["turn"].clamp(min=0)).masked_fill(~batch.mask, 0.0)

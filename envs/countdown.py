@@ -150,7 +150,8 @@ class Countdown:
         """The fixed evaluation set: up to `count` distinct problems (fewer if the game is small), never in training."""
         generator, problems = random.Random("evaluation"), {}
         for _ in range(50 * count):
-            problems |= {self.sample(generator, held_out=True): None} if len(problems) < count else {}
+            if len(problems) < count:
+                problems[self.sample(generator, held_out=True)] = None
         return list(problems)
 
     def prompt(self, problem: Problem, role: str = "solver", teammates: tuple = ()) -> list[dict]:

@@ -128,6 +128,7 @@ class ToolCalls:
 
     reward_functions = {"exact": exact, "correctness": correctness, "format": format, "length": length}
     reward_weights = (0.0, 1.0, 1.0, 0.0)  # exact is only reported
+    epoch = ""
 
     def __init__(self, dataset: str | None = None):
         try:
@@ -167,8 +168,10 @@ class ToolCalls:
     def train_problem(self, index: int, seed: int) -> Problem:
         """Number `index` of stream `seed`, the same on every rank and after a resume; rows of a file in epochs."""
         rows, size = self.train_rows, len(self.train_rows) or 1
-        generator = random.Random(f"train {seed} {index // size}")
-        return generator.sample(rows, size)[index % size] if rows else self.sample(generator)
+        epoch = f"train {seed} {index // size}"
+        if rows and self.epoch != epoch:  # its order is drawn once
+            self.epoch, self.order = epoch, random.Random(epoch).sample(rows, size)
+        return self.order[index % size] if rows else self.sample(random.Random(epoch))
 
     def evaluation_problems(self, count: int) -> list[Problem]:
         """The fixed evaluation set: `count` distinct problems, or all that a smaller file holds out."""

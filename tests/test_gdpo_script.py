@@ -34,8 +34,6 @@ from algorithms.gdpo import Args
 SCRIPT = ROOT / "algorithms" / "gdpo.py"
 VALUES = SMALL | {"env": "countdown"}
 LONG = VALUES | {"max_steps": 8, "save_steps": 2, "eval_steps": 4}
-TOOL_CALLS = Path(gdpo.TINY_MODELS, "tool_calls", "model.safetensors")
-needs_tool_calls = pytest.mark.skipif(not TOOL_CALLS.exists(), reason="envs/tiny_lm/tool_calls has no model yet")
 
 
 def train_here(run_dir, **values) -> dict[tuple[int, str], float]:
@@ -217,7 +215,6 @@ def test_bad_flags_get_one_sentence(values, words, capsys, tmp_path):
 # --- Tasks -----------------------------------------------------------------------------------------------------------
 
 
-@needs_tool_calls
 def test_default_task(tmp_path):
     """Tool calls, the default: the tiny model writes well-formed calls and right ones, but not always."""
     assert Args().env == "tool_calls"
@@ -256,7 +253,6 @@ def test_a_reward_without_an_opinion(tmp_path, monkeypatch):
         assert last(metrics, "train/gdpo/never/frac_zero_std") == 1 and last(metrics, "train/grad_norm") > 0
 
 
-@needs_tool_calls
 def test_a_reward_of_another_unit_changes_grpo_not_gdpo(tmp_path, monkeypatch):
     """The same samples, with correctness in a unit a hundred times as small: GDPO's gradient stays, GRPO's does not."""
     norms, functions = {}, gdpo.ToolCalls.reward_functions

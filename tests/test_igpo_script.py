@@ -117,7 +117,6 @@ def test_final_policy_scores_the_same(whole, capsys):
     assert all(f"{tag} {value:.4f}" in printed for tag, value in scores.items())
 
 
-@pytest.mark.skipif(not PAGE.exists(), reason="algorithms/igpo.md is not written yet")
 def test_tags_are_those_of_the_page(tmp_path):
     metrics = train_here(tmp_path / "run", beta=0.04, num_iterations=2, num_generations_eval=8)
     texts = [tag.removesuffix("/text_summary") for tag in events(tmp_path / "run").Tags()["tensors"]]
