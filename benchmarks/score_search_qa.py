@@ -6,7 +6,7 @@ python benchmarks/score_search_qa.py --minutes 25      # minutes that envs/tiny_
 import csv
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algorithms import grpo
 from envs import search_text
 from envs.search_demonstrations import role_demonstration
-from envs.search_qa import SearchQA, world
+from envs.search_qa import Request, SearchQA, world
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -88,7 +88,7 @@ def score(player: Player, hops: int, count: int) -> dict[str, float]:
     scores["searches"] = share(sum("<search>" in text for text in turns) for turns in episodes)
     greedy = player.play(task, [task.prompt(problem) for problem in problems], greedy=True)
     scores["greedy"] = share(search_text.exact_match(p, "".join(turns)) for p, turns in zip(problems, greedy))
-    privileged = player.play(task, [task.prompt(problem, privileged=task.qcp(problem)) for problem in problems])
+    privileged = player.play(task, [task.prompt(replace(problem, privileged=task.qcp(problem))) for problem in problems])
     scores["privileged"] = share(search_text.exact_match(p, "".join(turns)) for p, turns in zip(problems, privileged))
     unread = player.write([task.prompt(problem, "responder") for problem in problems])
     scores["no_search"] = share(map(search_text.exact_match, problems, unread))
@@ -107,7 +107,7 @@ def score(player: Player, hops: int, count: int) -> dict[str, float]:
 
     # The examiner: a question that can be read, whose answer is right.
     documents = [task.document(generator) for _ in problems]
-    walks = player.play(task, [task.examiner_prompt(document, hops) for document in documents])
+    walks = player.play(task, [task.prompt(Request(document, hops)) for document in documents])
     written = [search_text.parse_question(turns[-1]) for turns in walks]
     scores["question"] = share(found is not None for found in written)
     scores["question_right"] = share(found is not None and answer_of(found[0]) == found[1] for found in written)

@@ -6,9 +6,10 @@ with the wrong relation or the wrong person, a result misread, an answer too ear
 
 import random
 import re
+from dataclasses import replace
 
 from envs.retriever import RELATIONS
-from envs.search_qa import KNOWN, SearchQA, Turn, question_text, result_message, world
+from envs.search_qa import KNOWN, Request, SearchQA, Turn, question_text, result_message, world
 
 SHARES = {"answerer": 0.43, "privileged": 0.12, "router": 0.1, "searcher": 0.1, "responder": 0.1, "examiner": 0.15}
 DONE = "The chain is long enough."  # the thought before a question
@@ -36,7 +37,7 @@ def role_demonstration(task, problem, role, privileged, generator, slip=0.35, ea
     searches = tuple((turn.content, turn.result) for turn in turns[:-1])
     if role in ("answerer", "privileged"):
         played = generator.randrange(len(turns))
-        messages = task.prompt(problem, privileged=privileged)
+        messages = task.prompt(replace(problem, privileged=privileged))
         for turn in turns[:played]:
             messages += [{"role": "assistant", "content": turn.text}, result_message(turn.result)]
         return messages, turns[played].text
@@ -88,7 +89,7 @@ def examiner_demonstration(task: SearchQA, generator: random.Random):
     for (query, result), relation in zip(task.path_steps(problem), relations):
         turns.append(Turn(f"next: {relation}", "search", query, result))
     person, answer = problem.path[0][0], problem.answers[0]
-    messages = task.examiner_prompt(world().sentence(person, generator.choice(RELATIONS)), problem.hops)
+    messages = task.prompt(Request(world().sentence(person, generator.choice(RELATIONS)), problem.hops))
     if generator.random() < 0.15:  # the relations in a wrong order, or another person of the last result
         generator.shuffle(relations)
         answer = generator.choice(people(turns[-1].result))

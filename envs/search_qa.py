@@ -10,12 +10,12 @@ import json
 import random
 import re
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from envs.retriever import RELATIONS, HttpRetriever, World
-from envs.search_text import exact_match, f1, format, parse_turn
+from envs.search_text import exact_match, examiner_format, f1, format, parse_question, parse_turn
 
 KNOWN = "I know the answer."  # the thought before an answer
 TAGS = ("think", "search", "result", "verify", "question", "answer")
@@ -38,6 +38,8 @@ class Problem:
     answers: tuple[str, ...]  # any of them is right
     hops: int = field(default=0, compare=False)  # 0: unknown
     path: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)  # facts, for demonstrations only
+    steps: tuple[tuple[str, str], ...] = field(default=(), compare=False)  # (query, result) of its examiner
+    privileged: str = field(default="", compare=False)  # what stands before the question for a teacher only
 
     @property
     def place(self) -> tuple[int, str]:
@@ -49,6 +51,13 @@ class Problem:
     def held_out(self) -> bool:
         """One in 16 belongs to evaluation, so that neither pretraining nor training can ever meet it."""
         return self.place[0] < 2**28
+
+
+class Request(NamedTuple):
+    """What an examiner is asked for: a question about a chain of `hops` searches that begins in a document."""
+
+    document: str
+    hops: int
 
 
 class Turn(NamedTuple):
@@ -152,23 +161,50 @@ class SearchQA:
         results = dict(zip(rows, self.search([actions[i][1] for i in rows])))
         return [result_message(results[i]) if i in results else None for i in range(len(texts))]
 
-    def prompt(self, problem, role: str = "answerer", history=(), teammates=(), privileged: str = "") -> list[dict]:
-        """Chat messages for `role`. `history` holds (query, result) pairs, `teammates` (name, text) pairs, `privileged`
-        is what only a teacher sees: the construction path of the question."""
-        lines = [f"How the question was made:\n{privileged}"] if privileged else []
+    def prompt(self, problem, role: str = "answerer", history=(), teammates=()) -> list[dict]:
+        """Chat messages for `role`, or for the examiner if `problem` is a Request. `history` holds (query, result)
+        pairs, `teammates` (name, text) pairs."""
+        if isinstance(problem, Request):
+            text = f"Document: {problem.document}\nSearches: {problem.hops}\n{INSTRUCTIONS['examiner']}"
+            return [{"role": "user", "content": text}]
+        lines = [f"How the question was made:\n{problem.privileged}"] if problem.privileged else []
         lines += [f"Question: {problem.question}", *([render(history)] if history else [])]
         lines += [*(f"{name}: {text}" for name, text in teammates), INSTRUCTIONS[role]]
         return [{"role": "user", "content": "\n".join(lines)}]
 
-    def examiner_prompt(self, document: str, hops: int) -> list[dict]:
-        """Chat messages for the examiner: where its chain begins, and how many searches long it should be."""
-        return [{"role": "user", "content": f"Document: {document}\nSearches: {hops}\n{INSTRUCTIONS['examiner']}"}]
+    def examined(self, request: Request, texts: list[str]) -> tuple[float, Problem | None]:
+        """What an examiner wrote and read, in turn: its format score, and its question with the searches that led to
+        it, None where the score is 0."""
+        written, results = texts[::2], [text.removeprefix("<result>").removesuffix("</result>") for text in texts[1::2]]
+        score = examiner_format(*request, written, results)
+        if score == 0:
+            return 0.0, None
+        question, answer = parse_question(written[-1])
+        steps = tuple(zip((parse_turn(text)[1] for text in written), results))
+        return score, Problem(question, (answer,), request.hops, steps=steps)
 
     def document(self, generator: random.Random) -> str:
         """A random document for an examiner to begin with; from a server, one that a training question finds."""
         if not self.train_rows:
             return world().sentence(*generator.choice(world().order))
         return generator.choice(self.search([self.sample(generator).question])[0].split("\n"))
+
+    def request(self, generator: random.Random) -> Request:
+        """A document and a number of hops for an examiner."""
+        return Request(self.document(generator), generator.choice(self.hops))
+
+    def with_privilege(self, problem: Problem, kind: str, seed: str) -> Problem:
+        """The problem as a teacher sees it: with the construction path of the question (`qcp`), with each of its steps
+        kept with chance one half (`partial`), or with the `answer`."""
+        if kind == "answer":
+            return replace(problem, privileged=f"The answer is {problem.answers[0]}.")
+        generator = random.Random(f"partial {seed}")
+        steps = tuple(step for step in problem.steps if kind == "qcp" or generator.random() < 0.5)
+        return replace(problem, privileged=render(steps))
+
+    def traced_problems(self, count: int) -> list[Problem]:
+        """Evaluation problems with the searches that answer them; none if the questions come from a file."""
+        return [replace(p, steps=self.path_steps(p)) for p in self.evaluation_problems(count) if p.path]
 
     def path_steps(self, problem: Problem) -> tuple[tuple[str, str], ...]:
         """The searches that answer a question of the world, one a hop."""

@@ -6,6 +6,7 @@ import random
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -406,17 +407,17 @@ def test_prompts_show_what_the_role_may_see():
     problem = task.sample(generator)
     steps = task.path_steps(problem)
     for role in ("answerer", "router", "searcher", "responder"):
-        (message,) = task.prompt(problem, role, steps, (("Router", "go on"),), privileged="SECRET")
+        (message,) = task.prompt(replace(problem, privileged="SECRET"), role, steps, (("Router", "go on"),))
         assert message["role"] == "user" and message["content"].endswith("\nRouter: go on\n" + INSTRUCTIONS[role])
         assert message["content"].startswith("How the question was made:\nSECRET\nQuestion: ")
         assert all(text in message["content"] for step in steps for text in step)
     (message,) = task.prompt(problem)
     assert message["content"] == f"Question: {problem.question}\n{INSTRUCTIONS['answerer']}"
-    assert task.qcp(problem) in task.prompt(problem, privileged=task.qcp(problem))[0]["content"]
+    assert task.qcp(problem) in task.prompt(replace(problem, privileged=task.qcp(problem)))[0]["content"]
     assert task.qcp(problem) == search_qa.render(steps) and problem.answers[0] in task.qcp(problem)
     document = task.document(generator)
     assert document in [world().sentence(*fact) for fact in world().facts]
-    assert f"{document}\nSearches: 2\n" in task.examiner_prompt(document, 2)[0]["content"]
+    assert f"{document}\nSearches: 2\n" in task.prompt(search_qa.Request(document, 2))[0]["content"]
 
 
 def test_demonstrations_cover_every_role_and_are_short():
