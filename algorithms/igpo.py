@@ -10,7 +10,7 @@ Differs from grpo.py in:
 1. the method: `information_gains` of turns, from `answer_logprobs`, and `turn_advantages` (with `pool_statistics`) for
    `group_advantages` and `scale_rewards`, in `compute_advantages` with `information_gain`, `normalization`, `gamma`
    and `reward` (for `advantage`), whose value f1 is GRPO
-2. a row is an episode of several turns: `play`, `encode_reply`, `score_episodes`, `rollout`, `batch_metrics`,
+2. a row is an episode of several turns: `play`, `score_episodes`, `rollout`, `batch_metrics`,
    `evaluate`, `train`, `load_task` with `env`, `retriever_url`, `hops`, `max_turns`; word F1 or `format_penalty` is
    the reward, without `reward_weights`, `total_rewards`, `complete`, `sample_batch`, `batch_map`; smaller default:
    `max_steps`, `eval_problems`, `num_prompts_per_step`
@@ -54,7 +54,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository root, for envs/
-from envs.episodes import Episode, padded
+from envs.episodes import Episode, padded, reply_ids
 from envs.search_qa import KNOWN, SearchQA
 from envs.search_text import f1
 
@@ -329,14 +329,6 @@ def encode(tokenizer, messages: list[dict]) -> list[int]:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def encode_reply(tokenizer, message: dict) -> list[int]:
-    """Token ids of a message that follows the end token of the assistant's, up to where the assistant begins again."""
-    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}, message] for text in "bc"]
-    ids, other = (encode(tokenizer, chat) for chat in chats)  # alone, the first two may be written differently
-    content = max(i for i, pair in enumerate(zip(ids, other)) if pair[0] != pair[1])
-    return ids[content + 2 :]  # behind the end token
-
-
 # === 5 Rollout ========================================================================================================
 
 
@@ -450,7 +442,7 @@ def play(model, tokenizer, task, problems: list, num_generations: int, args: Arg
             episodes[i].add(*written)
             episodes[i].over = reply is None or not written[-1]
             if not episodes[i].over:
-                episodes[i].read(encode_reply(tokenizer, reply), reply["content"])
+                episodes[i].read(reply_ids(tokenizer, reply), reply["content"])
     return episodes
 
 
@@ -752,10 +744,8 @@ def evaluate(model, tokenizer, task, args: Args) -> tuple[dict[str, float], str]
     mine = list(range(rank, len(problems), world_size)) or [0]
     problems, seeds = [problems[i] for i in mine], [f"evaluation {i}" for i in mine]
     episodes = play(model, tokenizer, task, problems, 1, args, None)
-    rewards = score_episodes(task, episodes)  # (P,K)
-    sampled = play(model, tokenizer, task, problems, k, args, seeds)
-    sampled = score_episodes(task, sampled).view(len(problems), k, -1)  # (P,k,K)
-    turns = torch.tensor([[len(episode.starts)] for episode in episodes])  # (P,1)
+    rewards, turns = score_episodes(task, episodes), torch.tensor([[len(e.starts)] for e in episodes])  # (P,K), (P,1)
+    sampled = score_episodes(task, play(model, tokenizer, task, problems, k, args, seeds)).view(len(problems), k, -1)
     columns = [rewards[:, :1], sampled.amax(1)[:, :1], sampled.mean(1)[:, :2], rewards, turns]
     names = ["pass_at_1", f"pass_at_{k}", f"mean_at_{k}", f"f1_mean_at_{k}"]
     names += [*(f"rewards/{name}" for name in task.reward_functions), "turns"]

@@ -2,33 +2,30 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
-"""IGPO: GRPO for search agents, in which every turn is rewarded by how much likelier it makes the right answer.
+"""pi-Play: search agents learn from questions they ask themselves, and from a teacher who saw how each was made.
 
-Wang et al., Information Gain-based Policy Optimization, arXiv 2510.14967 (v2, ICLR 2026).
+Zhang et al., Multi-Agent Self-Play via Privileged Self-Distillation without External Data, arXiv 2604.14054.
 
 Differs from grpo.py in:
-1. the method: `information_gains` of turns, from `answer_logprobs`, and `turn_advantages` (with `pool_statistics`) for
-   `group_advantages` and `scale_rewards`, in `compute_advantages` with `information_gain`, `normalization`, `gamma`
-   and `reward` (for `advantage`), whose value f1 is GRPO
-2. a row is an episode of several turns: `play`, `encode_reply`, `score_episodes`, `rollout`, `batch_metrics`,
-   `evaluate`, `train`, `load_task` with `env`, `retriever_url`, `hops`, `max_turns`; word F1 or `format_penalty` is
-   the reward, without `reward_weights`, `total_rewards`, `complete`, `sample_batch`, `batch_map`; smaller default:
-   `max_steps`, `eval_problems`, `num_prompts_per_step`
-3. left out, in `check_args` too: DAPO (`dynamic_sampling`, `mask_truncated_completions`, `overlong_buffer_len`,
-   `soft_overlong_penalty`), `top_p` (`sample_tokens`, `generate`), `compile` (`load_model`, `resume_args`), schedules
-   (`learning_rate`, `lr_scheduler_type`, `warmup_steps`), `num_numbers`, `max_number`
+1. the method: `reverse_kl`, `generalized_jsd`, `update_teacher`, `examiner_rewards`, `hop_advantages` (all groups; for
+   `group_advantages`, `advantage`, `scale_rewards`) in `compute_advantages`, `update`, `token_logprobs` (for
+   `completion_logprobs`), `Batch`, `pack`, `pack_strips`, `Packed`, `loss_type`
+2. no data: an examiner asks, a student answers: `rollout`, `batch_metrics`, `evaluate`, `train`, `load_task`, `env`;
+   exact match is the reward, without `reward_weights`, `total_rewards`, `complete`, `sample_batch`, `batch_map`,
+   `num_numbers`, `max_number`; smaller default: `max_steps`, `eval_problems`, `num_prompts_per_step`
+3. left out, in `check_args` too: several optimizer steps on a batch (`num_iterations`, `epsilon_high`, `delta`,
+   `use_bias_correction_kl`, `skip_equal_groups`), DAPO (`dynamic_sampling`, `mask_truncated_completions`,
+   `overlong_buffer_len`, `soft_overlong_penalty`), `compile` (`load_model`), `fsdp` (`shard`, `Trained`, `WHOLE`,
+   `apply_gradients`), `resume_args` for a run to evaluate, `learning_rate`, `lr_scheduler_type`, `warmup_steps`
 Differs from the paper in:
-1. no KL penalty by default (the paper: 0.001) and no entropy bonus (its code: 0.001)
-2. format penalty -2 as in its code, the paper gives no number; a reply without search or answer ends the episode
+1. a reconstruction, no code is published: pi_play.md says what is read, second-hand or ours
+2. lambda is larger, for the tiny model; no KL penalty by default, one optimizer step a batch (as in Dr. Zero's code)
 
-    python algorithms/igpo.py                                                      # tiny model, CPU, offline, 1-2 min
-    python algorithms/igpo.py --dataset nq.jsonl --retriever-url http://127.0.0.1:8000/retrieve --bf16 \
-        --model-name-or-path Qwen/Qwen2.5-3B-Instruct --learning-rate 1e-6 ...     # one GPU
-    torchrun --nproc_per_node 8 algorithms/igpo.py --model-name-or-path Qwen/Qwen2.5-7B-Instruct --fsdp --bf16 ...
+    python algorithms/pi_play.py                                                   # tiny model, CPU, offline, 2-3 min
+    python algorithms/pi_play.py --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 --dataset nq.jsonl ...
+    torchrun --nproc_per_node 8 algorithms/pi_play.py --model-name-or-path Qwen/Qwen2.5-3B-Instruct --bf16 ...
 
-P prompts, G episodes a prompt, B = P G rows, S prompt tokens, T tokens of an episode behind its prompt, N turns, V
-vocabulary, K reward functions, R packed rows of L tokens. The rest is in igpo.md.
-"""
+P questions, G answers each, B = P G rows, N documents, T tokens behind a prompt, V vocabulary, K of it or functions."""
 
 import json
 import math
@@ -51,7 +48,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository root, for envs/
-from envs.episodes import Episode, padded
+from envs.episodes import Episode, padded, reply_ids
 from envs.search_qa import SearchQA
 from envs.search_text import searches
 
@@ -78,22 +75,22 @@ class Args:
     """turns of an episode; one without an answer by then has failed (ours; IGPO table 4: 10)"""
     privileged_context: Literal["qcp", "partial", "answer", "none"] = "qcp"
     """what the teacher sees beside the question: the question construction path, each of its searches with chance one
-    half, the answer; none: no teacher, the control (pi-Play table 3)"""
+    half, the answer; none: no teacher, the control (Zhang et al. table 3)"""
     lambda_schedule: tuple[float, ...] = (1.0, 0.3, 0.1)
-    """lambda, weight of the divergence from the teacher, in each round; the last one stays (ours; pi-Play: 0.03 0.003
-    0.002)"""
+    """lambda, weight of the divergence from the teacher, in each round; the last one stays (ours; Zhang et al.: 0.03
+    0.003 0.002)"""
     teacher_tau: float = 0.05
-    """share of the student in the teacher after each student step (pi-Play table 7)"""
+    """share of the student in the teacher after each student step (Zhang et al. table 7)"""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    """KL(student || teacher), KL(teacher || student) or the divergence of both from their mean (pi-Play eq. 10)"""
+    """KL(student || teacher), KL(teacher || student) or the divergence of both from their mean (Zhang et al. eq. 10)"""
     distill_top_k: int | None = None
     """compare within the teacher's k likeliest tokens, renormalised; None: the vocabulary (Revisiting OPD eq. 8: 32)"""
     mask_special_tokens: bool = False
     """leave the first end token and the first of each token of <think> out of the loss (Revisiting OPD code)"""
     examiner_steps: int = 5
-    """steps of the examiner at the beginning of a round (ours; pi-Play: 50)"""
+    """steps of the examiner at the beginning of a round (ours; Zhang et al.: 50)"""
     student_steps: int = 15
-    """steps of the student after it, which end the round (ours; pi-Play: 50)"""
+    """steps of the student after it, which end the round (ours; Zhang et al.: 50)"""
     num_documents_per_step: int = 32
     """N, episodes of the examiner in one of its steps over all processes, a document each (ours; Dr. Zero: 256)"""
     num_answers: int = 5
@@ -107,7 +104,7 @@ class Args:
     temperature: float = 1.0
     """sampling temperature; log-probabilities are taken at this temperature too (TRL 1.16)"""
     top_p: float = 1.0
-    """sample among the most probable tokens that reach this mass together (TRL 1.16)"""
+    """nucleus sampling; below 1 the samples no longer follow the policy that is trained (TRL 1.16)"""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
     """how token losses are averaged, see policy_loss (DeepSeekMath eq. 3; TRL 1.16: dapo)"""
     epsilon: float = 0.2
@@ -149,50 +146,17 @@ class Args:
 # === 3 The method =====================================================================================================
 
 
-def pool_statistics(values: Tensor, weights: Tensor, *ids: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation and size of the pool of each row: the rows whose ids all agree. (R,) each -> 3 x (R,)
-
-    A row counts `weights` times. Equal values have a standard deviation of exactly 0, however they are rounded.
-    """
-    pools = torch.stack(ids).unique(dim=1, return_inverse=True)[1]  # (R,) number of each row's pool
-    size, total = (torch.zeros_like(x).index_add(0, pools, x)[pools] for x in (weights, weights * values))  # (R,) each
-    squares = weights * (values - total / size).square()  # (R,)
-    std = (torch.zeros_like(squares).index_add(0, pools, squares)[pools] / (size - ddof).clamp(min=1)).sqrt()  # (R,)
-    return total / size, std.masked_fill(std < 1e-9 * (1 + (total / size).abs()), 0.0), size.round()
-
-
-def hop_advantages(rewards: Tensor, hops: Tensor, epsilon=1e-6, ddof=0, outside=False, lone="zero") -> Tensor:
-    """pi-Play eq. 6 and 9: (r - mean) / sqrt(variance + epsilon) within the rows of equal `hops`. (N,), (N,) -> (N,)
-
-    For the student `hops` is the number of the question, which makes a group of its answers. Population variance; equal
-    rewards and a lone one give exactly 0. Dr. Zero's code: ddof=1, outside=True (std + epsilon), lone="raw".
-    """
-    values = rewards.double()  # (N,)
-    mean, std, size = pool_statistics(values, torch.ones_like(values), hops, ddof=ddof)  # (N,) each
-    scale = std + epsilon if outside else (std**2 + epsilon).sqrt()  # (N,)
-    advantages = ((values - mean) / scale).masked_fill(std == 0, 0.0)  # (N,)
-    lonely = (size == 1) & (lone == "raw")  # (N,) as if mean 0, deviation 1
-    return torch.where(lonely, values / (1 + epsilon), advantages).to(rewards.dtype)
-
-
-def examiner_rewards(num_correct: Tensor, num_answers: int) -> Tensor:
-    """pi-Play eq. 4 without its format term: (n - k) / (n - 1) if 0 < k < n of the answers are right. (N,) -> (N,)"""
-    difficulty = (num_answers - num_correct) / max(num_answers - 1, 1)  # (N,)
-    return difficulty * ((num_correct > 0) & (num_correct < num_answers))
-
-
 def generalized_jsd(student_logits: Tensor, teacher_logits: Tensor, weight: float = 1.0, top_k: int | None = None):
-    """Divergence of two next-token distributions, exact over their support. (...,V), (...,V) -> (...)
+    """Divergence of two next-token distributions, exact over their support. (B,T,V), (B,T,V) -> (B,T), or (N,V) -> (N,)
 
     weight w of the mixture m = (1 - w) student + w teacher: w KL(teacher || m) + (1 - w) KL(student || m), by its ends
     1 KL(student || teacher) and 0 KL(teacher || student) (GKD's beta). The teacher gets no gradient. top_k: both are
     renormalised on the teacher's k likeliest tokens (Revisiting OPD eq. 6-8).
     """
-    teacher_logits = teacher_logits.detach()  # (...,V)
     if top_k and top_k < teacher_logits.size(-1):
         teacher_logits, support = teacher_logits.topk(top_k)  # (...,K) twice
         student_logits = student_logits.gather(-1, support)  # (...,K)
-    student, teacher = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)  # (...,V) or (...,K)
+    student, teacher = student_logits.log_softmax(-1), teacher_logits.detach().log_softmax(-1)  # (...,V) or (...,K)
 
     def kl(p, q):
         return (p.exp() * (p - q)).sum(-1)  # (...)
@@ -215,22 +179,51 @@ def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, top
     return row_means(generalized_jsd(student_logits, teacher_logits, top_k=top_k), mask)
 
 
-def special_token_mask(ids: Tensor, mask: Tensor, special: list[int]) -> Tensor:
-    """The mask without the first token of each id in `special`, which may be masked already. (B,T), (B,T) -> (B,T)
-
-    Revisiting OPD's code: student and teacher differ most there, and only in style.
-    """
-    for token in special:
-        found = ids == token  # (B,T)
-        mask = mask & ~(found & (found.cumsum(1) == 1))  # (B,T)
-    return mask
-
-
 @torch.no_grad()
 def update_teacher(teacher: torch.nn.Module, student: torch.nn.Module, tau: float) -> None:
     """pi-Play eq. 11 in place: teacher <- (1 - tau) teacher + tau student, each parameter (of any shape (A,B,...))."""
     for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
         old.mul_(1 - tau).add_(new, alpha=tau)
+
+
+def examiner_rewards(num_correct: Tensor, num_answers: int) -> Tensor:
+    """pi-Play eq. 4 without its format term: (n - k) / (n - 1) if 0 < k < n of the answers are right. (N,) -> (N,)"""
+    difficulty = (num_answers - num_correct) / max(num_answers - 1, 1)  # (N,)
+    return difficulty * ((num_correct > 0) & (num_correct < num_answers))
+
+
+def pool_statistics(values: Tensor, weights: Tensor, *ids: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, standard deviation and size of the pool of each row: the rows whose ids all agree. (R,) each -> 3 x (R,)
+
+    A row counts `weights` times. Equal values have a standard deviation of exactly 0, however they are rounded.
+    """
+    pools = torch.stack(ids).unique(dim=1, return_inverse=True)[1]  # (R,) number of each row's pool
+    size, total = (torch.zeros_like(x).index_add(0, pools, x)[pools] for x in (weights, weights * values))  # (R,) each
+    squares = weights * (values - total / size).square()  # (R,)
+    std = (torch.zeros_like(squares).index_add(0, pools, squares)[pools] / (size - ddof).clamp(min=1)).sqrt()  # (R,)
+    return total / size, std.masked_fill(std < 1e-9 * (1 + (total / size).abs()), 0.0), size.round()
+
+
+def hop_advantages(rewards: Tensor, hops: Tensor, epsilon=1e-6, ddof=0, outside=False, lone="zero") -> Tensor:
+    """pi-Play eq. 6 and 9: (r - mean) / sqrt(variance + epsilon) within the rows of equal `hops`. (N,), (N,) -> (N,)
+
+    For the student `hops` is the number of the question, which makes a group of its answers. Population variance; equal
+    rewards and a lone one give exactly 0. Dr. Zero's code: ddof=1, outside=True (std + epsilon), lone="raw".
+    """
+    values = rewards.double()  # (N,)
+    mean, std, size = pool_statistics(values, torch.ones_like(values), hops, ddof=ddof)  # (N,) each
+    scale = std + epsilon if outside else (std**2 + epsilon).sqrt()  # (N,)
+    advantages = ((values - mean) / scale).masked_fill(std == 0, 0.0)  # (N,)
+    return torch.where((size == 1) & (lone == "raw"), values / (1 + epsilon), advantages).to(rewards.dtype)
+
+
+def special_token_mask(ids: Tensor, mask: Tensor, special: list[int]) -> Tensor:
+    """The mask without the first token of each id in `special`, which may be masked already. (B,T), (B,T) -> (B,T)
+
+    Revisiting OPD's code: student and teacher differ most there, and only in style.
+    """
+    found = ids[..., None] == torch.tensor(special, device=ids.device)  # (B,T,S) of S special ids
+    return mask & ~(found & (found.cumsum(1) == 1)).any(-1)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -354,14 +347,6 @@ def encode(tokenizer, messages: list[dict]) -> list[int]:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def encode_reply(tokenizer, message: dict) -> list[int]:
-    """Token ids of a message that follows the end token of the assistant's, up to where the assistant begins again."""
-    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}, message] for text in "bc"]
-    ids, other = (encode(tokenizer, chat) for chat in chats)  # alone, the first two may be written differently
-    content = max(i for i, pair in enumerate(zip(ids, other)) if pair[0] != pair[1])
-    return ids[content + 2 :]  # behind the end token
-
-
 # === 5 Rollout ========================================================================================================
 
 
@@ -481,7 +466,7 @@ def play(model, tokenizer, task, problems: list, num_generations: int, args: Arg
             episodes[i].add(*written)
             episodes[i].over = reply is None or not written[-1]
             if not episodes[i].over:
-                episodes[i].read(encode_reply(tokenizer, reply), reply["content"])
+                episodes[i].read(reply_ids(tokenizer, reply), reply["content"])
     return episodes
 
 
@@ -628,16 +613,14 @@ def token_logprobs(model, packed: Packed, args: Args, teacher=None) -> list[Tens
         logits = model.get_output_embeddings()(hidden).float() / args.temperature  # (n,V)
         values = [-torch.nn.functional.cross_entropy(logits, targets, reduction="none")]  # (n,)
         if teacher:
-            with torch.no_grad():
-                taught = teacher.get_output_embeddings()(*states).float() / args.temperature  # (n,V)
+            taught = teacher.get_output_embeddings()(*states).float() / args.temperature  # (n,V)
             values.append(generalized_jsd(logits, taught, DIVERGENCES[args.divergence], args.distill_top_k))  # (n,)
         return torch.stack(values)
 
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.bf16):
         parts = [packed.targets, hidden_states(model, packed)]
-        if teacher:
-            with torch.no_grad():
-                parts.append(hidden_states(teacher, packed.private))  # (N,H)
+        if teacher:  # its parameters need no gradient, so no graph is built
+            parts.append(hidden_states(teacher, packed.private))  # (N,H)
         chunks = list(zip(*(part.split(max(1, LOGITS_PER_CHUNK // model.config.vocab_size)) for part in parts)))
         values = [torch.utils.checkpoint.checkpoint(chunk_values, *chunk, use_reentrant=False) for chunk in chunks[1:]]
         values = torch.cat([chunk_values(*chunks[0]), *values], 1)  # (1,N) or (2,N)
@@ -777,10 +760,8 @@ def evaluate(model, tokenizer, task, args: Args) -> tuple[dict[str, float], str]
     mine = list(range(rank, len(problems), world_size)) or [0]
     problems, seeds = [problems[i] for i in mine], [f"evaluation {i}" for i in mine]
     episodes = play(model, tokenizer, task, problems, 1, args, None)
-    rewards = score_episodes(task, episodes)  # (P,K)
-    sampled = play(model, tokenizer, task, problems, k, args, seeds)
-    sampled = score_episodes(task, sampled).view(len(problems), k, -1)  # (P,k,K)
-    turns = torch.tensor([[len(episode.starts)] for episode in episodes])  # (P,1)
+    rewards, turns = score_episodes(task, episodes), torch.tensor([[len(e.starts)] for e in episodes])  # (P,K), (P,1)
+    sampled = score_episodes(task, play(model, tokenizer, task, problems, k, args, seeds)).view(len(problems), k, -1)
     columns = [rewards[:, :1], sampled.amax(1)[:, :1], sampled.mean(1)[:, :2], rewards, turns]
     names = ["pass_at_1", f"pass_at_{k}", f"mean_at_{k}", f"f1_mean_at_{k}"]
     names += [*(f"rewards/{name}" for name in task.reward_functions), "turns"]
@@ -846,9 +827,8 @@ def train(args: Args) -> dict[str, float]:
     models = {role: load_model(args, tokenizer, device) for role in ("student", "examiner", "teacher")}
     student, teacher = models["student"], models["teacher"].requires_grad_(False)
     reference = load_model(args, tokenizer, device).requires_grad_(False) if args.beta > 0 else None
-    options = {"lr": args.learning_rate, "weight_decay": 0.0, "fused": True}
-    optimizers = {role: torch.optim.AdamW(models[role].parameters(), **options) for role in ("student", "examiner")}
     counts = {"student": args.num_prompts_per_step, "examiner": args.num_documents_per_step}
+    optimizers = {role: torch.optim.Adam(models[role].parameters(), args.learning_rate, fused=True) for role in counts}
     progress = Progress(step=0, student=0, examiner=0, tokens=0)
     state = models | {f"{role} optimizer": x for role, x in optimizers.items()} | {"progress": progress}
     name = f"{Path(__file__).stem}__{Path(args.dataset or args.env).stem}__{args.seed}__{int(time.time())}"
@@ -893,18 +873,20 @@ def train(args: Args) -> dict[str, float]:
         metrics |= update(models[role], optimizers[role], batch, advantages, args, reference, teacher, weight)
         if role == "student":  # 3. the teacher follows
             update_teacher(teacher, student, args.teacher_tau)
+            metrics["pi_play/lambda"] = weight
         progress["step"] += 1
         now = time.perf_counter()  # 4. log; evaluate and save above
         if rank == 0:
-            prefix = "train/" if role == "student" else "train/pi_play/examiner/"
-            logger.scalars(step + 1, {prefix + name: value for name, value in metrics.items()})
+            line = f"step {step + 1:>4}/{args.max_steps}  {role:<8}  reward {metrics['reward']:.3f}"
+            if role == "examiner":
+                metrics = {f"pi_play/examiner/{name.removeprefix('pi_play/')}": x for name, x in metrics.items()}
+            logger.scalars(step + 1, {f"train/{name}": value for name, value in metrics.items()})
             gpu, speed = device.type == "cuda", (progress["tokens"] - tokens) / (now - began)
             memory = torch.cuda.max_memory_allocated() if gpu else getrusage(RUSAGE_SELF).ru_maxrss * 1024  # bytes
             perf = {"perf/step_seconds": now - began, "perf/rollout_seconds": sampled - began}
             perf |= {"perf/tokens_per_second": speed, "perf/peak_memory_gb": memory / 1e9}
             logger.scalars(step + 1, perf, "perf.csv")
             left = (now - start) / (step + 1 - first) * (args.max_steps - step - 1)
-            line = f"step {step + 1:>4}/{args.max_steps}  {role:<8}  reward {metrics['reward']:.3f}"
             print(f"{line}  {speed / 1000:4.1f}k tok/s  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
     if stop and not last:
         fail(f"stopped after step {step}; continue with --resume {run_dir}", 128 + stop)

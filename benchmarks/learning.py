@@ -4,6 +4,7 @@
     python benchmarks/learning.py --study gdpo --jobs 2
     python benchmarks/learning.py --study dr_mas --jobs 2
     python benchmarks/learning.py --study igpo --jobs 2
+    python benchmarks/learning.py --study pi_play --jobs 2
     python benchmarks/make_tables.py                         # redraws tables and figures from the CSVs
 
 A sweep with a seed of its own (SWEEP_SEED) chooses the learning rate of an arm: the best final eval/mean_at_8. An arm
@@ -163,13 +164,34 @@ STUDIES = {
         + tuple(f"train/igpo/{name}" for name in ("frac_no_signal", "turns", "gain")),
         first=("pass_at_1", "mean_at_8", "f1_mean_at_8", "turns"),
     ),
+    "pi_play": Study(
+        script="algorithms/pi_play.py",
+        common=("--max-steps", "60", "--eval-steps", "5"),  # the default, evaluated more often
+        arms={
+            "qcp": Arm(seeds=(1, 2, 3, 4, 5)),
+            "none": Arm(("--privileged-context", "none"), (1, 2, 3, 4, 5)),
+            "partial": Arm(("--privileged-context", "partial"), rate="qcp"),
+            "answer": Arm(("--privileged-context", "answer"), rate="qcp"),
+            "one_hop_qcp": Arm(("--hops", "1"), rate="qcp"),
+            "one_hop_none": Arm(("--hops", "1", "--privileged-context", "none"), rate="none"),
+            "lambda_fixed": Arm(("--lambda-schedule", "1"), rate="qcp"),
+            "lambda_paper": Arm(("--lambda-schedule", "0.03", "0.003", "0.002"), rate="qcp"),
+            "forward_kl": Arm(("--divergence", "forward_kl"), rate="qcp"),
+            "examiner_frozen": Arm(("--examiner-steps", "0", "--max-steps", "45"), rate="qcp"),
+        },
+        scores={"pass_at_1": PASS["pass_at_1"], "mean_at_8": PASS["mean_at_8"], "turns": "eval/turns"},
+        tags=("train/reward", "train/frac_reward_zero_std", "train/num_tokens", "train/entropy")
+        + tuple(f"train/pi_play/{name}" for name in ("divergence", "searches", "repeated_searches"))
+        + tuple(f"train/pi_play/examiner/{name}" for name in ("reward", "format", "pass_rate", "num_tokens")),
+        first=("pass_at_1", "mean_at_8", "turns"),
+    ),
 }
 
 
 @dataclass
 class Args:
     study: str = "grpo"
-    """which study to run: grpo, gdpo, dr_mas or igpo"""
+    """which study to run: grpo, gdpo, dr_mas, igpo or pi_play"""
     jobs: int = 2
     """runs at the same time, one thread each"""
     arms: tuple[str, ...] = ()

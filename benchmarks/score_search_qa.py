@@ -88,7 +88,9 @@ def score(player: Player, hops: int, count: int) -> dict[str, float]:
     scores["searches"] = share(sum("<search>" in text for text in turns) for turns in episodes)
     greedy = player.play(task, [task.prompt(problem) for problem in problems], greedy=True)
     scores["greedy"] = share(search_text.exact_match(p, "".join(turns)) for p, turns in zip(problems, greedy))
-    privileged = player.play(task, [task.prompt(replace(problem, privileged=task.qcp(problem))) for problem in problems])
+    privileged = player.play(
+        task, [task.prompt(replace(problem, privileged=task.qcp(problem))) for problem in problems]
+    )
     scores["privileged"] = share(search_text.exact_match(p, "".join(turns)) for p, turns in zip(problems, privileged))
     unread = player.write([task.prompt(problem, "responder") for problem in problems])
     scores["no_search"] = share(map(search_text.exact_match, problems, unread))

@@ -48,3 +48,14 @@ class Episode:
 def padded(episodes: list[Episode], name: str, padding: float, device: torch.device) -> Tensor:
     """A list of each episode (ids, turns, logprobs) as rows of one tensor. -> (B,T)"""
     return pad_sequence([torch.tensor(getattr(episode, name)) for episode in episodes], True, padding).to(device)
+
+
+def reply_ids(tokenizer, message: dict) -> list[int]:
+    """Token ids of a message that follows the end token of the assistant's, up to where the assistant begins again."""
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": text}, message] for text in "bc"]
+    options = {"add_generation_prompt": True, "return_dict": True}
+    ids, other = (tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats)
+    content = max(
+        i for i, pair in enumerate(zip(ids, other)) if pair[0] != pair[1]
+    )  # alone, b may be written otherwise
+    return ids[content + 2 :]  # behind the end token

@@ -428,3 +428,16 @@ def test_a_folder_of_another_script(tmp_path, capsys):
     (tmp_path / "args.json").write_text(json.dumps({"model_name_or_path": None, "top_p": 1.0}))
     for flag in ("resume", "evaluate"):
         assert f"{tmp_path}: not a run folder of this script" in refusal(capsys, **{flag: str(tmp_path)})
+
+
+# --- Learning --------------------------------------------------------------------------------------------------------
+
+
+def test_learning(tmp_path):
+    """A short run of the search team, cut to two rounds to be quick: the share of right answers rises."""
+    values = {"env": "search_qa", "max_rounds": 2, "num_prompts_per_step": 8, "num_generations": 8}
+    values |= {"max_completion_length": 64, "learning_rate": 4e-4, "max_steps": 12}
+    metrics = train_here(tmp_path / "run", **values, eval_problems=32, num_generations_eval=4)
+    # Seeds 1 to 5: +0.156, 0.148, 0.133, 0.141, 0.125 (mean 0.141, standard deviation 0.012). Seeds 1, 2, 3 with
+    # advantages negated: -0.117 each, which is down to 0; dealt out to other calls: -0.102, -0.102, -0.109.
+    assert metrics[12, "eval/mean_at_4"] - metrics[0, "eval/mean_at_4"] > 0.05

@@ -22,6 +22,7 @@ from algorithms.gdpo import (
     condition_rewards,
     decoupled_advantages,
     group_advantages,
+    policy_loss,
     rollout,
     total_rewards,
 )
@@ -29,6 +30,8 @@ from benchmarks import bandit_gdpo
 
 VECTORS = json.loads((Path(__file__).parent / "reference" / "gdpo.json").read_text())["vectors"]
 BY_ID = {vector["id"]: vector for vector in VECTORS}
+LOSSES = json.loads((Path(__file__).parent / "reference" / "grpo.json").read_text())["vectors"]
+LOSSES = {vector["id"]: vector for vector in LOSSES if vector["id"].startswith("loss/no_empty_row/trl")}
 NAN = math.nan
 
 
@@ -126,6 +129,32 @@ def test_reference_conditioned_length_reward():
     rewards = torch.stack([tensor(inputs["correct"]), tensor(inputs["length_ok"])], 1)
     assert_close(condition_rewards(rewards, [1])[:, 1], outputs["conditioned_length"], 0)
     assert_close(condition_rewards(rewards.flip(1), [0], on=1)[:, 0], outputs["conditioned_length"], 0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_reference_loss_and_gradient(name):
+    """TRL 1.16's clipped loss, which GDPO shares: every loss type, with and without the KL penalty."""
+    vector = LOSSES[name]
+    inputs, outputs, options = (vector[key] for key in ("inputs", "outputs", "params"))
+    inputs = LOSSES[inputs["same_as"]]["inputs"] if "same_as" in inputs else inputs
+    names = ("logps_new", "logps_old", "advantages", "completion_mask", "logps_ref")
+    logprobs, *others, ref_logprobs = (tensor(inputs[key]) for key in names)
+    options = {key: value for key, value in options.items() if key not in ("num_items_in_batch", "grad_accum")}
+    options |= {"ref_logprobs": ref_logprobs, "num_tokens": vector["params"]["num_items_in_batch"]}
+    loss, metrics = policy_loss(logprobs.requires_grad_(), *others, **options)
+    assert_close(loss, outputs["loss"])
+    assert_close(torch.autograd.grad(loss, logprobs)[0], outputs["grad_wrt_logps_new"])
+    assert_close(metrics["clip_ratio/region_mean"], outputs["clip_ratio_region_mean"])
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_reference_loss_by_hand(loss_type):
+    """DeepSeekMath eq. 3, to be minimised: min(ratio A, clip(ratio, 0.8, 1.2) A) with its sign turned."""
+    logprobs = tensor([[0.5, 1.1, 1.5]] * 2, torch.float64).log().requires_grad_()  # the old ones are 0
+    objective, slope = [[0.5, 1.1, 1.2], [-1.6, -2.2, -3.0]], [[0.5, 1.1, 0.0], [0.0, -2.2, -3.0]]  # A is 1, then -2
+    loss, _ = policy_loss(logprobs, torch.zeros(2, 3), tensor([1, -2]), torch.ones(2, 3), loss_type=loss_type)
+    assert_close(loss, -tensor(objective, torch.float64).mean(), 1e-12)
+    assert_close(torch.autograd.grad(loss, logprobs)[0], -tensor(slope, torch.float64) / 6, 1e-12)
 
 
 def test_reference_worked_example():

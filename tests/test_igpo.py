@@ -19,7 +19,6 @@ from algorithms.igpo import (
     batch_metrics,
     compute_advantages,
     encode,
-    encode_reply,
     information_gains,
     kl_estimate,
     load_model,
@@ -32,7 +31,7 @@ from algorithms.igpo import (
     turn_advantages,
     update,
 )
-from envs.episodes import Episode, padded
+from envs.episodes import Episode, padded, reply_ids
 from envs.search_qa import Problem, SearchQA, result_message
 from envs.search_text import f1
 
@@ -386,7 +385,7 @@ def test_episodes_are_sampled_turns_and_encoded_replies(played, model, tokenizer
                 assert written[-1] in model.generation_config.eos_token_id
                 (reply,) = task.step([e.texts[2 * turn]], turn + 1)
                 assert reply["content"] == e.texts[2 * turn + 1]
-                rebuilt += encode_reply(tokenizer, reply)
+                rebuilt += reply_ids(tokenizer, reply)
         assert rebuilt == e.ids
         assert all((turn == -1) == (x == 0.0) or x > -1e-6 for turn, x in zip(e.turns, e.logprobs))
     assert len(counts) > 1 and max(counts) <= ARGS.max_turns
@@ -428,8 +427,8 @@ def test_replies_continue_the_chat_of_any_template(name):
     reply = result_message("Belis Holard's rival is Fako Varik.")
     behind = "\n" if "line break" in name else ""
     text = f"{behind}<|user|><result>Belis Holard's rival is Fako Varik.</result><|end|>{behind}<|assistant|>"
-    assert tokenizer.decode(encode_reply(tokenizer, reply)) == text
-    assert encode_reply(tokenizer, reply) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(reply_ids(tokenizer, reply)) == text
+    assert reply_ids(tokenizer, reply) == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_recorded_logprobs_equal_teacher_forcing(played, model):

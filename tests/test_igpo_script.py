@@ -395,3 +395,15 @@ def test_a_folder_of_another_script(tmp_path, capsys):
     (tmp_path / "args.json").write_text(json.dumps({"model_name_or_path": None, "top_p": 1.0}))
     for flag in ("resume", "evaluate"):
         assert f"{tmp_path}: not a run folder of this script" in refusal(capsys, **{flag: str(tmp_path)})
+
+
+# --- Learning --------------------------------------------------------------------------------------------------------
+
+
+def test_learning(tmp_path):
+    """A short run of the default task: the share of right answers rises."""
+    values = {"num_prompts_per_step": 8, "num_generations": 8, "max_completion_length": 64, "learning_rate": 4e-4}
+    metrics = train_here(tmp_path / "run", **values, max_steps=10, eval_problems=32, num_generations_eval=4)
+    # Seeds 1 to 5: +0.250, 0.305, 0.164, 0.289, 0.422 (mean 0.286, standard deviation 0.094). Seeds 1, 2, 3 with
+    # advantages negated: -0.195 each, which is down to 0; dealt out to other episodes: +0.016, -0.148, -0.070.
+    assert metrics[10, "eval/mean_at_4"] - metrics[0, "eval/mean_at_4"] > 0.07
