@@ -74,11 +74,9 @@ class Args:
     max_turns: int = 5
     """turns of an episode; one without an answer by then has failed (ours; IGPO table 4: 10)"""
     privileged_context: Literal["qcp", "partial", "answer", "none"] = "qcp"
-    """what the teacher sees beside the question: the question construction path, each of its searches with chance one
-    half, the answer; none: no teacher, the control (Zhang et al. table 3)"""
+    """what only the teacher sees: question construction path, half of it, answer; none: no teacher (Zhang et al. 3)"""
     lambda_schedule: tuple[float, ...] = (1.0, 0.3, 0.1)
-    """lambda, weight of the divergence from the teacher, in each round; the last one stays (ours; Zhang et al.: 0.03
-    0.003 0.002)"""
+    """lambda, weight of the divergence, in each round; the last one stays (ours; Zhang et al.: 0.03 0.003 0.002)"""
     teacher_tau: float = 0.05
     """share of the student in the teacher after each student step (Zhang et al. table 7)"""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
@@ -498,7 +496,7 @@ def draw_problems(examiner, tokenizer, task, numbers: range, args: Args) -> list
     problems, attempts = dict.fromkeys(numbers), iter(range(20))
     while missing := [number for number, problem in problems.items() if problem is None]:
         if (attempt := next(attempts, None)) is None:
-            fail("the examiner writes no well-formed questions: lower --learning-rate; checkpoints are kept", 1)
+            fail("no well-formed questions: raise --max-turns or --max-completion-length, or lower --learning-rate", 1)
         found = examine(examiner, tokenizer, task, [f"{args.seed} question {i} {attempt}" for i in missing], args)[2]
         problems |= {i: problem for i, problem in zip(missing, found) if problem and not problem.held_out}
     return list(problems.values())
@@ -638,8 +636,8 @@ def update(model, optimizer, batch: Batch, advantages: Tensor, args: Args, refer
     """
     acts = advantages[:, None].ne(0).flatten(1).any(1) | (args.beta > 0 or weight > 0)  # (B,)
     micro_batches = pack(batch, acts.nonzero()[:, 0].tolist(), args)
-    counts = torch.tensor([[batch.mask.sum(), len(acts), batch.mask[acts].sum()]], device=batch.mask.device)
-    num_tokens, num_rows, num_trained = gather(counts)[0].sum(0).clamp(min=1)  # scalars
+    counts = gather(torch.tensor([[batch.mask.sum(), len(acts), batch.mask[acts].sum()]], device=batch.mask.device))[0]
+    num_tokens, num_rows, num_trained = counts.sum(0).clamp(min=1)  # scalars
     options = {"loss_type": args.loss_type, "epsilon": args.epsilon, "beta": args.beta, "num_tokens": num_tokens}
     options |= {"max_completion_length": args.max_completion_length}
     names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"] + ["kl"] * (args.beta > 0)
@@ -664,7 +662,7 @@ def update(model, optimizer, batch: Batch, advantages: Tensor, args: Args, refer
         sums |= {name: sums[name] + value.detach() for name, value in metrics.items()}
     grad_norm = apply_gradients(model, optimizer, args)
     metrics = dict(zip(sums, gather(torch.stack(list(sums.values()))[None])[0].sum(0).tolist()))
-    return metrics | {"grad_norm": grad_norm, "frac_tokens_trained": (num_trained / num_tokens).item()}
+    return metrics | {"grad_norm": grad_norm, "frac_tokens_trained": (counts[:, 2].sum() / num_tokens).item()}
 
 
 def apply_gradients(model, optimizer, args: Args) -> float:
@@ -789,11 +787,11 @@ def check_args(args: Args) -> None:
     """One sentence for every combination of flags that cannot work."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     group, micro = args.num_generations, args.per_device_train_batch_size
-    least = dict.fromkeys(["max_steps", "eval_steps", "seed", "examiner_steps"], 0)
+    least = dict.fromkeys(["max_steps", "eval_steps", "seed", "examiner_steps"], 0) | {"distill_top_k": 1}
     least |= dict.fromkeys(["num_generations", "num_answers"], 2) | dict.fromkeys(["temperature", "top_p"], 1e-6)
     for name, value, lowest in ((f.name, getattr(args, f.name), int(f.type is int)) for f in fields(Args)):
         flag = f"--{name.replace('_', '-')} {value}"
-        number = min(value, default=-1) if isinstance(value, tuple) else value
+        number = min(value, key=lambda x: (x >= 0, x), default=-1) if isinstance(value, tuple) else value  # or NaN
         if isinstance(number, (int, float)) and not number >= least.get(name, lowest):
             fail(f"{flag}: expected {least.get(name, lowest)} or more")
         if name in ("top_p", "teacher_tau") and value > 1:
