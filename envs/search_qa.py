@@ -6,15 +6,14 @@ a retrieval server. Roles: answerer (one agent), router, searcher and responder 
 Rewards compare texts by rule. Every random choice comes from the `random.Random` that is passed in. No dependencies.
 """
 
-import json
 import random
 import re
-import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from envs.retriever import RELATIONS, HttpRetriever, World
+from envs.search_problems import Problem, Request, read_questions
 from envs.search_text import exact_match, examiner_format, f1, format, parse_question, parse_turn
 
 KNOWN = "I know the answer."  # the thought before an answer
@@ -30,34 +29,6 @@ INSTRUCTIONS = {
     "examiner": f"Search along a chain of facts. {THINK} write one query inside <search> </search>, or in the end a "
     "question about the chain inside <question> </question> and its answer inside <answer> </answer>.",
 }
-
-
-@dataclass(frozen=True)
-class Problem:
-    question: str
-    answers: tuple[str, ...]  # any of them is right
-    hops: int = field(default=0, compare=False)  # 0: unknown
-    path: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)  # facts, for demonstrations only
-    steps: tuple[tuple[str, str], ...] = field(default=(), compare=False)  # (query, result) of its examiner
-    privileged: str = field(default="", compare=False)  # what stands before the question for a teacher only
-
-    @property
-    def place(self) -> tuple[int, str]:
-        """A hash of the question and the question: equal for copies, and no order of lines matters."""
-        key = " ".join(self.question.lower().split())
-        return zlib.crc32(key.encode("utf-8", "replace")), key
-
-    @property
-    def held_out(self) -> bool:
-        """One in 16 belongs to evaluation, so that neither pretraining nor training can ever meet it."""
-        return self.place[0] < 2**28
-
-
-class Request(NamedTuple):
-    """What an examiner is asked for: a question about a chain of `hops` searches that begins in a document."""
-
-    document: str
-    hops: int
 
 
 class Turn(NamedTuple):
@@ -218,46 +189,3 @@ class SearchQA:
 
 def result_message(result: str) -> dict:
     return {"role": "user", "content": f"<result>{result}</result>"}
-
-
-# --- Questions from a file ---------------------------------------------------------------------------------------
-
-
-def read_questions(path: str) -> tuple[list[Problem], list[Problem]]:
-    """The training and the evaluation side of a JSON-lines file. A hash of the question decides, neither is empty."""
-    try:
-        with open(path, "rb") as file:
-            rows = [read_line(raw, f"{path}, line {i}") for i, raw in enumerate(file, 1) if raw.strip()]
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}), expected a JSON-lines file") from None
-    problems = sorted({row.place: row for row in rows}.values(), key=lambda row: row.place)
-    if len(problems) < 2:
-        raise ValueError(f"{path}: found {len(problems)} different questions, expected at least 2")
-    cut = min(max(sum(problem.held_out for problem in problems), 1), len(problems) - 1)
-    return problems[cut:], problems[:cut]
-
-
-def read_line(raw: bytes, where: str) -> Problem:
-    """One line of the file as a problem; a ValueError of one sentence if it is broken."""
-
-    def check(condition: bool, found: str, expected: str):
-        if not condition:
-            raise ValueError(f"{where}: found {found}, expected {expected}")
-
-    try:
-        row, error = json.loads(raw.decode("utf-8-sig")), None
-    except (ValueError, RecursionError) as raised:
-        row, error = None, raised
-    check(not isinstance(error, UnicodeDecodeError), "bytes that are not UTF-8", "UTF-8 text")
-    check(error is None, "text that is not valid JSON", "one JSON object")
-    check(isinstance(row, dict), f"JSON of type {type(row).__name__}", "an object with a question and an answer")
-    check("question" in row, "no question", "a key question")
-    key = next((key for key in ("golden_answers", "answers", "answer") if key in row), None)
-    check(key is not None, "no answer", "a key golden_answers or answers or answer")
-    answers = row[key] if isinstance(row[key], list) else [row[key]]
-    check(len(answers) > 0, f"an empty {key}", "at least one answer")
-    for name, text in [("question", row["question"]), *((key, answer) for answer in answers)]:
-        check(isinstance(text, str), f"{name} of type {type(text).__name__}", "a string")
-        check(text.strip() != "", f"an empty {name}", "some text")
-        check(not re.search("[\ud800-\udfff]", text), f"half a surrogate pair in {name}", "whole characters")
-    return Problem(row["question"].strip(), tuple(answer.strip() for answer in answers))
