@@ -210,9 +210,9 @@ def hop_advantages(rewards: Tensor, hops: Tensor, epsilon=1e-6, ddof=0, outside=
     """
     values = rewards.double()  # (N,)
     mean, std, size = pool_statistics(values, torch.ones_like(values), hops, ddof=ddof)  # (N,) each
-    scale = std + epsilon if outside else (std**2 + epsilon).sqrt()  # (N,)
-    advantages = ((values - mean) / scale).masked_fill(std == 0, 0.0)  # (N,)
-    return torch.where((size == 1) & (lone == "raw"), values / (1 + epsilon), advantages).to(rewards.dtype)
+    scores = ((values - mean) / (std + epsilon if outside else (std**2 + epsilon).sqrt())).masked_fill(std == 0, 0.0)
+    advantages = torch.where((size == 1) & (lone == "raw"), values / (1 + epsilon), scores)  # (N,)
+    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def special_token_mask(ids: Tensor, mask: Tensor, special: list[int]) -> Tensor:
