@@ -86,7 +86,7 @@ class Args:
     normalization: Literal["separate", "joint"] = "separate"
     """normalise gains and outcomes apart, or in one pool (IGPO v2 eq. 5; v1: joint)"""
     gamma: float = 1.0
-    """discount of later turns' rewards, per turn (IGPO table 4)"""
+    """discount per turn (IGPO table 4; SPIRAL code)"""
     format_penalty: float = -2.0
     """outcome of an episode whose format is wrong (IGPO code)"""
     num_prompts_per_step: int = 16

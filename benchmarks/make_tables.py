@@ -39,7 +39,21 @@ IGPO_ARM_NAMES = {
     "prob_separate": "gains of probability (`--information-gain prob`)",
     "prob_joint": "v1: both (`--information-gain prob --normalization joint`)",
 }
-FIGURES = {  # study: names of the arms, and the panels of its learning curves (tag, label, factor)
+PI_PLAY_ARM_NAMES = {
+    "qcp": "pi-Play: the teacher sees the path (`--privileged-context qcp`, the default)",
+    "none": "no teacher (`--privileged-context none`)",
+    "partial": "it sees half of the path (`--privileged-context partial`)",
+    "answer": "it sees the answer (`--privileged-context answer`)",
+    "lambda_fixed": "lambda stays 1 (`--lambda-schedule 1`)",
+    "lambda_paper": "lambda of the paper (`--lambda-schedule 0.03 0.003 0.002`)",
+    "forward_kl": "forward KL (`--divergence forward_kl`)",
+    "examiner_frozen": "the examiner does not learn (`--examiner-steps 0`)",
+    "one_hop_qcp": "one hop: pi-Play (`--hops 1`)",
+    "one_hop_none": "one hop: no teacher (`--hops 1 --privileged-context none`)",
+}
+PI_PLAY_VERSIONS = ("qcp", "lambda_fixed", "lambda_paper", "forward_kl", "examiner_frozen")
+PI_PLAY_OTHER_QUESTIONS = ("examiner_frozen", "one_hop_qcp", "one_hop_none")  # than those of a learning examiner
+FIGURES = {  # study: names of the arms, the panels of its learning curves (tag, label, factor, arms: none means all), x
     "grpo": (
         ARM_NAMES,
         (
@@ -61,6 +75,15 @@ FIGURES = {  # study: names of the arms, and the panels of its learning curves (
             ("eval/mean_at_8", "evaluation: right of 8 episodes, %", 100.0),
         ),
     ),
+    "pi_play": (
+        PI_PLAY_ARM_NAMES,
+        (
+            ("eval/mean_at_8", "evaluation: right of 8 episodes, %", 100.0, "qcp", "none", "partial", "answer"),
+            ("eval/mean_at_8", "evaluation: right of 8 episodes, %", 100.0, *PI_PLAY_VERSIONS),
+            ("eval/mean_at_8", "one hop: right of 8 episodes, %", 100.0, "one_hop_qcp", "one_hop_none"),
+        ),
+        "steps of the student",
+    ),
 }
 DR_MAS_ARM_NAMES = {
     "agent": "`agent`: Dr. MAS",
@@ -70,6 +93,12 @@ DR_MAS_ARM_NAMES = {
     "call": "`call`",
 }
 SIMULATED_ARMS = DR_MAS_ARM_NAMES | {"agent_lone_zero": "`agent --lone-call zero`"}
+TABULAR_ARM_NAMES = {"role": "`role`: SPIRAL", "global": "`global`", "none": "`none`", "role_only": "by role alone"}
+TABULAR_STUDIES = {
+    "standard": "Kuhn, 64 hands a step, 3000 steps",
+    "small": "Kuhn, 16 hands, 2000 steps",
+    "handicap": "handicap 3, 16 hands, 2000 steps",
+}
 SPEED_CASES = {
     "A": "short, even completions, 64 x 8",
     "B": "long-tailed completions, 64 x 8",
@@ -367,6 +396,160 @@ def table_igpo_runs() -> str:
     return runs_table([row for rows in final_runs("igpo", IGPO_ARM_NAMES).values() for row in rows])
 
 
+def pi_play_evaluations() -> dict[str, list[tuple[int, float, float]]]:
+    """Evaluations of every run: steps of the student so far, tokens so far, right of 8 episodes. The log counts tokens
+    of both roles in one counter, and has train/reward for the steps of the student only."""
+    found, students, tokens = {}, {}, {}
+    for row in read("pi_play_curves.csv"):  # in the order of the log: a step's evaluation comes after its metrics
+        run, tag, value = row["run"], row["tag"], float(row["value"])
+        students[run] = students.get(run, 0) + (tag == "train/reward")
+        if tag in ("train/num_tokens", "train/pi_play/examiner/num_tokens"):
+            tokens[run] = value
+        if tag == "eval/mean_at_8":
+            found.setdefault(run, []).append((students[run], tokens.get(run, 0.0), value))
+    return found
+
+
+def table_pi_play_learning() -> str:
+    """Scores of pi-Play, its versions and its controls, after a round and in the end, and how soon an arm is as right
+    as its control is in the end."""
+    arms, evaluations, rows = final_runs("pi_play", PI_PLAY_ARM_NAMES), pi_play_evaluations(), []
+    names = {"mean_at_8": 100.0, "pass_at_1": 100.0, "turns": 1.0}
+    for arm, runs in arms.items():
+        kind, digits = "one_hop_" if arm.startswith("one_hop") else "", {100.0: 1, 1.0: 2}
+        if arm == f"{kind}qcp":  # the first of those with the same questions in the evaluation
+            first = [f"{scale * float(runs[0][f'first_{name}']):.{digits[scale]}f}" for name, scale in names.items()]
+            rows.append(["one hop: before training" if kind else "before training", "", "", "", *first, "", ""])
+        cells = [PI_PLAY_ARM_NAMES[arm], runs[0]["learning_rate"], len(runs)]
+        found = [evaluations[row["run"]] for row in runs]
+        cells.append(mean_std([next(value for steps, _, value in row if steps == 15) for row in found]))
+        for name, scale in names.items():
+            cells.append(mean_std([float(row[name]) for row in runs], digits[scale], scale))
+        level = statistics.mean(float(row["mean_at_8"]) for row in arms[f"{kind}none"])
+        reached = [evaluation for row in found if (evaluation := next((e for e in row if e[2] >= level), None))]
+        missed = f" ({len(reached)} of {len(runs)} runs)" if 0 < len(reached) < len(runs) else ""
+        for place, scale in ((0, 1.0), (1, 1e-3)):
+            cells.append(mean_std([e[place] for e in reached], 0, scale) + missed if reached else "not reached")
+        rows.append(cells)
+    header = ["arm", "learning rate", "seeds", "right of 8 episodes after 15 student steps, %"]
+    header += ["right of 8 episodes in the end, %", "pass@1 greedy, %", "turns, greedy"]
+    return markdown([*header, "student steps to the control's final level", "thousand tokens to it"], rows)
+
+
+def table_pi_play_sweep() -> str:
+    """Learning-rate sweep of pi-Play and of self-play without a teacher."""
+    return sweep_table("pi_play", PI_PLAY_ARM_NAMES)
+
+
+def table_pi_play_behaviour() -> str:
+    """The last 10 student steps of training, of arms whose examiners learn and write one and two hops: how it searches,
+    and how many questions teach nothing by reward."""
+    tags = [f"train/{name}" for name in ("pi_play/searches", "pi_play/repeated_searches", "entropy")]
+    searches, repeated, entropy, equal = (recent("pi_play", tag) for tag in (*tags, "train/frac_reward_zero_std"))
+    rows = []
+    for arm, runs in final_runs("pi_play", PI_PLAY_ARM_NAMES).items():
+        if arm not in PI_PLAY_OTHER_QUESTIONS:
+            ids = [row["run"] for row in runs]
+            cells = [mean_std([searches[run] for run in ids], 2, 1)]
+            cells.append(mean_std([repeated[run] / searches[run] for run in ids]))
+            cells += [mean_std([entropy[run] for run in ids], 3, 1), mean_std([equal[run] for run in ids])]
+            rows.append([PI_PLAY_ARM_NAMES[arm], len(runs), *cells])
+    header = ["arm", "seeds", "searches an episode", "repeated searches, %", "entropy, nats a token"]
+    return markdown([*header, "questions with 8 equal rewards, %"], rows)
+
+
+def table_pi_play_examiner() -> str:
+    """Questions of the examiner of every round: are they well-formed, right, and hard for a student."""
+    rows, table = read("pi_play_examiner.csv"), []
+    columns = {"well_formed": "well-formed, %", "right": "its answer is right, %", "searches": "searches"}
+    columns |= {"question_hops": "relations in the question", "base_pass_rate": "shipped model right, %"}
+    columns |= {"base_pass_rate_right": "on questions with the right answer, %"}
+    columns |= {"base_between": "right 1 to 4 times of 5, %", "pass_rate": "student of the round right, %"}
+    columns |= {"between": "right 1 to 4 times of 5, %", "difficulty": "difficulty reward"}
+    for hops, number in sorted({(row["hops"], row["round"]) for row in rows}):
+        found = [row for row in rows if (row["hops"], row["round"]) == (hops, number)]
+        cells = [hops, "before training" if number == "0" else number]
+        for name in columns:
+            plain = name in ("question_hops", "difficulty", "searches")
+            values = [float(row[name]) for row in found]
+            known = not any(value != value for value in values)  # NaN: none of a seed's questions has the right answer
+            cells.append(mean_std(values, 2 if plain else 1, 1 if plain else 100) if known else "")
+        table.append(cells)
+    return markdown(["hops asked for", "round", *columns.values()], table)
+
+
+def table_pi_play_runs() -> str:
+    """Cost of the runs of pi-Play's comparison."""
+    return runs_table([row for rows in final_runs("pi_play", PI_PLAY_ARM_NAMES).values() for row in rows])
+
+
+def table_spiral_tabular_variance() -> str:
+    """Variance of one hand's gradient, exactly, by the kind of baseline."""
+    names = {"none": "none (`--baseline none`)", "mean": "exact mean of each role"}
+    names |= {"role": "moving average of each role (`--baseline role`)", "global": "of both (`--baseline global`)"}
+    rows = {(row["baseline"], row["handicap"]): row for row in read("tabular_spiral_variance.csv")}
+    table = []
+    for baseline, name in names.items():
+        cells = [f"{float(rows[baseline, handicap]['variance']):.3f}" for handicap in "03"]
+        table.append([name, *cells, f"{float(rows[baseline, '3']['squared_mean']):.4f}"])
+    header = ["baseline", "variance, Kuhn", "variance, handicap 3", "squared norm of the mean, both games"]
+    return markdown(header, table)
+
+
+def tabular_runs(study: str) -> dict[str, list[dict]]:
+    """Runs of a study of the tabular policies by arm."""
+    rows = [row for row in read("tabular_spiral_runs.csv") if row["study"] == study]
+    return {arm: [row for row in rows if row["arm"] == arm] for arm in dict.fromkeys(row["arm"] for row in rows)}
+
+
+def tabular_cells(runs: list[dict]) -> tuple[list[str], list[str]]:
+    """Seeds and gradient norm; NashConv in the end of the average and of the last policy, and the moving averages."""
+    scores = [[float(row[name]) for row in runs] for name in ("squared_norm", "nash_conv_average", "nash_conv_last")]
+    norm, *scores = (mean_std(values, 3, 1) for values in scores)
+    last = [statistics.mean(map(float, column)) for column in zip(*(row["baselines"].split() for row in runs))]
+    return [len(runs), norm], [*scores, ", ".join(f"{value:.2f}".replace("-0.00", "0.00") for value in last)]
+
+
+def table_spiral_tabular_learning() -> str:
+    """Tabular self-play on Kuhn: gradient norm, and NashConv of the average policy over the steps."""
+    table, steps, found = [], ("100", "300", "1000"), {}
+    for row in read("tabular_spiral_curves.csv"):
+        if row["tag"] == "nash_conv_average" and row["step"] in steps:
+            found[row["run"], row["step"]] = float(row["value"])
+    for study, game in TABULAR_STUDIES.items():
+        for arm, runs in tabular_runs(study).items():
+            middle = [mean_std([found[row["run"], step] for row in runs], 3, 1) for step in steps]
+            start, end = tabular_cells(runs)
+            table.append([game, TABULAR_ARM_NAMES[arm], *start, *middle, *end])
+    header = ["game", "`--baseline`", "seeds", "squared gradient norm, first 100 steps"]
+    header += [f"NashConv of the average policy: {step} steps" for step in steps]
+    return markdown([*header, "in the end", "of the last policy", "moving averages in the end"], table)
+
+
+def table_spiral_tabular_rates() -> str:
+    """NashConv of the average policy by learning rate."""
+    runs, table = tabular_runs("rates"), []
+    rates = sorted({row["learning_rate"] for row in runs["role"]}, key=float)
+    for handicap, game in (("0", "Kuhn"), ("3", "handicap 3")):
+        for arm, rows in runs.items():
+            values = {rate: [] for rate in rates}
+            for row in rows:
+                if row["handicaps"] == handicap:
+                    values[row["learning_rate"]].append(float(row["nash_conv_average"]))
+            table.append([game, TABULAR_ARM_NAMES[arm], *(mean_std(x, 3, 1) for x in values.values())])
+    return markdown(["game", "`--baseline`", *(f"rate {float(rate):g}" for rate in rates)], table)
+
+
+def table_spiral_tabular_games() -> str:
+    """Two handicap games at once, by what the moving averages are kept for."""
+    names, table = TABULAR_ARM_NAMES | {"role": "by game and role: SPIRAL", "none": "none"}, []
+    for arm, runs in tabular_runs("games").items():
+        start, end = tabular_cells(runs)
+        table.append([names[arm], *start, *end])
+    header = ["moving average", "seeds", "squared gradient norm, first 100 steps", "NashConv of the average policy"]
+    return markdown([*header, "of the last policy", "moving averages in the end"], table)
+
+
 def table_grpo_speed() -> str:
     """Ratios against TRL."""
     rows = []
@@ -466,8 +649,9 @@ def pages() -> list[Path]:
     return [path for path in paths if "<!-- table:" in path.read_text()]
 
 
-def draw_learning(study: str, names: dict[str, str], panels: tuple[tuple[str, str, float], ...]) -> None:
-    """Learning curves: mean over seeds with one standard deviation. A panel is tag, label and factor."""
+def draw_learning(study: str, names: dict[str, str], panels: tuple[tuple, ...], x: str = "step") -> None:
+    """Learning curves: mean over seeds with one standard deviation, against steps or steps of the student. A panel is
+    tag, label, factor and its arms (none means all)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -475,25 +659,69 @@ def draw_learning(study: str, names: dict[str, str], panels: tuple[tuple[str, st
 
     arms = {row["run"]: row["arm"] for runs in final_runs(study, names).values() for row in runs}
     curves = read(f"{study}_curves.csv")
-    figure, axes = plt.subplots(1, len(panels), figsize=(10, 3.8))
-    for axis, (tag, label, scale) in zip(axes, panels):
-        for arm in dict.fromkeys(arms.values()):
-            points: dict[int, list[float]] = {}
+    if x != "step":
+        points = [(run, *point) for run, found in pi_play_evaluations().items() for point in found]
+        curves = [{"run": run, "tag": "eval/mean_at_8", "step": step, "value": value} for run, step, _, value in points]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.8))
+    for axis, (tag, label, scale, *chosen) in zip(axes, panels):
+        for number, arm in enumerate(dict.fromkeys(arms.values())):
+            if arm not in (chosen or names):
+                continue
+            found: dict[int, dict[str, float]] = {}
             for row in curves:
                 if arms.get(row["run"]) == arm and row["tag"] == tag:
-                    points.setdefault(int(row["step"]), []).append(scale * float(row["value"]))
-            steps = sorted(points)
+                    found.setdefault(int(row["step"]), {})[row["run"]] = scale * float(row["value"])
+            steps, points = sorted(found), {step: list(values.values()) for step, values in found.items()}
             mean = [statistics.mean(points[step]) for step in steps]
             spread = [statistics.stdev(points[step]) if len(points[step]) > 1 else 0.0 for step in steps]
-            (line,) = axis.plot(steps, mean, label=names[arm].partition(" (`")[0], linewidth=1.8)
+            (line,) = axis.plot(steps, mean, f"C{number}", label=names[arm].partition(" (`")[0], linewidth=1.8)
             low, high = [m - s for m, s in zip(mean, spread)], [m + s for m, s in zip(mean, spread)]
             axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-        axis.set_xlabel("step")
+        axis.set_xlabel(x)
         axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+        if chosen or axis is axes[0]:
+            axis.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{study}_learning.png", dpi=110, metadata={"Software": None})
+
+
+def draw_spiral_tabular() -> None:
+    """NashConv of the average policy against steps, and CFR's, and in the end by learning rate: mean over seeds, lowest
+    and highest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves: dict[str, dict[int, float]] = {}
+    for row in read("tabular_spiral_curves.csv"):
+        if row["tag"] == "nash_conv_average":
+            curves.setdefault(row["run"], {})[int(row["step"])] = float(row["value"])
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8))
+    for axis, study in zip(axes, ("standard", "handicap", "rates")):
+        title, label = TABULAR_STUDIES.get(study, TABULAR_STUDIES["handicap"]), "step (CFR: iteration)"
+        for arm, runs in tabular_runs(study).items():
+            points: dict[float, list[float]] = {}
+            if study == "rates":
+                label, runs = "learning rate", [row for row in runs if row["handicaps"] == "3"]
+            for row in runs:
+                end = {float(row["learning_rate"]): float(row["nash_conv_average"])}
+                for x, value in (end if study == "rates" else curves[row["run"]]).items():
+                    points.setdefault(x, []).append(value)
+            mean, low, high = ([f(values) for values in points.values()] for f in (statistics.mean, min, max))
+            name = TABULAR_ARM_NAMES[arm].replace("`", "")
+            (line,) = axis.plot(list(points), mean, label=name, linewidth=1.8)
+            axis.fill_between(list(points), low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        if study != "rates":
+            reference = {step: value for step, value in curves["cfr"].items() if step <= max(points)}
+            axis.plot(list(reference), list(reference.values()), label="CFR", color="gray", linewidth=1, zorder=0)
+        axis.set(xscale="log", yscale="log", xlabel=label, ylabel="NashConv of the average policy")
+        axis.set_title(title, fontsize=9)
         axis.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    figure.savefig(RESULTS / f"{study}_learning.png", dpi=110, metadata={"Software": None})
+    figure.savefig(RESULTS / "spiral_tabular.png", dpi=110, metadata={"Software": None})
 
 
 def main(args: Args) -> None:
@@ -505,9 +733,11 @@ def main(args: Args) -> None:
             if not args.check:
                 path.write_text(new)
     if not args.check:
-        for study, (names, panels) in FIGURES.items():
+        for study, figure in FIGURES.items():
             if (RESULTS / f"{study}_runs.csv").exists():
-                draw_learning(study, names, panels)
+                draw_learning(study, *figure)
+        if (RESULTS / "tabular_spiral_runs.csv").exists():
+            draw_spiral_tabular()
     print("\n".join(different) or "all tables agree with the CSVs")
     sys.exit(int(args.check and bool(different)))
 
