@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from envs.countdown import Countdown
+from envs.game_demonstrations import demonstration as text_games_demonstration
 from envs.retriever import RELATIONS
 from envs.search_demonstrations import demonstration as search_demonstration
 from envs.search_qa import TAGS, SearchQA
@@ -87,6 +88,11 @@ ENVIRONMENTS = {
         search_qa_demonstration,
         tuple(f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")),
         rf"[0-9]|[A-Z][a-z]+ (?=[A-Z])|[A-Z][a-z]+|{'|'.join(RELATIONS)}",  # a first name keeps the space behind it
+    ),
+    "text_games": Environment(
+        text_games_demonstration,  # every game and both seats
+        ("<think>", "</think>"),
+        r"[0-9]|\n|(?<![A-Za-z])(?:[JQKOX]|check|bet|call|fold|Wood|Gold|Accept|Deny|Offer)(?![A-Za-z])",
     ),
 }
 

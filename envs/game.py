@@ -1,0 +1,90 @@
+"""What two-player text games share: how an action is read from what a model wrote, the two seats, how a game ends.
+
+The games are in `envs/text_games.py`. Parsing and rewards follow SPIRAL's code (spiral-rl/spiral at a02d0ed with
+TextArena 0.6.4). No dependencies, importable alone.
+"""
+
+import random
+import re
+
+REQUEST = "Think inside <think> </think>, then give your action inside \\boxed{}."
+
+
+def boxed(text: str) -> str | None:
+    """What the last \\boxed{} holds, without one \\text{} around it; None if there is none or it is never closed."""
+    start, depth = text.rfind("\\boxed{"), 0
+    if start < 0 or text.rfind("\\boxed") > start:
+        return None
+    for brace in re.finditer("[{}]", text[start:]):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            content = text[start + len("\\boxed{") : start + brace.start()]
+            is_text = content.startswith("\\text{") and content.endswith("}")
+            return content[len("\\text{") : -1] if is_text else content
+    return None
+
+
+def parse_action(text: str, legal: list[str]) -> str | None:
+    """The legal action that a text names, None if it names none, "" for an empty text (`extract_action` of SPIRAL).
+
+    The last \\boxed{} counts, without a box the whole text. Five words at most get square brackets if there are none,
+    white space is collapsed, and what results must be a legal action to the letter.
+    """
+    if not text:
+        return ""
+    content = boxed(text)
+    content = text.strip() if content is None else content
+    if "[" not in content and "]" not in content and len(content.split()) <= 5:
+        content = f"[{content}]"
+    action = " ".join(content.split())
+    return action if action in legal else None
+
+
+class Game:
+    """What the games share: two seats, forfeits, the turn limit, the prompt.
+
+    forfeit_rewards: of the player whose text names no legal action, and of the other one; not zero-sum.
+    zero_sum_forfeits: -1 and +1 instead, also for what the game itself rejects (-1 and 0 otherwise).
+    max_turns: of both players together; then the game is a draw.
+    handicap: added to player 0's result and subtracted from player 1's, however the game ends.
+    """
+
+    def __init__(self, *, forfeit_rewards=(-1.5, 0.5), zero_sum_forfeits=False, max_turns=50, handicap=0.0):
+        if len(forfeit_rewards) != 2 or max_turns < 1:
+            raise ValueError("a text game needs two forfeit_rewards (the offender's, the other's) and max_turns >= 1")
+        self.forfeit_rewards = (-1.0, 1.0) if zero_sum_forfeits else tuple(forfeit_rewards)
+        self.rejected_rewards = (-1.0, 1.0) if zero_sum_forfeits else (-1.0, 0.0)
+        self.max_turns, self.handicap, self.done = max_turns, handicap, True
+
+    def reset(self, generator: random.Random) -> None:
+        self.player, self.turns, self.done, self.rewards, self.reason = 0, 0, False, [0.0, 0.0], ""
+        self.start(generator)
+
+    def step(self, text: str) -> str | None:
+        """The player's turn. Returns the action that the text names, None if the player forfeits."""
+        if self.done:
+            raise ValueError("the game is over or was never begun: call reset() first")
+        action, offender = self.parse(text), self.player
+        self.turns += 1
+        if action is None:
+            self.end(offender, *self.forfeit_rewards, "forfeit")
+        elif not self.play(action):
+            self.end(offender, *self.rejected_rewards, "rejected")
+        elif not self.done and self.turns >= self.max_turns:
+            self.end(0, 0.0, 0.0, "turn limit")
+        return action
+
+    def parse(self, text: str) -> str | None:
+        return parse_action(text, self.legal_actions())
+
+    def end(self, player: int, reward: float, other: float, reason: str) -> None:
+        first, second = (reward, other) if player == 0 else (other, reward)
+        self.done, self.rewards, self.reason = True, [first + self.handicap, second - self.handicap], reason
+
+    def prompt(self, player: int) -> list[dict]:
+        """Chat messages for the player whose turn it is. The role is in the observation's own first line."""
+        text = f"This is a two-player zero-sum game.\n{self.observation(player)}\n{REQUEST}"
+        return [{"role": "user", "content": text}]
+
+    def available(self) -> str:
+        return f"Available actions: {', '.join(self.legal_actions())}. Choose your next action."
