@@ -771,8 +771,8 @@ def check_args(args: Args) -> None:
         fail(f"--num-prompts-per-step {args.num_prompts_per_step}: not divisible by the {ranks} processes")
     if micro % group and group % micro:
         fail(f"--per-device-train-batch-size {micro}: expected a multiple or a divisor of --num-generations {group}")
-    if args.fsdp and (ranks == 1 or args.opponent == "past"):
-        fail("--fsdp: start with torchrun --nproc_per_node 2 or more, and not with --opponent past")
+    if args.fsdp and (ranks == 1 or args.opponent in ("past", "fixed")):
+        fail("--fsdp: start with torchrun --nproc_per_node 2 or more, and not with --opponent past or fixed")
 
 
 def batch_metrics(batch: Batch, results: Tensor, advantages: Tensor, args: Args, progress: Progress) -> dict:
