@@ -444,9 +444,9 @@ def rollout(players: dict, tokenizer, args: Args, progress: Progress) -> tuple[B
     turns = [t for t in turns if matches[t[0]].seats[t[1]] == "policy"] or turns[:1]  # theirs, which gets no advantage
     match, role, prompts, ids, logprobs, entropy, ended = zip(*turns)
     results = torch.tensor([[args.games.index(m.name), *m.row("policy")] for m in matches], device=device)  # (E,8)
-    left = [sum(later[:2] == turn[:2] for later in turns[i + 1 :]) for i, turn in enumerate(turns)]  # own turns to come
-    info = {"match": match, "role": role, "left": left, "ended": ended, "entropy": entropy}
+    info = {"match": match, "role": role, "ended": ended, "entropy": entropy}
     info = {name: torch.tensor(values, device=device) for name, values in info.items()}  # (B,) each
+    info["left"] = ((seat := 2 * info["match"] + info["role"])[:, None] == seat).triu(1).sum(1)  # own turns to come
     rewards = results[info["match"], 1 + info["role"]][:, None]  # (B,1)
     info |= {"game": results[info["match"], 0], "match": info["match"] + rank * len(matches)}  # among all processes'
     ids, logprobs = (pad_sequence([torch.tensor(row) for row in rows], True).to(device) for rows in (ids, logprobs))
