@@ -140,7 +140,7 @@ def poisson_logits(rate: Tensor, num_atoms: int, temperature: float) -> Tensor:
     rate and temperature, at the count floor(rate), because the ratio of neighbours, rate / k, falls with k.
     """
     counts = torch.arange(1, num_atoms + 1, device=rate.device, dtype=rate.dtype)  # (K,)
-    rate = rate.clamp(min=1e-6)[..., None]  # (B,A,1) softplus underflows to 0
+    rate = rate.clamp(min=1e-30)[..., None]  # (B,A,1) softplus underflows to 0
     return (counts * rate.log() - rate - torch.lgamma(counts + 1)) / temperature  # (B,A,K)
 
 
@@ -266,10 +266,10 @@ def ppo_loss(
 
 def atom_metrics(probabilities: Tensor) -> dict[str, Tensor]:
     """How policies over atoms look: mass on both ends, share with more than one local maximum. (B,A,K) -> scalars"""
-    padded = F.pad(probabilities, (1, 1), value=-1.0)  # (B,A,K+2)
-    peaks = (probabilities >= padded[..., :-2]) & (probabilities > padded[..., 2:])  # (B,A,K) a plateau counts once
-    multimodal = (peaks.sum(-1) > 1).to(probabilities.dtype).mean()  # scalar
-    return {"extreme_mass": probabilities[..., [0, -1]].sum(-1).mean(), "frac_multimodal": multimodal}
+    steps = probabilities.diff(dim=-1)  # (B,A,K-1)
+    again = ((steps > 0) & ((steps < 0).cumsum(-1) > 0)).any(-1)  # (B,A) rises again after a fall
+    ends = probabilities[..., [0, -1]].sum(-1)  # (B,A)
+    return {"extreme_mass": ends.mean(), "frac_multimodal": again.to(ends.dtype).mean()}
 
 
 class RunningMeanStd:
@@ -597,17 +597,16 @@ def play(agent: Agent, stats: RunningMeanStd, args: Args, count: int, determinis
     """One episode in each of `count` fresh environments, all at once. -> returns (count,), frames of the first."""
     envs, returns, frames = make_envs(args, count, **options), np.zeros(count), []  # (count,)
     observations, running = envs.reset(seed=args.seed + 10_000)[0], np.ones(count, dtype=bool)  # (count,O), (count,)
-    generator = torch.get_rng_state()  # evaluating more often changes nothing in the training
-    torch.manual_seed(args.seed)
-    while running.any():
-        frames += [envs.envs[0].render()] if options else []
-        inputs = torch.from_numpy(normalise(observations, stats, args)).to(agent.low.device)  # (count,O)
-        distribution = agent.distribution(inputs)
-        actions = distribution.mode if deterministic else distribution.sample()  # (count,A)
-        observations, rewards, terminated, truncated, _ = envs.step(agent.to_environment(actions))
-        returns += rewards * running
-        running &= ~(terminated | truncated)
-    torch.set_rng_state(generator)
+    with torch.random.fork_rng(range(torch.cuda.device_count())):  # evaluating more often changes nothing in training
+        torch.manual_seed(args.seed)
+        while running.any():
+            frames += [envs.envs[0].render()] if options else []
+            inputs = torch.from_numpy(normalise(observations, stats, args)).to(agent.low.device)  # (count,O)
+            distribution = agent.distribution(inputs)
+            actions = distribution.mode if deterministic else distribution.sample()  # (count,A)
+            observations, rewards, terminated, truncated, _ = envs.step(agent.to_environment(actions))
+            returns += rewards * running
+            running &= ~(terminated | truncated)
     envs.close()
     return returns, frames
 
@@ -646,6 +645,7 @@ def load_policy(run_dir: str, deterministic: bool = True):
 
 def score_run(args: Args) -> dict[str, float]:
     """--evaluate: scores of a run's policy, printed, and with --video an episode as a moving picture."""
+    run_args(args)  # other flags must be those of the run
     agent, stats, trained = load_run(args.evaluate)
     scores = evaluate(agent, stats, replace(trained, eval_episodes=args.eval_episodes)) if args.eval_episodes else {}
     print("  ".join(f"{tag} {value:.1f}" for tag, value in scores.items()))
