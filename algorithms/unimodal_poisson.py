@@ -40,14 +40,14 @@ import imageio
 import numpy as np
 import torch
 import tyro
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 from torch import Tensor, nn
 from torch.distributions import Beta, Categorical, Distribution, Independent, Normal
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository root, for envs/
-from envs.simulators import quiet_mujoco, restore_simulator, simulator_state
+from envs.simulators import LeanVectorEnv, quiet_mujoco, restore_simulator, simulator_state
 
 # === 2 Args ===========================================================================================================
 
@@ -205,6 +205,16 @@ def sample_actions(head: Tensor, noise: Tensor, policy: str, num_atoms: int, tem
     return (action_logits(head, policy, num_atoms, temperature) + noise).argmax(-1)  # (B,A)
 
 
+def logprob_and_entropy(head: Tensor, actions: Tensor, policy: str, num_atoms: int, temperature: float) -> tuple:
+    """log_prob and entropy of action_distribution; policies over atoms need half of the operations. -> (B,), (B,)"""
+    if policy in ("gaussian", "tanh_gaussian", "beta"):
+        distribution = action_distribution(head, policy, num_atoms, temperature)
+        return distribution.log_prob(actions), distribution.entropy()
+    logprobs = action_logits(head, policy, num_atoms, temperature).log_softmax(-1)  # (B,A,K)
+    entropy = -(logprobs.exp() * logprobs).sum((-2, -1))  # (B,)
+    return logprobs.gather(-1, actions[..., None])[..., 0].sum(-1), entropy  # (B,) each
+
+
 def environment_actions(actions: Tensor, low: Tensor, high: Tensor, policy: str, num_atoms: int) -> Tensor:
     """What the environment gets: atoms are evenly spaced from the lowest to the highest value. (B,A) -> (B,A)
 
@@ -268,8 +278,7 @@ def atom_metrics(probabilities: Tensor) -> dict[str, Tensor]:
     """How policies over atoms look: mass on both ends, share with more than one local maximum. (B,A,K) -> scalars"""
     steps = probabilities.diff(dim=-1)  # (B,A,K-1)
     again = ((steps > 0) & ((steps < 0).cumsum(-1) > 0)).any(-1)  # (B,A) rises again after a fall
-    ends = probabilities[..., [0, -1]].sum(-1)  # (B,A)
-    return {"extreme_mass": ends.mean(), "frac_multimodal": again.to(ends.dtype).mean()}
+    return {"extreme_mass": probabilities[..., [0, -1]].sum(-1).mean(), "frac_multimodal": again.to(steps.dtype).mean()}
 
 
 class RunningMeanStd:
@@ -371,7 +380,7 @@ class Agent(nn.Module):
 # === 5 Rollout ========================================================================================================
 
 
-def make_envs(args: Args, count: int, **options) -> SyncVectorEnv:
+def make_envs(args: Args, count: int, **options) -> LeanVectorEnv:
     """`count` copies of the task in this process: one core steps MuJoCo faster than pipes carry its observations."""
 
     def make() -> gym.Env:
@@ -380,7 +389,7 @@ def make_envs(args: Args, count: int, **options) -> SyncVectorEnv:
 
     quiet_mujoco()
     try:
-        envs = SyncVectorEnv([make] * count, autoreset_mode=AutoresetMode.SAME_STEP)
+        envs = LeanVectorEnv([make] * count, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
     except Exception as error:  # whatever a task raises
         fail(f"--env-id {args.env_id}: cannot be made ({' '.join(str(error).split()):.200})")
     space = envs.single_action_space
@@ -421,12 +430,11 @@ class Environments:
             self.discounted = self.discounted * self.args.gamma + rewards  # (N,)
             self.return_stats.update(self.discounted)
             rewards = (rewards / math.sqrt(self.return_stats.var + 1e-8)).clip(-10, 10)  # (N,)
-        if ends.any():
-            for n in np.flatnonzero(ends):
-                episodes.append((float(self.returns[n]), int(self.lengths[n])))
-                if truncated[n] and not terminated[n]:
-                    cut[int(n)] = normalise(info["final_obs"][n], self.observation_stats, self.args)  # (O,)
-            self.returns[ends], self.lengths[ends], self.discounted[ends] = 0, 0, 0
+        for n in np.flatnonzero(ends).tolist():
+            episodes.append((float(self.returns[n]), int(self.lengths[n])))
+            if truncated[n] and not terminated[n]:
+                cut[n] = normalise(info["final_obs"][n], self.observation_stats, self.args)  # (O,)
+            self.returns[n] = self.lengths[n] = self.discounted[n] = 0
         self.observations = self.take_in(observations)
         return rewards, ends, cut, episodes
 
@@ -481,14 +489,12 @@ def collect(envs: Environments, agent: Agent, buffer: dict[str, Tensor]) -> list
 
 def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """Forward pass and loss of one minibatch: (B,...) each."""
-    distribution = agent.distribution(batch["observations"])
-    logprobs = distribution.log_prob(batch["actions"])  # (B,)
-    with torch.set_grad_enabled(args.ent_coef != 0):  # else it is only logged
-        entropy = distribution.entropy()  # (B,)
-    values, flags = agent.values(batch["observations"]), {"norm_adv": args.norm_adv, "clip_vloss": args.clip_vloss}
-    old = batch["logprobs"], batch["advantages"], values, batch["values"], batch["returns"], entropy
-    flags |= {"clip_coef": args.clip_coef, "ent_coef": args.ent_coef, "vf_coef": args.vf_coef}
-    return ppo_loss(logprobs, *old, **flags)
+    logprobs, entropy = logprob_and_entropy(agent.head(batch["observations"]), batch["actions"], *agent.shape)  # (B,)
+    old = batch["logprobs"], batch["advantages"], agent.values(batch["observations"]), batch["values"], batch["returns"]
+    flags = {"clip_coef": args.clip_coef, "ent_coef": args.ent_coef, "vf_coef": args.vf_coef}
+    flags |= {"norm_adv": args.norm_adv, "clip_vloss": args.clip_vloss}
+    entropy = entropy if args.ent_coef else entropy.detach()  # it is only logged then
+    return ppo_loss(logprobs, *old, entropy, **flags)
 
 
 def update(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args, loss_function=minibatch_loss) -> dict:
@@ -645,8 +651,7 @@ def load_policy(run_dir: str, deterministic: bool = True):
 
 def score_run(args: Args) -> dict[str, float]:
     """--evaluate: scores of a run's policy, printed, and with --video an episode as a moving picture."""
-    run_args(args)  # other flags must be those of the run
-    agent, stats, trained = load_run(args.evaluate)
+    agent, stats, trained = load_run(run_args(args).output_dir)  # other flags must be those of the run
     scores = evaluate(agent, stats, replace(trained, eval_episodes=args.eval_episodes)) if args.eval_episodes else {}
     print("  ".join(f"{tag} {value:.1f}" for tag, value in scores.items()))
     if args.video:
@@ -725,8 +730,7 @@ def train(args: Args) -> dict[str, float]:
     loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
     logger, buffer = Logger(run_dir, args, loaded), make_buffer(envs, agent)
     print(f"{run_dir}: {args.policy} policy, {args.num_envs} x {args.num_steps} steps a batch, {device}")
-    mode = "reduce-overhead" if device.type == "cuda" else "default"  # the first with CUDA graphs
-    loss_function = torch.compile(minibatch_loss, mode=mode) if args.compile else minibatch_loss
+    loss_function = torch.compile(minibatch_loss, mode="reduce-overhead") if args.compile else minibatch_loss
     signals = []  # the batch is finished and saved before the run leaves; a second signal leaves at once
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os._exit(128 + number) if signals else signals.append(number))
@@ -760,7 +764,6 @@ def train(args: Args) -> dict[str, float]:
         left, done = (now - start) / (step - first) * (end - step), f"step {step:>9,}/{end:,}"
         done += f"  return {found['charts/episodic_return']:9.1f}" if episodes else f"  {'no episode ended':>16}"
         print(f"{done}  {perf['charts/SPS']:6,.0f} steps/s  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
-    logger.board.close()
     if stop and not last:
         fail(f"stopped after step {step}; continue with --resume {run_dir}", 128 + stop)
     return scores

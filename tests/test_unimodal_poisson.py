@@ -26,6 +26,7 @@ from algorithms.unimodal_poisson import (
     environment_actions,
     gae,
     load_run,
+    logprob_and_entropy,
     minibatch_loss,
     normalise,
     ordinal_logits,
@@ -1079,3 +1080,19 @@ def test_probe_action_depends_on_the_observation(learn, policy, rate_init):
     agent = learn("test/both-v0", policy=policy, temperature=0.25, rate_init=rate_init)
     for sign in (-1.0, 1.0):
         assert action_at(agent, sign) == pytest.approx(0.6 * sign, abs=0.25)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_short_way_to_logprob_and_entropy(policy):
+    """What the update uses is log_prob and entropy of action_distribution, with the same gradients."""
+    torch.manual_seed(0)
+    atoms = 2 if policy == "bang_bang" else 11
+    last = {"poisson": (), "poisson_repo": (), "categorical": (atoms,), "ordinal": (atoms,)}.get(policy, (2,))
+    head = torch.randn(6, 3, *last, dtype=torch.float64, requires_grad=True)
+    distribution = action_distribution(head, policy, atoms, 2.5)
+    actions = distribution.sample()
+    short = logprob_and_entropy(head, actions, policy, atoms, 2.5)
+    for found, expected in zip(short, (distribution.log_prob(actions), distribution.entropy())):
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(value.sum(), head, retain_graph=True)[0] for value in (found, expected)]
+        torch.testing.assert_close(*gradients)
