@@ -54,8 +54,8 @@ from envs.simulators import LeanVectorEnv, quiet_mujoco, restore_simulator, simu
 
 @dataclass
 class Args:
-    env_id: str = "HalfCheetah-v5"
-    """gymnasium task with continuous actions; module:Name-v0 imports the module first (CleanRL: HalfCheetah-v4)"""
+    env_id: str = "Hopper-v5"
+    """gymnasium task with continuous actions; module:Name-v0 imports a module first (ours; CleanRL: HalfCheetah-v4)"""
     policy: Literal[
         "poisson", "poisson_repo", "gaussian", "tanh_gaussian", "beta", "categorical", "ordinal", "bang_bang"
     ] = "poisson"
@@ -68,7 +68,7 @@ class Args:
     """poisson: first rate; (K + 1) / 2 begins in the middle; None is ln 2, near the lowest atom (Udprl code: None)"""
     hidden_size: int = 64
     """width of the two hidden layers of the policy and of the value network (CleanRL; Udprl code: 128)"""
-    total_timesteps: int = 300_000
+    total_timesteps: int = 150_000
     """steps of all environments together (ours; CleanRL: 1000000)"""
     learning_rate: float = 3e-4
     """Adam's learning rate at the beginning (CleanRL)"""

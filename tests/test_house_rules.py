@@ -34,7 +34,8 @@ FAMILIES = {  # the first of a family is its root
     "control": ["unimodal_poisson", "fm3q", "arac"],
 }
 MAX_CODE_LINES = {"language": 600, "control": 500}
-FREE = {"language": {"Args"}, "control": {"Args", "train", "evaluate"}}  # language Args are compared field by field
+# Language Args are compared field by field; the control scripts are roots without a sibling.
+FREE = {"language": {"Args"}, "control": {"Args", "check_args", "evaluate", "score_run", "train"}}
 TITLES = ["2 Args", "3 The method", "4 Model and tokenizer", "5 Rollout", "6 Checkpoint", "7 Evaluation"]
 TITLES += ["8 Training loop"]
 HOME = {"Args": 2, "load_model": 4, "load_tokenizer": 4, "generate": 5, "rollout": 5, "evaluate": 7, "train": 8}
