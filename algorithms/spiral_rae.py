@@ -13,7 +13,7 @@ Differs from grpo.py in:
 2. games, not problems: a row is a turn of one seat: `play`, `rollout`, `match_options`, `batch_metrics`, `train`, with
    `env`, `evaluate` (and `kuhn_readout`, `kuhn_scores`); without `load_task`, `dataset`, `reward_weights`,
    `total_rewards`, `complete`, `sample_batch`, `batch_map`, `eval_problems`, `num_generations_eval`, `num_numbers`,
-   `max_number`; smaller default: `max_steps`, `num_prompts_per_step`
+   `max_number`; other default: `max_steps`, `num_prompts_per_step`, `eval_steps`, `per_device_train_batch_size`
 3. left out, in `check_args` and `update` too: DAPO (`dynamic_sampling`, `mask_truncated_completions`,
    `overlong_buffer_len`, `soft_overlong_penalty`), `delta`, `use_bias_correction_kl`, `top_p` (`sample_tokens`,
    `generate`), `compile` (`load_model`), `resume_args` of a run to evaluate, schedules (`learning_rate`,
@@ -88,7 +88,7 @@ class Args:
     """move the average before it is subtracted (SPIRAL eq. 2; SPIRAL code: no)"""
     gamma: float = 1.0
     """discount per turn (IGPO table 4; SPIRAL code)"""
-    num_prompts_per_step: int = 4
+    num_prompts_per_step: int = 16
     """P, prompts in one step over all processes (ours; DeepSeekMath 4.2: 16)"""
     num_generations: int = 8
     """G, completions of each prompt: one group (TRL 1.16; DeepSeekMath 4.2: 64)"""
@@ -108,15 +108,15 @@ class Args:
     """mu, optimizer steps on each batch of completions (DeepSeekMath 4.2)"""
     skip_equal_groups: bool = True
     """leave groups without advantage out of the update when nothing else acts on them: exact, only faster (ours)"""
-    learning_rate: float = 2e-4
+    learning_rate: float = 4e-4
     """peak learning rate of AdamW (ours, for the tiny model; DeepSeekMath 4.2: 1e-6)"""
     max_grad_norm: float = 1.0
     """gradients are scaled down to this norm (TRL 1.16)"""
-    max_steps: int = 60
+    max_steps: int = 16
     """steps: batches of completions (ours)"""
     seed: int = 1
     """seed of problems, sampling and everything else (ours)"""
-    per_device_train_batch_size: int = 32
+    per_device_train_batch_size: int = 128
     """completions in one micro-batch of the update; changes memory and speed, not the result (ours)"""
     max_packed_length: int = 4096
     """longest packed row in tokens: a prompt followed by as many of its completions as fit (ours)"""
@@ -128,7 +128,7 @@ class Args:
     """shard weights, gradients and optimizer state over the processes of torchrun with FSDP2 (ours)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU if there is one (ours)"""
-    eval_steps: int = 25
+    eval_steps: int = 8
     """steps between evaluations, which also come first and last; 0 is never (ours)"""
     eval_opponents: tuple[Literal["random", "minimax", "start"], ...] = ("random", "minimax", "start")
     """whom the policy meets: minimax plays tictactoe only, start is the first policy (ours)"""

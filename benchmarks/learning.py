@@ -5,19 +5,23 @@
     python benchmarks/learning.py --study dr_mas --jobs 2
     python benchmarks/learning.py --study igpo --jobs 2
     python benchmarks/learning.py --study pi_play --jobs 2
+    python benchmarks/learning.py --study spiral_rae --jobs 2         # tic-tac-toe
+    python benchmarks/learning.py --study spiral_kuhn --jobs 2        # Kuhn poker
+    python benchmarks/learning.py --study spiral_games --keep runs/spiral_games      # for head_to_head_spiral.py
     python benchmarks/make_tables.py                         # redraws tables and figures from the CSVs
 
-A sweep with a seed of its own (SWEEP_SEED) chooses the learning rate of an arm: the best final eval/mean_at_8. An arm
-may take the rate of another arm's sweep, or a fixed one. Then every arm runs on its seeds, one process a run, one
-thread a process. Two files are written: results/<study>_runs.csv has one row a run (command, commit, versions, device,
-minutes, memory, final scores), results/<study>_curves.csv evaluations and some training metrics as they were logged
-(run, step, tag, value).
+A sweep with a seed of its own (SWEEP_SEED) chooses the learning rate of an arm: the one with the best final score, see
+`Study.best`. An arm may take the rate of another arm's sweep, or a fixed one. Then every arm runs on its seeds, one
+process a run, one thread a process. Two files are written: results/<study>_runs.csv has one row a run (command, commit,
+versions, device, minutes, memory, final scores), results/<study>_curves.csv evaluations and some training metrics as
+they were logged (run, step, tag, value).
 """
 
 import csv
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -63,9 +67,11 @@ class Study:
     script: str  # path
     common: tuple[str, ...]
     arms: dict[str, Arm]
-    scores: dict[str, str]  # column: tag, of the last evaluation
+    scores: dict[str, str | dict[str, float]]  # column: tag of the last evaluation, or tags and their weights in a sum
     tags: tuple[str, ...]  # training metrics for the curves
     rates: tuple[str, ...] = RATES  # of the sweep
+    best: str = "mean_at_8"  # column of scores by which the sweep chooses
+    lowest: bool = False  # it is a loss: the lowest is best
     fast: str = ""  # tag of a training reward: steps until it reaches 0.9 are noted
     agents: tuple[str, ...] = ()  # of a team: gradient norms and inflation factors of their models are noted
     first: tuple[str, ...] = field(default=("mean_at_8",))  # columns whose first evaluation is noted too
@@ -87,6 +93,18 @@ TOOL_CALLS = ("--env", "tool_calls", *SHORT)
 COUNTDOWN = ("--env", "countdown", *SHORT)
 CONDITIONED = ("--conditioned-rewards", "length")
 IGPO = ("--max-steps", "40", "--num-prompts-per-step", "16", "--eval-steps", "20", "--eval-problems", "64")
+SEATS = [("random", "first"), ("random", "second"), ("minimax", "first"), ("minimax", "second")]
+TICTACTOE = {
+    f"{who}_{seat}_{x}": f"eval/tictactoe/{who}/{seat}/{x}" for who, seat in SEATS for x in ("win", "draw", "loss")
+}
+POINTS = {TICTACTOE[f"random_{seat}_{x}"]: w for seat in ("first", "second") for x, w in (("win", 0.5), ("draw", 0.25))}
+KUHN = {"nash_conv_last": "eval/kuhn/nash_conv_last", "nash_conv_average": "eval/kuhn/nash_conv_average"}
+MICRO_BATCH = ("--per-device-train-batch-size", "128")  # for speed, the result is the same
+SPIRAL_TICTACTOE = (*MICRO_BATCH, "--max-steps", "16", "--eval-steps", "8", "--eval-games", "128")
+SPIRAL_TICTACTOE += ("--eval-opponents", "random", "minimax")
+SPIRAL_KUHN = (*MICRO_BATCH, "--games", "kuhn", "--num-prompts-per-step", "16", "--num-generations", "4")
+SPIRAL_KUHN += ("--max-steps", "25", "--eval-steps", "5", "--eval-thoughts", "32", "--eval-games", "1")
+SPIRAL_GAMES = (*MICRO_BATCH, "--num-prompts-per-step", "3", "--max-steps", "20", "--eval-steps", "0")
 STUDIES = {
     "grpo": Study(
         script="algorithms/grpo.py",
@@ -185,19 +203,68 @@ STUDIES = {
         + tuple(f"train/pi_play/examiner/{name}" for name in ("reward", "format", "pass_rate", "num_tokens")),
         first=("pass_at_1", "mean_at_8", "turns"),
     ),
+    "spiral_rae": Study(
+        script="algorithms/spiral_rae.py",
+        common=SPIRAL_TICTACTOE,
+        arms={
+            "role": Arm(),
+            "none": Arm(("--baseline", "none")),
+            "global": Arm(("--baseline", "global"), rate="role"),
+        },
+        scores={"points": POINTS, **TICTACTOE},
+        tags=("train/grad_norm", "train/completions/mean_length", "train/entropy")
+        + tuple(f"train/spiral_rae/tictactoe/{name}" for name in ("forfeits", "draws", "return_0", "return_1")),
+        rates=("2e-4", "4e-4", "8e-4"),
+        best="points",
+        first=("points", *TICTACTOE),
+    ),
+    "spiral_kuhn": Study(
+        script="algorithms/spiral_rae.py",
+        common=(*SPIRAL_KUHN, "--handicap", "3"),
+        arms={
+            "role": Arm(),
+            "none": Arm(("--baseline", "none")),
+            "global": Arm(("--baseline", "global"), rate="role"),
+            "standard_role": Arm(rate="role", common=SPIRAL_KUHN),
+            "standard_none": Arm(("--baseline", "none"), rate="role", common=SPIRAL_KUHN),
+            "fast_role": Arm(rate="4e-4"),  # too fast: what falls apart
+            "fast_none": Arm(("--baseline", "none"), rate="4e-4"),
+            "fast_global": Arm(("--baseline", "global"), rate="4e-4"),
+        },
+        scores=KUHN | {"illegal": "eval/kuhn/illegal"},
+        tags=("train/grad_norm", "train/completions/mean_length", "train/entropy")
+        + tuple(f"train/spiral_rae/kuhn/{name}" for name in ("forfeits", "return_0", "return_1")),
+        rates=("3e-5", "6e-5", "1.2e-4"),
+        best="nash_conv_average",
+        lowest=True,
+        first=("nash_conv_last", "illegal"),
+    ),
+    "spiral_games": Study(  # its policies meet in head_to_head_spiral.py
+        script="algorithms/spiral_rae.py",
+        common=SPIRAL_GAMES,
+        arms={
+            "all": Arm(("--games", "tictactoe", "kuhn", "negotiation"), (1,), "4e-4"),
+            **{game: Arm(("--games", game), (1,), "4e-4") for game in ("tictactoe", "kuhn", "negotiation")},
+        },
+        scores={},
+        tags=("train/grad_norm", "train/completions/mean_length"),
+        first=(),
+    ),
 }
 
 
 @dataclass
 class Args:
     study: str = "grpo"
-    """which study to run: grpo, gdpo, dr_mas, igpo or pi_play"""
+    """which study to run: grpo, gdpo, dr_mas, igpo, pi_play, spiral_rae, spiral_kuhn or spiral_games"""
     jobs: int = 2
     """runs at the same time, one thread each"""
     arms: tuple[str, ...] = ()
     """arms to run, in this order; none means all"""
     extra: str = ""
     """further flags for every run, as in --extra="--max-steps 20" to try the program; a row has its whole command"""
+    keep: str = ""
+    """folder for the trained policies, one folder a run; empty keeps none"""
 
 
 def runs_file(study: str) -> Path:
@@ -239,12 +306,18 @@ def program(study: Study, arm: Arm) -> list[str]:
 
 def scores(study: Study, arm: Arm, metrics: list[dict]) -> dict[str, str]:
     """What is noted of a run, from its metrics. Scaled rewards are given in their own unit."""
+
+    def value(evaluation: dict[str, float], name: str) -> str:
+        tags = study.scores[name]
+        weights = tags if isinstance(tags, dict) else {tags: 1 / unit.get(name, 1)}
+        return f"{sum(weight * evaluation[tag] for tag, weight in weights.items()):.4f}"
+
     evaluations = [row for row in metrics if row["tag"].startswith("eval/")]
     last = {row["tag"]: float(row["value"]) for row in evaluations}
     first = {row["tag"]: float(row["value"]) for row in reversed(evaluations)}
     unit = {"correctness": arm.scale}
-    row = {name: f"{last[tag] / unit.get(name, 1):.4f}" for name, tag in study.scores.items()}
-    row |= {f"first_{name}": f"{first[study.scores[name]] / unit.get(name, 1):.4f}" for name in study.first}
+    row = {name: value(last, name) for name in study.scores}
+    row |= {f"first_{name}": value(first, name) for name in study.first}
     if study.fast:
         step = steps_to([float(row["value"]) for row in metrics if row["tag"] == study.fast])
         row |= {"steps_to_90": step or "", "converged": int(step is not None)}
@@ -260,15 +333,15 @@ def scores(study: Study, arm: Arm, metrics: list[dict]) -> dict[str, str]:
     return row
 
 
-def run_once(name: str, arm_name: str, stage: str, seed: int, rate: str, extra: str, lock: Lock) -> None:
+def run_once(args: Args, arm_name: str, stage: str, seed: int, rate: str, lock: Lock) -> None:
     """One training run in a process of its own; its rows are added when it has finished."""
-    study, run = STUDIES[name], f"{arm_name}-{stage}-{rate}-{seed}"
+    name, study, run = args.study, STUDIES[args.study], f"{arm_name}-{stage}-{rate}-{seed}"
     arm = study.arms[arm_name]
     with lock:
         if any(row["run"] == run for row in read(runs_file(name))):
             return
-    flags = [*(arm.common or study.common), *arm.flags, "--learning-rate", rate, "--seed", str(seed), *extra.split()]
-    words = [*program(study, arm), *flags]
+    flags = [*(arm.common or study.common), *arm.flags, "--learning-rate", rate, "--seed", str(seed)]
+    words = [*program(study, arm), *flags, *args.extra.split()]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -279,6 +352,8 @@ def run_once(name: str, arm_name: str, stage: str, seed: int, rate: str, extra: 
         if done.returncode:
             raise SystemExit(f"{shlex.join(command)} failed:\n{done.stderr}")
         metrics, perf = read(Path(folder, "run/metrics.csv")), read(Path(folder, "run/perf.csv"))
+        if args.keep:
+            shutil.copytree(f"{folder}/run/final", Path(args.keep, run))
     row = {"run": run, "arm": arm_name, "stage": stage, "seed": seed, "learning_rate": rate}
     row |= scores(study, arm, metrics) | {"minutes": f"{minutes:.2f}", "threads": 1}
     row |= {"peak_memory_gb": f"{max(float(r['value']) for r in perf if r['tag'].endswith('memory_gb')):.2f}"}
@@ -290,16 +365,18 @@ def run_once(name: str, arm_name: str, stage: str, seed: int, rate: str, extra: 
     with lock:
         append(runs_file(name), study.columns, [row])
         append(RESULTS / f"{name}_curves.csv", ["run", "step", "tag", "value"], curves)
-        print(f"{run}: pass@1 {row['pass_at_1']}  mean@8 {row['mean_at_8']}  {row['minutes']} min", flush=True)
+        shown = "  ".join(f"{score} {row[score]}" for score in list(study.scores)[:3])
+        print(f"{run}: {shown}  {row['minutes']} min", flush=True)
 
 
 def learning_rate(name: str, arm_name: str) -> str:
-    """The arm's fixed rate, or the one with the best final eval/mean_at_8 in the sweep that it goes by."""
-    rate = STUDIES[name].arms[arm_name].rate or arm_name
-    if rate not in STUDIES[name].arms:
+    """The arm's fixed rate, or the one with the best final score in the sweep that it goes by."""
+    study, rate = STUDIES[name], STUDIES[name].arms[arm_name].rate or arm_name
+    if rate not in study.arms:
         return rate
     sweep = [row for row in read(runs_file(name)) if row["arm"] == rate and row["stage"] == "sweep"]
-    return max(sweep, key=lambda row: float(row["mean_at_8"]))["learning_rate"]
+    best = min if study.lowest else max
+    return best(sweep, key=lambda row: float(row[study.best]))["learning_rate"]
 
 
 def main(args: Args) -> None:
@@ -311,10 +388,10 @@ def main(args: Args) -> None:
     arms = args.arms or tuple(study.arms)
     with ThreadPoolExecutor(args.jobs) as pool:
         sweep = [(arm, "sweep", SWEEP_SEED, rate) for arm in arms for rate in study.rates if not study.arms[arm].rate]
-        list(pool.map(lambda job: run_once(args.study, *job, args.extra, lock), sweep))
+        list(pool.map(lambda job: run_once(args, *job, lock), sweep))
         final = sorted((seed, arms.index(arm), arm) for arm in arms for seed in study.arms[arm].seeds)  # a table early
         final = [(arm, "final", seed, learning_rate(args.study, arm)) for seed, _, arm in final]
-        list(pool.map(lambda job: run_once(args.study, *job, args.extra, lock), final))
+        list(pool.map(lambda job: run_once(args, *job, lock), final))
 
 
 if __name__ == "__main__":

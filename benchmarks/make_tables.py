@@ -7,6 +7,7 @@ A table stands between `<!-- table:name -->` and `<!-- end -->` in a Markdown fi
 """
 
 import csv
+import functools
 import re
 import statistics
 import sys
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import tables_control
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -53,6 +57,24 @@ PI_PLAY_ARM_NAMES = {
 }
 PI_PLAY_VERSIONS = ("qcp", "lambda_fixed", "lambda_paper", "forward_kl", "examiner_frozen")
 PI_PLAY_OTHER_QUESTIONS = ("examiner_frozen", "one_hop_qcp", "one_hop_none")  # than those of a learning examiner
+SPIRAL_ARM_NAMES = {
+    "role": "SPIRAL (`--baseline role`, the default)",
+    "none": "no baseline (`--baseline none`)",
+    "global": "one for both roles (`--baseline global`)",
+}
+SPIRAL_KUHN_ARM_NAMES = {
+    "role": "handicap 3: SPIRAL (`--baseline role`)",
+    "none": "handicap 3: no baseline (`--baseline none`)",
+    "global": "handicap 3: one for both roles (`--baseline global`)",
+    "standard_role": "no handicap: SPIRAL (`--baseline role`)",
+    "standard_none": "no handicap: no baseline (`--baseline none`)",
+    "fast_role": "handicap 3, fast: SPIRAL (`--baseline role`)",
+    "fast_none": "handicap 3, fast: no baseline (`--baseline none`)",
+    "fast_global": "handicap 3, fast: one for both roles (`--baseline global`)",
+}
+SPIRAL_FAST = ("fast_role", "fast_none", "fast_global")
+SPIRAL_SLOW = tuple(name for name in SPIRAL_KUHN_ARM_NAMES if name not in SPIRAL_FAST)
+GAMES = {"tictactoe": "tic-tac-toe", "kuhn": "Kuhn poker", "negotiation": "negotiation"}
 FIGURES = {  # study: names of the arms, the panels of its learning curves (tag, label, factor, arms: none means all), x
     "grpo": (
         ARM_NAMES,
@@ -83,6 +105,23 @@ FIGURES = {  # study: names of the arms, the panels of its learning curves (tag,
             ("eval/mean_at_8", "one hop: right of 8 episodes, %", 100.0, "one_hop_qcp", "one_hop_none"),
         ),
         "steps of the student",
+    ),
+    "spiral_rae": (
+        SPIRAL_ARM_NAMES,
+        (
+            ("train/spiral_rae/tictactoe/forfeits", "training: games with a forfeit, %", 100.0),
+            ("eval/tictactoe/random/first/win", "wins against random, moving first, %", 100.0),
+            ("eval/tictactoe/random/second/win", "wins against random, moving second, %", 100.0),
+        ),
+    ),
+    "spiral_kuhn": (
+        SPIRAL_KUHN_ARM_NAMES,
+        (
+            ("eval/kuhn/nash_conv_average", "NashConv of the average policy", 1.0, *SPIRAL_SLOW),
+            ("train/spiral_rae/kuhn/forfeits", "training: games with a forfeit, %", 100.0, *SPIRAL_FAST),
+            ("train/completions/mean_length", "training: tokens a turn", 1.0, *SPIRAL_FAST),
+            ("train/grad_norm", "training: gradient norm before clipping", 1.0, *SPIRAL_FAST),
+        ),
     ),
 }
 DR_MAS_ARM_NAMES = {
@@ -151,13 +190,13 @@ def table_grpo_learning() -> str:
     return markdown(["arm", "learning rate", "seeds", "pass@1 greedy, %", "right of 8 samples, %", "pass@8, %"], rows)
 
 
-def sweep_table(study: str, names: dict[str, str]) -> str:
-    """Learning-rate sweep: right of 8 samples."""
+def sweep_table(study: str, names: dict[str, str], score: str = "mean_at_8", digits: int = 1, scale=100.0) -> str:
+    """Learning-rate sweep: right of 8 samples, or another score."""
     sweep = [row for row in read(f"{study}_runs.csv") if row["stage"] == "sweep"]
     rates = sorted({row["learning_rate"] for row in sweep}, key=float)
-    score = {(row["arm"], row["learning_rate"]): f"{100 * float(row['mean_at_8']):.1f}" for row in sweep}
+    cells = {(row["arm"], row["learning_rate"]): f"{scale * float(row[score]):.{digits}f}" for row in sweep}
     arms = [arm for arm in names if any(row["arm"] == arm for row in sweep)]
-    return markdown(["arm", *rates], [[names[arm], *(score.get((arm, rate), "") for rate in rates)] for arm in arms])
+    return markdown(["arm", *rates], [[names[arm], *(cells.get((arm, rate), "") for rate in rates)] for arm in arms])
 
 
 def table_grpo_sweep() -> str:
@@ -191,13 +230,18 @@ def table_gdpo_runs() -> str:
     return runs_table(read("gdpo_runs.csv"))
 
 
-def recent(study: str, tag: str, steps: slice = slice(-10, None)) -> dict[str, float]:
-    """Mean of a training metric over the last steps of every run, or over other ones."""
+def curve(study: str, tag: str) -> dict[str, list[float]]:
+    """A metric of every run, in the order of the log."""
     values: dict[str, list[float]] = {}
     for row in read(f"{study}_curves.csv"):
         if row["tag"] == tag:
             values.setdefault(row["run"], []).append(float(row["value"]))
-    return {run: statistics.mean(found[steps]) for run, found in values.items()}
+    return values
+
+
+def recent(study: str, tag: str, steps: slice = slice(-10, None), of=statistics.mean) -> dict[str, float]:
+    """Mean of a training metric over the last steps of every run, or over other ones, or their largest value."""
+    return {run: of(found[steps]) for run, found in curve(study, tag).items()}
 
 
 def table_gdpo_learning() -> str:
@@ -340,11 +384,8 @@ def table_dr_mas_simulation_learning() -> str:
 
 def steps_to(study: str, tag: str, level: float, window: int = 5) -> dict[str, float]:
     """First step of every run at which the mean of a metric over the last steps reaches a level; NaN if none does."""
-    values: dict[str, list[float]] = {}
-    for row in read(f"{study}_curves.csv"):
-        if row["tag"] == tag:
-            values.setdefault(row["run"], []).append(float(row["value"]))
-    means = {run: [statistics.mean(v[i - window : i]) for i in range(window, len(v) + 1)] for run, v in values.items()}
+    values = curve(study, tag).items()
+    means = {run: [statistics.mean(v[i - window : i]) for i in range(window, len(v) + 1)] for run, v in values}
     return {run: next((i + window for i, m in enumerate(v) if m >= level), float("nan")) for run, v in means.items()}
 
 
@@ -550,6 +591,104 @@ def table_spiral_tabular_games() -> str:
     return markdown([*header, "of the last policy", "moving averages in the end"], table)
 
 
+def table_spiral_default() -> str:
+    """The default run of spiral_rae.py: its evaluations."""
+    values = {(row["tag"], int(row["step"])): float(row["value"]) for row in read("spiral_rae_default_metrics.csv")}
+    rows, steps = [], sorted({step for tag, step in values if tag.startswith("eval/")})
+    for who, score in (("random", "win"), ("minimax", "draw"), ("start", "win")):
+        name = f"{score}s against {who.replace('start', 'the first policy')}"
+        for seat in ("first", "second"):
+            cells = [f"{100 * values[f'eval/tictactoe/{who}/{seat}/{score}', step]:.0f}" for step in steps]
+            rows.append([f"{name}, moving {seat}", *cells])
+    return markdown(["share of games, %", "before", *(f"after {step} steps" for step in steps[1:])], rows)
+
+
+def table_spiral_learning() -> str:
+    """Self-play on tic-tac-toe: scores in both seats, and forfeits in training."""
+    arms, rows = final_runs("spiral_rae", SPIRAL_ARM_NAMES), []
+    names = {"points": "points against random, %"}
+    for who, x in (("random", "win"), ("random", "loss"), ("minimax", "draw")):
+        for seat in ("first", "second"):
+            names[f"{who}_{seat}_{x}"] = f"{x.replace('loss', 'losse')}s against {who}, moving {seat}, %"
+    for row in [row for runs in arms.values() for row in runs][:1]:
+        rows.append(
+            ["before training", "", "", *(f"{100 * float(row[f'first_{name}']):.1f}" for name in names), "", ""]
+        )
+    tag = "train/spiral_rae/tictactoe/forfeits"
+    forfeits = [recent("spiral_rae", tag, part) for part in (slice(3), slice(-3, None))]
+    for arm, runs in arms.items():
+        cells = [SPIRAL_ARM_NAMES[arm], runs[0]["learning_rate"], len(runs)]
+        cells += [mean_std([float(row[name]) for row in runs]) for name in names]
+        rows.append([*cells, *(mean_std([part[row["run"]] for row in runs]) for part in forfeits)])
+    header = ["arm", "learning rate", "seeds", *names.values()]
+    return markdown([*header, "forfeits in training, first 3 steps, %", "last 3 steps, %"], rows)
+
+
+def table_spiral_sweep() -> str:
+    """Learning-rate sweep on tic-tac-toe: points against random."""
+    return sweep_table("spiral_rae", SPIRAL_ARM_NAMES, "points")
+
+
+def table_spiral_kuhn_sweep() -> str:
+    """Learning-rate sweep on Kuhn poker: NashConv of the average policy."""
+    return sweep_table("spiral_kuhn", SPIRAL_KUHN_ARM_NAMES, "nash_conv_average", 3, 1.0)
+
+
+def table_spiral_kuhn() -> str:
+    """Self-play on Kuhn poker: distance from equilibrium."""
+    arms, rows = final_runs("spiral_kuhn", SPIRAL_KUHN_ARM_NAMES), []
+    for row in [row for runs in arms.values() for row in runs][:1]:
+        first = f"{float(row['first_nash_conv_last']):.3f}"
+        rows.append(["before training", "", "", first, first, f"{100 * float(row['first_illegal']):.1f}", ""])
+    best = {run: min(values) for run, values in curve("spiral_kuhn", "eval/kuhn/nash_conv_last").items()}
+    for arm, runs in arms.items():
+        cells = [SPIRAL_KUHN_ARM_NAMES[arm], runs[0]["learning_rate"], len(runs)]
+        cells += [mean_std([float(r[name]) for r in runs], 3, 1) for name in ("nash_conv_average", "nash_conv_last")]
+        cells.append(mean_std([float(r["illegal"]) for r in runs]))
+        rows.append([*cells, mean_std([best[r["run"]] for r in runs], 3, 1)])
+    header = ["game and arm", "learning rate", "seeds", "NashConv of the average policy", "of the last policy"]
+    return markdown([*header, "illegal output, %", "lowest NashConv of a read-out"], rows)
+
+
+def table_spiral_kuhn_training() -> str:
+    """Self-play on Kuhn poker: do thoughts or gradients collapse."""
+    arms, ends, rows = final_runs("spiral_kuhn", SPIRAL_KUHN_ARM_NAMES), (slice(5), slice(-5, None)), []
+    found = [recent("spiral_kuhn", "train/spiral_rae/kuhn/forfeits", part) for part in ends]
+    found += [recent("spiral_kuhn", "train/completions/mean_length", part) for part in ends]
+    found += [recent("spiral_kuhn", "train/entropy", part) for part in ends]
+    found += [recent("spiral_kuhn", "train/grad_norm", part) for part in (slice(10), slice(-10, None))]
+    found.append(recent("spiral_kuhn", "train/grad_norm", slice(None), max))
+    for arm, runs in arms.items():
+        formats = [(1, 100.0), (1, 100.0), (1, 1.0), (1, 1.0), *[(3, 1.0)] * (len(found) - 4)]
+        cells = [mean_std([values[row["run"]] for row in runs], *how) for values, how in zip(found, formats)]
+        rows.append([SPIRAL_KUHN_ARM_NAMES[arm], len(runs), *cells])
+    header = ["game and arm", "seeds", "games with a forfeit, first 5 steps, %", "last 5", "tokens a turn, first 5"]
+    header += ["last 5", "entropy, nats a token, first 5", "last 5", "gradient norm, first 10", "last 10", "largest"]
+    return markdown(header, rows)
+
+
+def table_spiral_runs() -> str:
+    """Cost of SPIRAL's runs, the sweeps included."""
+    return runs_table([row for study in ("spiral_rae", "spiral_kuhn") for row in read(f"{study}_runs.csv")])
+
+
+def table_spiral_head_to_head() -> str:
+    """Policies trained on one game, on all, and the base model: points against the others in both seats, by game."""
+    points: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    for row in read("spiral_head_to_head.csv"):
+        share = (int(row["win"]) + int(row["draw"]) / 2) / int(row["games"])
+        for one, other, value in ((row["player"], row["opponent"], share), (row["opponent"], row["player"], 1 - share)):
+            points.setdefault((one.partition("-")[0], row["game"]), []).append((other, value))
+    names, table = {"base": "nothing"} | {name: f"{label} alone" for name, label in GAMES.items()}, []
+    for name, label in (names | {"all": "all three"}).items():
+        found = [points[name, game] for game in GAMES]
+        cells = [f"{100 * statistics.mean(value for _, value in pairs):.1f}" for pairs in found]
+        base = [[value for other, value in pairs if other == "base"] for pairs in found]
+        table.append([label, *cells, *(f"{100 * statistics.mean(values):.1f}" if values else "" for values in base)])
+    header = [f"{label}: {who}" for who in ("all others", "shipped model") for label in GAMES.values()]
+    return markdown(["points against, %; trained on", *header], table)
+
+
 def table_grpo_speed() -> str:
     """Ratios against TRL."""
     rows = []
@@ -619,9 +758,31 @@ def table_tiny_tool_calls() -> str:
     return markdown(["score", ""], rows)
 
 
+def table_tiny_text_games() -> str:
+    """Scores of the shipped player of text games."""
+    values = {(row["game"], row["score"]): float(row["value"]) for row in read("tiny_text_games.csv")}
+    games = {"tictactoe": "tic-tac-toe", "kuhn": "Kuhn poker, one hand", "kuhn_spiral": "Kuhn poker, five hands"}
+    games |= {"kuhn_textarena": "Kuhn poker, three hands", "negotiation": "negotiation"}
+    names = {"legal": "legal moves, self-play", "finished": "games without a forfeit, self-play"}
+    outcomes = ("win", "draw", "loss")
+    for who in ("random", "minimax"):
+        names |= {f"{who}_seat{seat}": f"win / draw / loss as player {seat} against {who}" for seat in (0, 1)}
+    names |= {"nash_conv": "NashConv, x 100", "illegal_mass": "samples that name no legal action"}
+    names |= {"lines": "winning or threatening cells named rightly, where a thought names them and there are some"}
+    rows = []
+    for score, name in names.items():
+        cells = []
+        for game in games:
+            keys = [score] if (game, score) in values else [f"{score}_{x}" for x in outcomes]
+            cells.append(" / ".join(f"{100 * values[game, key]:.1f}" for key in keys if (game, key) in values))
+        rows.append([name, *cells])
+    return markdown(["score, %", *games.values()], rows)
+
+
 TABLES = {
     name.removeprefix("table_"): function for name, function in list(globals().items()) if name.startswith("table_")
 }
+TABLES |= {name: functools.partial(function, read) for name, function in tables_control.TABLES.items()}
 
 
 def drawable(name: str) -> bool:
@@ -677,6 +838,13 @@ def draw_learning(study: str, names: dict[str, str], panels: tuple[tuple, ...], 
             (line,) = axis.plot(steps, mean, f"C{number}", label=names[arm].partition(" (`")[0], linewidth=1.8)
             low, high = [m - s for m, s in zip(mean, spread)], [m + s for m, s in zip(mean, spread)]
             axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        if "nash_conv" in tag:
+            cfr = [
+                (int(row["step"]), float(row["value"]))
+                for row in read("tabular_spiral_curves.csv")
+                if row["run"] == "cfr"
+            ]
+            axis.plot(*zip(*(point for point in cfr if point[0] <= steps[-1])), color="gray", linewidth=1, label="CFR")
         axis.set_xlabel(x)
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
@@ -738,6 +906,8 @@ def main(args: Args) -> None:
                 draw_learning(study, *figure)
         if (RESULTS / "tabular_spiral_runs.csv").exists():
             draw_spiral_tabular()
+        for draw in tables_control.FIGURES:
+            draw(read, RESULTS)
     print("\n".join(different) or "all tables agree with the CSVs")
     sys.exit(int(args.check and bool(different)))
 

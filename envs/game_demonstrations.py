@@ -13,13 +13,13 @@ from envs.negotiation import Negotiation
 from envs.text_games import KuhnPoker, TicTacToe, make_game
 
 SHARES = {  # of the demonstrations; the two long variants of Kuhn poker cost more and matter less
-    ("tictactoe", None): 0.42,
-    ("kuhn", "standard"): 0.24,
-    ("kuhn", "spiral"): 0.06,
-    ("kuhn", "textarena"): 0.06,
-    ("negotiation", None): 0.22,
+    ("tictactoe", None): 0.5,
+    ("kuhn", "standard"): 0.2,
+    ("kuhn", "spiral"): 0.05,
+    ("kuhn", "textarena"): 0.05,
+    ("negotiation", None): 0.2,
 }
-ILLEGAL, LOST_TAG, FOLLOWED = 0.04, 0.02, 0.3  # chances
+ILLEGAL, LOST_TAG, LINES, FOLLOWED = 0.04, 0.02, 0.5, 0.15  # chances
 TALK = ("I want more Gold.", "I want more Wood.", "No deal.", "Make me an offer.", "Let us trade.", "That is too much.")
 
 
@@ -70,11 +70,13 @@ def illegal_action(game: Game, generator: random.Random) -> str:
 def completion(game: Game, generator: random.Random) -> str:
     """A thought of none to three observations and the decision, then the boxed action.
 
-    The observations are true, wins and threats in tic-tac-toe included, but a move follows from them only with
-    probability FOLLOWED: what there is to learn is to look and to act on what one sees.
+    The observations are true, but a move follows from them only with probability FOLLOWED: what there is to learn is to
+    look and to act on what one sees. In tic-tac-toe a share LINES of the thoughts is about wins and threats.
     """
     seen, better = observations(game)
     chosen = sorted(generator.sample(range(len(seen)), min(len(seen), generator.choice([0, 1, 1, 2, 3]))))
+    if isinstance(game, TicTacToe) and generator.random() < LINES:
+        chosen = [3, 4]
     action = random_action(game, generator)
     if generator.random() < FOLLOWED:
         action = next((generator.choice(better[i]) for i in chosen if i in better), action)

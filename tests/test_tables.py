@@ -105,3 +105,22 @@ def test_scores_of_a_run(tmp_path):
     assert (row["correctness"], row["first_correctness"], row["format"]) == ("5.0000", "2.5000", "0.5000")
     assert (row["steps_to_90"], row["converged"]) == (6, 1)
     assert row.keys() == set(study.columns) - {"run", "arm", "stage", "seed", "learning_rate", *learning.COLUMNS}
+
+
+def test_a_score_may_be_a_sum_of_tags():
+    """Points against random: wins, and half of the draws, in both seats."""
+    study = STUDIES["spiral_rae"]
+    values = dict.fromkeys(learning.TICTACTOE.values(), 0.0)
+    values |= {"eval/tictactoe/random/first/win": 0.5, "eval/tictactoe/random/first/draw": 0.25}
+    values |= {"eval/tictactoe/random/second/win": 0.2, "eval/tictactoe/random/second/draw": 0.1}
+    row = learning.scores(study, study.arms["role"], [{"tag": tag, "value": str(x)} for tag, x in values.items()])
+    assert row["points"] == row["first_points"] == "0.4375" and row["random_second_win"] == "0.2000"
+
+
+@pytest.mark.parametrize("study, chosen", [("spiral_kuhn", "5e-5"), ("spiral_rae", "1e-4")])
+def test_the_sweep_chooses_by_the_score_of_its_study(study, chosen, monkeypatch):
+    """The lowest NashConv of Kuhn poker, the most points of tic-tac-toe; an arm may go by another arm's sweep."""
+    rows = [{"arm": "role", "stage": "sweep", "learning_rate": "1e-4", STUDIES[study].best: "0.7"}]
+    rows += [{"arm": "role", "stage": "sweep", "learning_rate": "5e-5", STUDIES[study].best: "0.4"}]
+    monkeypatch.setattr(learning, "read", lambda path: rows)
+    assert learning.learning_rate(study, "role") == learning.learning_rate(study, "global") == chosen

@@ -1,0 +1,314 @@
+"""Tables and figures of the control family; make_tables.py draws them with its own.
+
+Every function takes `read`, which returns the rows of a CSV in benchmarks/results or raises FileNotFoundError. A table
+without its CSV is the empty text, one whose study is still running has the rows that are there.
+"""
+
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+Read = Callable[[str], list[dict]]
+POLICIES = {
+    "poisson": "Poisson (`--policy poisson`, the default)",
+    "poisson_repo": "Poisson as in the released code (`poisson_repo`)",
+    "gaussian": "Gaussian (`gaussian`)",
+    "beta": "Beta (`beta`)",
+    "categorical": "softmax over atoms (`categorical`)",
+    "ordinal": "ordinal softmax (`ordinal`)",
+    "bang_bang": "the two ends only (`bang_bang`)",
+}
+TASKS = ("InvertedPendulum-v5", "Hopper-v5", "HalfCheetah-v5")
+SPEED_ARMS = {
+    "cleanrl": "CleanRL, Gaussian",
+    "gaussian": "ours, Gaussian",
+    "poisson": "ours, Poisson",
+    "compile": "ours, Gaussian, `--compile`",
+    "simulator": "the simulator without learning",
+    "mj_step": "MuJoCo alone",
+}
+VARIANCE_ARMS = {
+    "poisson": "Poisson, fitted temperature",
+    "poisson_2.5": "Poisson, temperature 2.5",
+    "poisson_repo": "Poisson as in the released code",
+    "categorical": "softmax over atoms",
+    "ordinal": "ordinal softmax",
+}
+VARIANCES = {  # column: in words
+    "weights_var": "variance by the weights, in their own units",
+    "weights_relative": "by the weights, over the squared mean",
+    "head_relative": "by the head's output, over the squared mean",
+    "action_relative": "of what it does to the mean action, over the squared mean",
+}
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(read: Read, name: str) -> list[dict]:
+    """Rows of a CSV, none if it does not exist."""
+    try:
+        return read(name)
+    except FileNotFoundError:
+        return []
+
+
+def markdown(header: list[str], rows: list[list]) -> str:
+    """A Markdown table; the empty text if it has no rows."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) if rows else ""
+
+
+def mean_std(values: list[float], digits: int = 0) -> str:
+    """Mean and sample standard deviation; a single value stands alone."""
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}" if values else ""
+
+
+def between(values: list[float], digits: int = 0) -> str:
+    """Median, lowest and highest."""
+    low, high = (f"{f(values):,.{digits}f}" for f in (min, max))
+    return f"{statistics.median(values):,.{digits}f} ({low} to {high})"
+
+
+def interquartile_mean(values: list[float]) -> float:
+    """Mean without the lowest and the highest quarter, rounded down: of 5 values the middle 3, of 3 all."""
+    cut = len(values) // 4
+    return statistics.mean(sorted(values)[cut : len(values) - cut])
+
+
+def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
+    """95 % of the interquartile means of samples drawn from the values with replacement; always the same draws."""
+    generator = random.Random(0)
+    found = sorted(interquartile_mean(generator.choices(values, k=len(values))) for _ in range(draws))
+    return found[round(0.025 * draws)], found[round(0.975 * draws) - 1]
+
+
+def numbers(rows: list[dict], column: str) -> list[float]:
+    """A column, without the rows where it is empty."""
+    return [float(row[column]) for row in rows if row[column]]
+
+
+def final_runs(read: Read, study: str, names: dict[str, str]) -> dict[tuple[str, str], list[dict]]:
+    """Runs of the comparison by task and arm, in the order of TASKS and the names; only those that there are."""
+    rows = [row for row in rows_of(read, f"{study}_runs.csv") if row["stage"] == "final"]
+    keys = [(env, arm) for env in TASKS for arm in names]
+    return {key: found for key in keys if (found := [r for r in rows if (r["env"], r["policy"]) == key])}
+
+
+# --- The study --------------------------------------------------------------------------------------------------------
+
+
+def unimodal_poisson_returns(read: Read) -> str:
+    """Returns in training, last tenth of the steps."""
+    rows = []
+    for (env, arm), runs in final_runs(read, "unimodal_poisson", POLICIES).items():
+        returns = numbers(runs, "train_return")
+        cells = ["", ""]
+        if len(returns) >= 3:
+            cells = [f"{interquartile_mean(returns):.0f}", " to ".join(f"{x:.0f}" for x in interval(returns))]
+        rows.append([env, POLICIES[arm], runs[0]["learning_rate"], len(runs), mean_std(returns), *cells])
+    header = ["task", "policy", "learning rate", "seeds", "return", "interquartile mean", "95 % interval of it"]
+    return markdown(header, rows)
+
+
+def unimodal_poisson_sweep(read: Read) -> str:
+    """Learning-rate sweep: returns in training, last fifth of the steps."""
+    sweep = [row for row in rows_of(read, "unimodal_poisson_runs.csv") if row["stage"] == "sweep"]
+    rates = sorted({row["learning_rate"] for row in sweep}, key=float)
+    cells = {(r["policy"], r["learning_rate"]): f"{x:.0f}" for r in sweep for x in numbers([r], "train_return")}
+    arms = [arm for arm in POLICIES if any(row["policy"] == arm for row in sweep)]
+    rows = [[POLICIES[arm], *(cells.get((arm, rate), "") for rate in rates)] for arm in arms]
+    return markdown(["policy", *rates], rows)
+
+
+def unimodal_poisson_evaluation(read: Read) -> str:
+    """The last policy: returns of the likeliest and of sampled actions."""
+    rows = []
+    for (env, arm), runs in final_runs(read, "unimodal_poisson", POLICIES).items():
+        scores = [mean_std(numbers(runs, f"eval_{name}")) for name in ("deterministic", "sampled")]
+        rows.append([env, POLICIES[arm], len(runs), *scores])
+    return markdown(["task", "policy", "seeds", "likeliest actions", "sampled actions"], rows)
+
+
+def unimodal_poisson_cleanrl(read: Read) -> str:
+    """Our Gaussian policy with the default flags beside CleanRL's published returns, on the older version of a task."""
+    published = {row["env"]: row for row in rows_of(read, "cleanrl_ppo_v4.csv")}
+    rows = []
+    for (env, _), runs in final_runs(read, "unimodal_poisson", {"gaussian_1m": ""}).items():
+        peer = published.get(env.replace("-v5", "-v4"))
+        theirs = [f"{float(peer['return_mean']):.0f} ± {float(peer['return_std']):.0f}", peer["seeds"]] if peer else []
+        name = env.removesuffix("-v5")
+        rows.append([name, mean_std(numbers(runs, "train_return")), len(runs), *(theirs or ["", ""])])
+    return markdown(["task", "ours, v5", "seeds", "CleanRL, v4, as published", "seeds"], rows)
+
+
+def unimodal_poisson_runs(read: Read) -> str:
+    """Cost of the runs, the sweep included."""
+    runs = rows_of(read, "unimodal_poisson_runs.csv")
+    if not runs:
+        return ""
+    packages = ("torch", "gymnasium", "mujoco", "numpy")
+    versions = {", ".join(f"{name} {r[name]}" for name in packages) + f", Python {r['python']}" for r in runs}
+    devices = {f"{r['device']}, {r['threads']} thread a run" for r in runs}
+    rows = [["runs", len(runs)], ["hours, added up", f"{sum(numbers(runs, 'minutes')) / 60:.1f}"]]
+    rows += [["steps a second", between(numbers(runs, "steps_per_second"))]]
+    rows += [["peak memory", f"{max(numbers(runs, 'peak_memory_gb')):.2f} GB"]]
+    rows += [["device", "; ".join(sorted(devices))], ["versions", "; ".join(sorted(versions))]]
+    return markdown(["", ""], [*rows, ["commit", ", ".join(sorted({r["commit"] for r in runs}))]])
+
+
+# --- Speed and variance -----------------------------------------------------------------------------------------------
+
+
+def speed_ppo(read: Read) -> str:
+    """Steps a second beside CleanRL; a ratio is that of two runs of the same repeat."""
+    found, rows = rows_of(read, "speed_ppo.csv"), []
+    for case in dict.fromkeys(row["case"] for row in found):
+        of = {arm: [r for r in found if (r["case"], r["arm"]) == (case, arm)] for arm in SPEED_ARMS}
+        peers = {r["repeat"]: r for r in of["cleanrl"]}
+        for arm, runs in ((arm, runs) for arm, runs in of.items() if runs):
+            ratios = []
+            for column in ("steps_per_second", "steps_per_cpu_second"):
+                pairs = [(r, peers[r["repeat"]]) for r in runs if r["repeat"] in peers and arm != "cleanrl"]
+                ratios.append(between([float(r[column]) / float(p[column]) for r, p in pairs], 2) if pairs else "")
+            rows.append([case, SPEED_ARMS[arm], between(numbers(runs, "steps_per_second")), *ratios])
+            rows[-1].append(between(numbers(runs, "load"), 1))
+    header = ["environments x steps", "program", "steps a second", "times CleanRL", "times CleanRL, CPU time", "load"]
+    return markdown(header, rows)
+
+
+def variance_cells(rows: list[dict], arm: str, column: str) -> dict[int, list[float]]:
+    """Number of atoms -> a value for each seed."""
+    found = [row for row in rows if row["arm"] == arm]
+    return {k: numbers([r for r in found if int(r["num_atoms"]) == k], column) for k in atoms(rows)}
+
+
+def atoms(rows: list[dict]) -> list[int]:
+    """The numbers of atoms, in order."""
+    return sorted({int(row["num_atoms"]) for row in rows})
+
+
+def significant(values: list[float]) -> str:
+    """Mean with three significant digits, and nothing behind them."""
+    if not values:
+        return ""
+    mean = statistics.mean(values)
+    return f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}" if mean >= 0.001 else f"{mean:.1e}"
+
+
+def variance_poisson(read: Read) -> str:
+    """Variance of the gradient under every policy over atoms, by the number of atoms."""
+    found = rows_of(read, "variance_poisson.csv")
+    rows = [
+        [name, title, *map(significant, variance_cells(found, arm, column).values())]
+        for column, name in VARIANCES.items()
+        for arm, title in VARIANCE_ARMS.items()
+        if found
+    ]
+    return markdown(["variance", "policy", *(f"K = {k}" for k in atoms(found))], rows)
+
+
+def variance_poisson_fit(read: Read) -> str:
+    """How well the policies of that comparison were matched, and the size of their scores, sampled and exact."""
+    found, rows = rows_of(read, "variance_poisson.csv"), []
+    columns = ("temperature", "mean_error", "std", "std_error", "kl", "score", "score_exact")
+    for k in [k for k in atoms(found) if k in (5, 11, 31)]:
+        for arm, title in VARIANCE_ARMS.items():
+            runs = [row for row in found if row["arm"] == arm and int(row["num_atoms"]) == k]
+            rows.append([k, title, *(significant(numbers(runs, column)) for column in columns)])
+    header = ["K", "policy", "temperature", "error of means", "std", "error of std", "KL", "score²", "score², exact"]
+    return markdown(header, rows)
+
+
+TABLES = {
+    function.__name__: function
+    for function in (
+        unimodal_poisson_returns,
+        unimodal_poisson_sweep,
+        unimodal_poisson_evaluation,
+        unimodal_poisson_cleanrl,
+        unimodal_poisson_runs,
+        speed_ppo,
+        variance_poisson,
+        variance_poisson_fit,
+    )
+}
+
+
+# --- Figures ----------------------------------------------------------------------------------------------------------
+
+
+def pyplot():
+    """matplotlib, which only the figures need."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def plain(name: str) -> str:
+    """A name without the flag in it."""
+    return name.partition(" (`")[0]
+
+
+def draw_unimodal_poisson_learning(read: Read, folder: Path) -> None:
+    """Returns in training against steps: mean over seeds, lowest and highest; a panel for each task."""
+    runs = {
+        r["run"]: (env, arm) for (env, arm), rs in final_runs(read, "unimodal_poisson", POLICIES).items() for r in rs
+    }
+    curves: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for row in rows_of(read, "unimodal_poisson_curves.csv"):
+        if row["run"] in runs and row["return"]:
+            points = curves.setdefault(runs[row["run"]], {})
+            points.setdefault(int(row["step"]), {})[row["run"]] = float(row["return"])
+    if not curves:
+        return
+    figure, axes = pyplot().subplots(1, len(TASKS), figsize=(14, 4.2))
+    for axis, env in zip(axes, TASKS):
+        for number, (arm, name) in enumerate(POLICIES.items()):
+            points = dict(sorted(curves.get((env, arm), {}).items()))
+            seeds = sum(key == (env, arm) for key in runs.values())
+            points = {step / 1000: list(found.values()) for step, found in points.items() if len(found) == seeds}
+            mean, low, high = ([f(values) for values in points.values()] for f in (statistics.mean, min, max))
+            style = {"color": f"C{number}", "linewidth": 2.4 if arm == "poisson" else 1.4}
+            axis.plot(list(points), mean, label=plain(name), **style)
+            axis.fill_between(list(points), low, high, color=style["color"], alpha=0.1, linewidth=0)
+        axis.set(title=env, xlabel="thousand environment steps", ylabel="return in training")
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "unimodal_poisson_learning.png", dpi=110, metadata={"Software": None})
+
+
+def draw_variance_poisson(read: Read, folder: Path) -> None:
+    """Variance of the gradient against the number of atoms: mean over seeds, lowest and highest."""
+    rows = rows_of(read, "variance_poisson.csv")
+    if not rows:
+        return
+    figure, axes = pyplot().subplots(1, len(VARIANCES), figsize=(4 * len(VARIANCES), 3.8))
+    for axis, (column, title) in zip(axes, VARIANCES.items()):
+        shown: list[float] = []
+        for arm, name in VARIANCE_ARMS.items():
+            points = variance_cells(rows, arm, column)
+            mean, low, high = ([f(values) for values in points.values()] for f in (statistics.mean, min, max))
+            style = "--" if arm == "poisson_repo" else "-"
+            (line,) = axis.plot(list(points), mean, style, marker="o", markersize=3, label=name)
+            if arm != "poisson_repo":  # which is not matched, and off the scale
+                shown += mean
+                axis.fill_between(list(points), low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        limits = 0.5 * min(shown), 2 * max(shown)
+        axis.set(xscale="log", yscale="log", xlabel="K, number of atoms", ylim=limits)
+        axis.set_xticks(atoms(rows), list(map(str, atoms(rows))))
+        axis.minorticks_off()
+        axis.set_title(title, fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncol=len(VARIANCE_ARMS), frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(folder / "variance_poisson.png", dpi=110, metadata={"Software": None})
+
+
+FIGURES = (draw_unimodal_poisson_learning, draw_variance_poisson)
