@@ -68,16 +68,16 @@ class Args:
     """poisson: first rate; (K + 1) / 2 begins in the middle; None is ln 2, near the lowest atom (Udprl code: None)"""
     hidden_size: int = 64
     """width of the two hidden layers of the policy and of the value network (CleanRL; Udprl code: 128)"""
-    total_timesteps: int = 150_000
+    total_timesteps: int = 120_000
     """steps of all environments together (ours; CleanRL: 1000000)"""
     learning_rate: float = 3e-4
     """Adam's learning rate at the beginning (CleanRL)"""
     anneal_lr: bool = True
     """lower the learning rate to 0 along a line (CleanRL; Udprl code: no)"""
-    num_envs: int = 1
-    """N, environments that are stepped together (CleanRL)"""
-    num_steps: int = 2048
-    """T, steps of each environment between two updates (CleanRL)"""
+    num_envs: int = 8
+    """N, environments that are stepped together (ours: faster; CleanRL: 1)"""
+    num_steps: int = 256
+    """T, steps of each environment between two updates (ours: the same batch T N; CleanRL: 2048)"""
     gamma: float = 0.99
     """discount (CleanRL)"""
     gae_lambda: float = 0.95

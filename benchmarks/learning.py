@@ -100,7 +100,17 @@ TICTACTOE = {
 POINTS = {TICTACTOE[f"random_{seat}_{x}"]: w for seat in ("first", "second") for x, w in (("win", 0.5), ("draw", 0.25))}
 KUHN = {"nash_conv_last": "eval/kuhn/nash_conv_last", "nash_conv_average": "eval/kuhn/nash_conv_average"}
 MICRO_BATCH = ("--per-device-train-batch-size", "128")  # for speed, the result is the same
-SPIRAL_TICTACTOE = (*MICRO_BATCH, "--max-steps", "16", "--eval-steps", "8", "--eval-games", "128")
+SPIRAL_TICTACTOE = (
+    *MICRO_BATCH,
+    "--num-prompts-per-step",
+    "4",
+    "--max-steps",
+    "16",
+    "--eval-steps",
+    "8",
+    "--eval-games",
+    "128",
+)
 SPIRAL_TICTACTOE += ("--eval-opponents", "random", "minimax")
 SPIRAL_KUHN = (*MICRO_BATCH, "--games", "kuhn", "--num-prompts-per-step", "16", "--num-generations", "4")
 SPIRAL_KUHN += ("--max-steps", "25", "--eval-steps", "5", "--eval-thoughts", "32", "--eval-games", "1")
@@ -210,6 +220,7 @@ STUDIES = {
             "role": Arm(),
             "none": Arm(("--baseline", "none")),
             "global": Arm(("--baseline", "global"), rate="role"),
+            "long": Arm(("--max-steps", "120", "--eval-steps", "20"), (1,), "4e-4"),
         },
         scores={"points": POINTS, **TICTACTOE},
         tags=("train/grad_norm", "train/completions/mean_length", "train/entropy")
