@@ -175,6 +175,12 @@ def action_logits(head: Tensor, policy: str, num_atoms: int, temperature: float)
     return ordinal_logits(head) if policy == "ordinal" else head  # categorical, bang_bang
 
 
+def gaussian_parameters(head: Tensor, policy: str) -> tuple[Tensor, Tensor]:
+    """Mean and log standard deviation. (B,A,2) -> (B,A), (B,A)"""
+    mean, log_std = head.unbind(-1)  # (B,A) each
+    return mean.tanh() if policy == "tanh_gaussian" else mean, log_std
+
+
 def action_distribution(head: Tensor, policy: str, num_atoms: int, temperature: float) -> Distribution:
     """Distribution of actions (B,A), independent over the A dimensions; log_prob and entropy are (B,).
 
@@ -183,8 +189,8 @@ def action_distribution(head: Tensor, policy: str, num_atoms: int, temperature: 
     (B,A,2), softplus + 1 makes them alpha and beta. Actions are atom numbers, or in [0, 1] for beta, or real numbers.
     """
     if policy in ("gaussian", "tanh_gaussian"):
-        mean, log_std = head.unbind(-1)  # (B,A) each
-        base = Normal(mean.tanh() if policy == "tanh_gaussian" else mean, log_std.exp(), validate_args=False)
+        mean, log_std = gaussian_parameters(head, policy)  # (B,A) each
+        base = Normal(mean, log_std.exp(), validate_args=False)
     elif policy == "beta":
         base = Beta(*(F.softplus(head) + 1).unbind(-1), validate_args=False)
     else:
@@ -198,18 +204,21 @@ def sample_actions(head: Tensor, noise: Tensor, policy: str, num_atoms: int, tem
     noise: (B,A,K) Gumbel for policies over atoms, whose argmax after adding is a sample; (B,A) normal for Gaussians.
     """
     if policy in ("gaussian", "tanh_gaussian"):
-        mean, log_std = head.unbind(-1)  # (B,A) each
-        return (mean.tanh() if policy == "tanh_gaussian" else mean) + log_std.exp() * noise  # (B,A)
+        mean, log_std = gaussian_parameters(head, policy)  # (B,A) each
+        return mean + log_std.exp() * noise  # (B,A)
     if policy == "beta":
         return action_distribution(head, policy, num_atoms, temperature).sample()  # (B,A)
     return (action_logits(head, policy, num_atoms, temperature) + noise).argmax(-1)  # (B,A)
 
 
 def logprob_and_entropy(head: Tensor, actions: Tensor, policy: str, num_atoms: int, temperature: float) -> tuple:
-    """log_prob and entropy of action_distribution; policies over atoms need half of the operations. -> (B,), (B,)"""
-    if policy in ("gaussian", "tanh_gaussian", "beta"):
-        distribution = action_distribution(head, policy, num_atoms, temperature)
-        return distribution.log_prob(actions), distribution.entropy()
+    """log_prob and entropy of action_distribution with half of the operations. -> (B,), (B,)"""
+    if policy == "beta":
+        return (beta := action_distribution(head, policy, num_atoms, temperature)).log_prob(actions), beta.entropy()
+    if policy in ("gaussian", "tanh_gaussian"):
+        (mean, log_std), half = gaussian_parameters(head, policy), 0.5 * math.log(2 * math.pi)  # (B,A) each
+        apart = (actions - mean) * (-log_std).exp()  # (B,A)
+        return -(0.5 * apart.square() + log_std + half).sum(-1), (log_std + half + 0.5).sum(-1)  # (B,) each
     logprobs = action_logits(head, policy, num_atoms, temperature).log_softmax(-1)  # (B,A,K)
     entropy = -(logprobs.exp() * logprobs).sum((-2, -1))  # (B,)
     return logprobs.gather(-1, actions[..., None])[..., 0].sum(-1), entropy  # (B,) each
@@ -276,7 +285,7 @@ def ppo_loss(
 
 def atom_metrics(probabilities: Tensor) -> dict[str, Tensor]:
     """How policies over atoms look: mass on both ends, share with more than one local maximum. (B,A,K) -> scalars"""
-    steps = probabilities.diff(dim=-1)  # (B,A,K-1)
+    steps = probabilities.diff()  # (B,A,K-1)
     again = ((steps > 0) & ((steps < 0).cumsum(-1) > 0)).any(-1)  # (B,A) rises again after a fall
     return {"extreme_mass": probabilities[..., [0, -1]].sum(-1).mean(), "frac_multimodal": again.to(steps.dtype).mean()}
 
@@ -409,8 +418,8 @@ class Environments:
         self.args, self.envs = args, make_envs(args, args.num_envs)
         self.observation_stats = RunningMeanStd(self.envs.single_observation_space.shape)
         self.return_stats = RunningMeanStd()
-        self.discounted = np.zeros(args.num_envs)  # (N,) sum of rewards so far, for the reward's unit
-        self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=np.int64)  # (N,) each
+        # (N,) each, of unfinished episodes: `discounted` is the running sum that sets the reward's unit
+        self.discounted, self.returns, self.lengths = np.zeros((3, args.num_envs))
         self.observations = self.take_in(self.envs.reset(seed=args.seed)[0])  # (N,O) normalised
 
     def take_in(self, observations: np.ndarray) -> np.ndarray:
@@ -475,12 +484,12 @@ def collect(envs: Environments, agent: Agent, buffer: dict[str, Tensor]) -> list
         episodes += finished
     observations = buffer["observations"]  # (T,N,O)
     buffer["values"][:] = values = agent.values(observations)  # (T,N)
-    taken = buffer["actions"].flatten(0, 1)  # (T N,A)
-    buffer["logprobs"].view(-1)[:] = agent.distribution(observations.flatten(0, 1)).log_prob(taken)  # (T N,)
+    head, taken = agent.head(observations.flatten(0, 1)), buffer["actions"].flatten(0, 1)  # (T N,...), (T N,A)
+    buffer["logprobs"].view(-1)[:] = logprob_and_entropy(head, taken, *agent.shape)[0]  # (T N,)
     if cut and args.bootstrap_truncation:
         steps, numbers, last = zip(*cut)
-        last_values = agent.values(torch.from_numpy(np.stack(last)).to(device))  # one each
-        buffer["rewards"][list(steps), list(numbers)] += args.gamma * last_values.cpu()
+        cut_values = agent.values(torch.from_numpy(np.stack(last)).to(device)).cpu()  # one each
+        buffer["rewards"][list(steps), list(numbers)] += args.gamma * cut_values
     last_values = agent.values(torch.from_numpy(envs.observations).to(device))  # (N,)
     found = gae(buffer["rewards"], buffer["dones"], values.cpu(), last_values.cpu(), args.gamma, args.gae_lambda)
     buffer["advantages"][:], buffer["returns"][:] = found  # (T,N) each
@@ -491,10 +500,8 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
     """Forward pass and loss of one minibatch: (B,...) each."""
     logprobs, entropy = logprob_and_entropy(agent.head(batch["observations"]), batch["actions"], *agent.shape)  # (B,)
     old = batch["logprobs"], batch["advantages"], agent.values(batch["observations"]), batch["values"], batch["returns"]
-    flags = {"clip_coef": args.clip_coef, "ent_coef": args.ent_coef, "vf_coef": args.vf_coef}
-    flags |= {"norm_adv": args.norm_adv, "clip_vloss": args.clip_vloss}
-    entropy = entropy if args.ent_coef else entropy.detach()  # it is only logged then
-    return ppo_loss(logprobs, *old, entropy, **flags)
+    flags = {name: getattr(args, name) for name in ("clip_coef", "ent_coef", "vf_coef", "norm_adv", "clip_vloss")}
+    return ppo_loss(logprobs, *old, entropy if args.ent_coef else entropy.detach(), **flags)  # or it is only logged
 
 
 def update(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args, loss_function=minibatch_loss) -> dict:
@@ -607,8 +614,7 @@ def play(agent: Agent, stats: RunningMeanStd, args: Args, count: int, determinis
         torch.manual_seed(args.seed)
         while running.any():
             frames += [envs.envs[0].render()] if options else []
-            inputs = torch.from_numpy(normalise(observations, stats, args)).to(agent.low.device)  # (count,O)
-            distribution = agent.distribution(inputs)
+            distribution = agent.distribution(torch.from_numpy(normalise(observations, stats, args)).to(agent.low.device))
             actions = distribution.mode if deterministic else distribution.sample()  # (count,A)
             observations, rewards, terminated, truncated, _ = envs.step(agent.to_environment(actions))
             returns += rewards * running
@@ -621,7 +627,7 @@ def evaluate(agent: Agent, stats: RunningMeanStd, args: Args) -> dict[str, float
     """Returns of whole episodes in the task's own unit, with the likeliest and with sampled actions."""
     scores = {}
     for name, deterministic in (("deterministic", True), ("sampled", False)):
-        returns, _ = play(agent, stats, args, args.eval_episodes, deterministic)
+        returns = play(agent, stats, args, args.eval_episodes, deterministic)[0]  # (episodes,)
         scores |= {f"eval/{name}/return_mean": returns.mean().item(), f"eval/{name}/return_std": returns.std().item()}
     return scores
 
@@ -656,11 +662,10 @@ def score_run(args: Args) -> dict[str, float]:
     print("  ".join(f"{tag} {value:.1f}" for tag, value in scores.items()))
     if args.video:
         try:
-            frames = play(agent, stats, trained, 1, True, render_mode="rgb_array")[1][:600:2]
+            frames = [x[::2, ::2] for x in play(agent, stats, trained, 1, True, render_mode="rgb_array")[1][:600:2]]
         except Exception as error:  # of any of several libraries
             fail(f"--video: the task cannot be rendered here ({error!r:.150}); without a screen try MUJOCO_GL=egl", 1)
-        path = os.path.join(args.evaluate, "episode.gif")
-        imageio.mimsave(path, [frame[::2, ::2] for frame in frames], duration=1000 / 30, loop=0)
+        imageio.mimsave(path := os.path.join(args.evaluate, "episode.gif"), frames, duration=1000 / 30, loop=0)
         print(path)
     return scores
 
@@ -673,10 +678,10 @@ def check_args(args: Args) -> None:
     least = {f.name: int(f.type is int) for f in fields(Args)} | {"rate_init": 1e-6, "temperature": 1e-6}
     least |= {"seed": 0, "eval_episodes": 0, "eval_steps": 0, "num_atoms": 2}
     for name, value in vars(args).items():
-        flag, lowest = f"--{name.replace('_', '-')}", least[name]
         highest = 1 if name in ("gamma", "gae_lambda") else sys.float_info.max
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not lowest <= value <= highest:
-            fail(f"{flag} {value}: expected a number {'from 0 to 1' if highest == 1 else f'of {lowest} or more'}")
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not least[name] <= value <= highest:
+            wanted = "from 0 to 1" if highest == 1 else f"of {least[name]} or more"
+            fail(f"--{name.replace('_', '-')} {value}: expected a number {wanted}")
     batch = args.num_envs * args.num_steps
     if batch % args.num_minibatches or batch == args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches}: expected a divisor of --num-envs x --num-steps, {batch}")
@@ -734,8 +739,8 @@ def train(args: Args) -> dict[str, float]:
     signals = []  # the batch is finished and saved before the run leaves; a second signal leaves at once
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os._exit(128 + number) if signals else signals.append(number))
-    start, first, scores = time.perf_counter(), progress["step"], {}
-    end = args.total_timesteps // (size := args.num_envs * args.num_steps) * size
+    start, first, scores, size = time.perf_counter(), progress["step"], {}, args.num_envs * args.num_steps
+    end = args.total_timesteps // size * size
     while True:
         step, last, stop = progress["step"], progress["step"] >= end, max(signals, default=0)
         scoring, saving = (n and step // n > (step - size) // n for n in (args.eval_steps, args.save_steps))
@@ -759,8 +764,7 @@ def train(args: Args) -> dict[str, float]:
         logger.scalars(step, metrics | (found := batch_metrics(agent, batch, episodes, args)))
         memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else getrusage(RUSAGE_SELF).ru_maxrss * 1024
         perf = {"charts/SPS": size / (now - began), "perf/rollout_seconds": acted - began}
-        perf |= {"perf/update_seconds": now - acted, "perf/peak_memory_gb": memory / 1e9}
-        logger.scalars(step, perf, "perf.csv")
+        logger.scalars(step, perf | {"perf/update_seconds": now - acted, "perf/peak_memory_gb": memory / 1e9}, "perf.csv")
         left, done = (now - start) / (step - first) * (end - step), f"step {step:>9,}/{end:,}"
         done += f"  return {found['charts/episodic_return']:9.1f}" if episodes else f"  {'no episode ended':>16}"
         print(f"{done}  {perf['charts/SPS']:6,.0f} steps/s  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
