@@ -175,12 +175,6 @@ def action_logits(head: Tensor, policy: str, num_atoms: int, temperature: float)
     return ordinal_logits(head) if policy == "ordinal" else head  # categorical, bang_bang
 
 
-def gaussian_parameters(head: Tensor, policy: str) -> tuple[Tensor, Tensor]:
-    """Mean and log standard deviation. (B,A,2) -> (B,A), (B,A)"""
-    mean, log_std = head.unbind(-1)  # (B,A) each
-    return mean.tanh() if policy == "tanh_gaussian" else mean, log_std
-
-
 def action_distribution(head: Tensor, policy: str, num_atoms: int, temperature: float) -> Distribution:
     """Distribution of actions (B,A), independent over the A dimensions; log_prob and entropy are (B,).
 
@@ -189,8 +183,8 @@ def action_distribution(head: Tensor, policy: str, num_atoms: int, temperature: 
     (B,A,2), softplus + 1 makes them alpha and beta. Actions are atom numbers, or in [0, 1] for beta, or real numbers.
     """
     if policy in ("gaussian", "tanh_gaussian"):
-        mean, log_std = gaussian_parameters(head, policy)  # (B,A) each
-        base = Normal(mean, log_std.exp(), validate_args=False)
+        mean, log_std = head.unbind(-1)  # (B,A) each
+        base = Normal(mean.tanh() if policy == "tanh_gaussian" else mean, log_std.exp(), validate_args=False)
     elif policy == "beta":
         base = Beta(*(F.softplus(head) + 1).unbind(-1), validate_args=False)
     else:
@@ -204,8 +198,8 @@ def sample_actions(head: Tensor, noise: Tensor, policy: str, num_atoms: int, tem
     noise: (B,A,K) Gumbel for policies over atoms, whose argmax after adding is a sample; (B,A) normal for Gaussians.
     """
     if policy in ("gaussian", "tanh_gaussian"):
-        mean, log_std = gaussian_parameters(head, policy)  # (B,A) each
-        return mean + log_std.exp() * noise  # (B,A)
+        mean, log_std = head.unbind(-1)  # (B,A) each
+        return (mean.tanh() if policy == "tanh_gaussian" else mean) + log_std.exp() * noise  # (B,A)
     if policy == "beta":
         return action_distribution(head, policy, num_atoms, temperature).sample()  # (B,A)
     return (action_logits(head, policy, num_atoms, temperature) + noise).argmax(-1)  # (B,A)
@@ -216,9 +210,10 @@ def logprob_and_entropy(head: Tensor, actions: Tensor, policy: str, num_atoms: i
     if policy == "beta":
         return (beta := action_distribution(head, policy, num_atoms, temperature)).log_prob(actions), beta.entropy()
     if policy in ("gaussian", "tanh_gaussian"):
-        (mean, log_std), half = gaussian_parameters(head, policy), 0.5 * math.log(2 * math.pi)  # (B,A) each
-        apart = (actions - mean) * (-log_std).exp()  # (B,A)
-        return -(0.5 * apart.square() + log_std + half).sum(-1), (log_std + half + 0.5).sum(-1)  # (B,) each
+        mean, log_std = head.unbind(-1)  # (B,A) each
+        apart = (actions - (mean.tanh() if policy == "tanh_gaussian" else mean)) * (-log_std).exp()  # (B,A)
+        entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)  # (B,)
+        return 0.5 * (1 - apart.square()).sum(-1) - entropy, entropy  # (B,) each
     logprobs = action_logits(head, policy, num_atoms, temperature).log_softmax(-1)  # (B,A,K)
     entropy = -(logprobs.exp() * logprobs).sum((-2, -1))  # (B,)
     return logprobs.gather(-1, actions[..., None])[..., 0].sum(-1), entropy  # (B,) each
@@ -500,7 +495,8 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
     """Forward pass and loss of one minibatch: (B,...) each."""
     logprobs, entropy = logprob_and_entropy(agent.head(batch["observations"]), batch["actions"], *agent.shape)  # (B,)
     old = batch["logprobs"], batch["advantages"], agent.values(batch["observations"]), batch["values"], batch["returns"]
-    flags = {name: getattr(args, name) for name in ("clip_coef", "ent_coef", "vf_coef", "norm_adv", "clip_vloss")}
+    flags = {"clip_coef": args.clip_coef, "ent_coef": args.ent_coef, "vf_coef": args.vf_coef}
+    flags |= {"norm_adv": args.norm_adv, "clip_vloss": args.clip_vloss}
     return ppo_loss(logprobs, *old, entropy if args.ent_coef else entropy.detach(), **flags)  # or it is only logged
 
 
@@ -614,8 +610,8 @@ def play(agent: Agent, stats: RunningMeanStd, args: Args, count: int, determinis
         torch.manual_seed(args.seed)
         while running.any():
             frames += [envs.envs[0].render()] if options else []
-            distribution = agent.distribution(torch.from_numpy(normalise(observations, stats, args)).to(agent.low.device))
-            actions = distribution.mode if deterministic else distribution.sample()  # (count,A)
+            policy = agent.distribution(torch.from_numpy(normalise(observations, stats, args)).to(agent.low.device))
+            actions = policy.mode if deterministic else policy.sample()  # (count,A)
             observations, rewards, terminated, truncated, _ = envs.step(agent.to_environment(actions))
             returns += rewards * running
             running &= ~(terminated | truncated)
@@ -762,9 +758,9 @@ def train(args: Args) -> dict[str, float]:
         progress["step"] = step = step + size
         metrics = {f"losses/{name}": value for name, value in metrics.items()} | {"charts/learning_rate": rate}
         logger.scalars(step, metrics | (found := batch_metrics(agent, batch, episodes, args)))
-        memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else getrusage(RUSAGE_SELF).ru_maxrss * 1024
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else getrusage(RUSAGE_SELF).ru_maxrss * 1024
         perf = {"charts/SPS": size / (now - began), "perf/rollout_seconds": acted - began}
-        logger.scalars(step, perf | {"perf/update_seconds": now - acted, "perf/peak_memory_gb": memory / 1e9}, "perf.csv")
+        logger.scalars(step, perf | {"perf/update_seconds": now - acted, "perf/peak_memory_gb": peak / 1e9}, "perf.csv")
         left, done = (now - start) / (step - first) * (end - step), f"step {step:>9,}/{end:,}"
         done += f"  return {found['charts/episodic_return']:9.1f}" if episodes else f"  {'no episode ended':>16}"
         print(f"{done}  {perf['charts/SPS']:6,.0f} steps/s  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
