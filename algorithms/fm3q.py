@@ -88,7 +88,9 @@ class Args:
     learning_starts: int = 2_000
     """steps of random play before learning begins (ours)"""
     learning_rate: float = 1e-3
-    """Adam's learning rate (ours; FM3Q code: RMSprop 5e-4)"""
+    """Adam's learning rate at the beginning (ours; FM3Q code: RMSprop 5e-4)"""
+    anneal_lr: bool = True
+    """lower the learning rate to 0 along a line (ours; FM3Q code: no)"""
     gamma: float = 0.9
     """discount (ours, of the additive games; FM3Q code: 0.99)"""
     target_network_frequency: int = 25
@@ -627,12 +629,14 @@ def advance(learner: Learner, game: TabularGame | Pong, args: Args, step: int, s
     for now in range(step, step + size, args.num_envs):
         epsilon = linear_schedule(args.start_e, args.end_e, duration, now)
         epsilon = 1.0 if now < args.learning_starts else epsilon
+        rate = linear_schedule(args.learning_rate, 0, args.total_timesteps if args.anneal_lr else math.inf, now)
+        learner.optimizer.param_groups[0]["lr"] = rate
         rewards, ends = learner.play(game, learner.act(game, epsilon))  # 1. act
         results += torch.stack([rewards.sum(), ends.sum()])
         for tag, value in (learner.learn() if now >= args.learning_starts else {}).items():  # 2. learn
             sums.setdefault(tag, []).append(value)
     metrics = {tag: torch.stack(values).mean().item() for tag, values in sums.items()}
-    metrics |= {"charts/epsilon": epsilon, "charts/reward": results[0].item() / size}
+    metrics |= {"charts/epsilon": epsilon, "charts/learning_rate": rate, "charts/reward": results[0].item() / size}
     return metrics | ({"charts/episodic_return": (results[0] / results[1]).item()} if results[1] else {})
 
 

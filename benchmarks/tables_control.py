@@ -6,7 +6,7 @@ without its CSV is the empty text, one whose study is still running has the rows
 
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 Read = Callable[[str], list[dict]]
@@ -20,6 +20,32 @@ POLICIES = {
     "bang_bang": "the two ends only (`bang_bang`)",
 }
 TASKS = ("InvertedPendulum-v5", "Hopper-v5", "HalfCheetah-v5")
+FM3Q = {
+    "qmix": "FM3Q, one monotone network (`--mixer qmix`, the default)",
+    "twin": "FM3Q, one for each team (`--mixer twin`)",
+    "vdn": "FM3Q, signed sums (`--mixer vdn`)",
+    "pairwise": "FM3Q, pairs of opponents: the released code (`--mixer pairwise`)",
+    "selfplay_vdn": "two teams in self-play, sums (`--learner selfplay_vdn`)",
+    "selfplay_qmix": "two teams in self-play, QMIX (`--learner selfplay_qmix`)",
+    "iql": "every agent alone (`--learner iql`)",
+    "joint_minimax": "minimax over all joint actions (`--learner joint_minimax`)",
+}
+FM3Q_PONG = ("qmix", "vdn", "selfplay_qmix", "iql")
+FM3Q_GAMES = {"arat": "small: 3 states", "arat_large": "large: 50 states"}
+ARAC = {  # the weight of the divergence
+    "dual": "adaptive, by a target for the divergence (`--beta-mode dual`, the default)",
+    "performance": "adaptive, by success (`performance`)",
+    "linear": "falling to 0 by half of the run (`linear`)",
+    "fixed": "fixed at its first value (`fixed`)",
+    "none": "no reference (`none`)",
+}
+ARAC_TASKS = {  # task: in words, and arms
+    "cycle_12": ("cycle of 12, 2 pursuers", tuple(ARAC)),
+    "grid_6x6": ("grid 6x6, 2 pursuers, perfect evader", ("dual", "fixed", "none")),
+    "confrontation": ("confrontation on a grid 5x5", ("dual", "fixed", "none")),
+    "cycle_12_m3": ("cycle of 12, 3 pursuers", ("dual", "none")),
+    "cycle_12_m4": ("cycle of 12, 4 pursuers", ("dual", "none")),
+}
 SPEED_ARMS = {
     "cleanrl": "CleanRL, Gaussian",
     "gaussian": "ours, Gaussian",
@@ -90,14 +116,51 @@ def numbers(rows: list[dict], column: str) -> list[float]:
     return [float(row[column]) for row in rows if row[column]]
 
 
-def final_runs(read: Read, study: str, names: dict[str, str]) -> dict[tuple[str, str], list[dict]]:
-    """Runs of the comparison by task and arm, in the order of TASKS and the names; only those that there are."""
+def percent(rows: list[dict], column: str) -> str:
+    """Mean and standard deviation of shares, in percent."""
+    return mean_std([100 * value for value in numbers(rows, column)], 1)
+
+
+def final_runs(read: Read, study: str, names: Iterable[str], tasks=TASKS) -> dict[tuple[str, str], list[dict]]:
+    """Runs of the comparison by task and arm, in the order of the tasks and the names; only those that there are."""
     rows = [row for row in rows_of(read, f"{study}_runs.csv") if row["stage"] == "final"]
-    keys = [(env, arm) for env in TASKS for arm in names]
+    keys = [(env, arm) for env in tasks for arm in names]
     return {key: found for key in keys if (found := [r for r in rows if (r["env"], r["policy"]) == key])}
 
 
-# --- The study --------------------------------------------------------------------------------------------------------
+def planned_runs(read: Read, study: str, names: dict[str, str], tasks: dict[str, Iterable[str]]) -> list[tuple]:
+    """(task, arm, runs) of all that is to run, the empty list where none did; nothing before the first run of all."""
+    found = final_runs(read, study, names, tasks)
+    some = any(row["stage"] == "final" for row in rows_of(read, f"{study}_runs.csv"))
+    return [(env, arm, found.get((env, arm), [])) for env, arms in tasks.items() for arm in arms if some]
+
+
+def sweep_table(read: Read, study: str, names: dict[str, str], label: str, score: str, digits: int = 0) -> str:
+    """A score by arm and learning rate."""
+    sweep = [row for row in rows_of(read, f"{study}_runs.csv") if row["stage"] == "sweep"]
+    rates = sorted({row["learning_rate"] for row in sweep}, key=float)
+    cells = {(r["policy"], r["learning_rate"]): f"{x:.{digits}f}" for r in sweep for x in numbers([r], score)}
+    arms = [arm for arm in names if any(row["policy"] == arm for row in sweep)]
+    rows = [[names[arm], *(cells.get((arm, rate), "") for rate in rates)] for arm in arms]
+    return markdown([label, *rates], rows)
+
+
+def runs_table(read: Read, study: str) -> str:
+    """Cost of the runs, the sweep included."""
+    runs = rows_of(read, f"{study}_runs.csv")
+    if not runs:
+        return ""
+    packages = [name for name in ("torch", "gymnasium", "mujoco", "numpy") if name in runs[0]]
+    versions = {", ".join(f"{name} {r[name]}" for name in packages) + f", Python {r['python']}" for r in runs}
+    devices = {f"{r['device']}, {r['threads']} thread a run" for r in runs}
+    rows = [["runs", len(runs)], ["hours, added up", f"{sum(numbers(runs, 'minutes')) / 60:.1f}"]]
+    rows += [["steps a second", between(numbers(runs, "steps_per_second"))]]
+    rows += [["peak memory", f"{max(numbers(runs, 'peak_memory_gb')):.2f} GB"]]
+    rows += [["device", "; ".join(sorted(devices))], ["versions", "; ".join(sorted(versions))]]
+    return markdown(["", ""], [*rows, ["commit", ", ".join(sorted({r["commit"] for r in runs}))]])
+
+
+# --- PPO with the unimodal Poisson policy -----------------------------------------------------------------------------
 
 
 def unimodal_poisson_returns(read: Read) -> str:
@@ -115,12 +178,7 @@ def unimodal_poisson_returns(read: Read) -> str:
 
 def unimodal_poisson_sweep(read: Read) -> str:
     """Learning-rate sweep: returns in training, last fifth of the steps."""
-    sweep = [row for row in rows_of(read, "unimodal_poisson_runs.csv") if row["stage"] == "sweep"]
-    rates = sorted({row["learning_rate"] for row in sweep}, key=float)
-    cells = {(r["policy"], r["learning_rate"]): f"{x:.0f}" for r in sweep for x in numbers([r], "train_return")}
-    arms = [arm for arm in POLICIES if any(row["policy"] == arm for row in sweep)]
-    rows = [[POLICIES[arm], *(cells.get((arm, rate), "") for rate in rates)] for arm in arms]
-    return markdown(["policy", *rates], rows)
+    return sweep_table(read, "unimodal_poisson", POLICIES, "policy", "train_return")
 
 
 def unimodal_poisson_evaluation(read: Read) -> str:
@@ -146,17 +204,71 @@ def unimodal_poisson_cleanrl(read: Read) -> str:
 
 def unimodal_poisson_runs(read: Read) -> str:
     """Cost of the runs, the sweep included."""
-    runs = rows_of(read, "unimodal_poisson_runs.csv")
-    if not runs:
-        return ""
-    packages = ("torch", "gymnasium", "mujoco", "numpy")
-    versions = {", ".join(f"{name} {r[name]}" for name in packages) + f", Python {r['python']}" for r in runs}
-    devices = {f"{r['device']}, {r['threads']} thread a run" for r in runs}
-    rows = [["runs", len(runs)], ["hours, added up", f"{sum(numbers(runs, 'minutes')) / 60:.1f}"]]
-    rows += [["steps a second", between(numbers(runs, "steps_per_second"))]]
-    rows += [["peak memory", f"{max(numbers(runs, 'peak_memory_gb')):.2f} GB"]]
-    rows += [["device", "; ".join(sorted(devices))], ["versions", "; ".join(sorted(versions))]]
-    return markdown(["", ""], [*rows, ["commit", ", ".join(sorted({r["commit"] for r in runs}))]])
+    return runs_table(read, "unimodal_poisson")
+
+
+# --- FM3Q -------------------------------------------------------------------------------------------------------------
+
+
+def fm3q_equilibrium(read: Read) -> str:
+    """Games that are solved exactly: steps until NashConv is below 0.05 in every state, the first time and for good, in
+    how many runs that is, and NashConv in the end."""
+    rows = []
+    for env, arm, runs in planned_runs(read, "fm3q", FM3Q, dict.fromkeys(FM3Q_GAMES, FM3Q)):
+        cells = ["", 0, *["not run"] * 5]
+        if runs:
+            cells = [runs[0]["learning_rate"], len(runs)]
+            for steps in (numbers(runs, f"samples_to_{x}") for x in ("first", "equilibrium")):
+                cells.append(f"{mean_std(steps)} ({len(steps)} of {len(runs)})" if steps else "never")
+            cells += [mean_std(numbers(runs, x), 3) for x in ("late_nash_conv", "nash_conv_mean", "nash_conv_max")]
+        rows.append([FM3Q_GAMES[env], FM3Q[arm], *cells])
+    header = ["game", "learner", "learning rate", "seeds", "steps to it (runs)", "steps to it for good (runs)"]
+    return markdown([*header, "NashConv, last tenth", "NashConv, last", "NashConv, last, worst state"], rows)
+
+
+def fm3q_sweep(read: Read) -> str:
+    """Learning-rate sweep: the last NashConv, mean over states."""
+    return sweep_table(read, "fm3q", FM3Q, "learner", "nash_conv_mean", 3)
+
+
+def fm3q_pong(read: Read) -> str:
+    """Pong: games won and lost against scripted teams, both sides together, and what fresh opponents get."""
+    rows, opponents = [], ("tracker", "wanderer")
+    for _, arm, runs in planned_runs(read, "fm3q", FM3Q, {"pong": FM3Q_PONG}):
+        cells = ["", 0, *["not run"] * 5]
+        if runs:
+            shares = [percent(runs, f"{x}_{name}") for name in opponents for x in ("win", "loss")]
+            cells = [runs[0]["learning_rate"], len(runs), *shares, mean_std(numbers(runs, "exploitability"), 3)]
+        rows.append([FM3Q[arm], *cells])
+    games = [f"{outcome} against the {name}, %" for name in opponents for outcome in ("won", "lost")]
+    return markdown(["learner", "learning rate", "seeds", *games, "exploitability"], rows)
+
+
+def fm3q_runs(read: Read) -> str:
+    """Cost of the runs, the sweep included."""
+    return runs_table(read, "fm3q")
+
+
+# --- ARAC -------------------------------------------------------------------------------------------------------------
+
+
+def arac_learning(read: Read) -> str:
+    """Success early and late in training and in the last evaluation, the reference's, and the weight in the end."""
+    rows, columns = [], [f"{name}_success" for name in ("early", "late", "sampled", "greedy", "reference")]
+    for env, arm, runs in planned_runs(read, "arac", ARAC, {env: arms for env, (_, arms) in ARAC_TASKS.items()}):
+        cells = [0, *["not run"] * 6]
+        if runs:
+            weight = "" if arm == "none" else mean_std(numbers(runs, "beta"), 4)  # there it weighs nothing
+            cells = [len(runs), *(percent(runs, column) for column in columns), weight]
+        rows.append([ARAC_TASKS[env][0], ARAC[arm], *cells])
+    header = ["game", "weight of the divergence", "seeds", "first tenth of training, %", "last tenth, %"]
+    header += ["in the end: sampled, %", "likeliest actions, %", "reference alone, %", "weight in the end"]
+    return markdown(header, rows)
+
+
+def arac_runs(read: Read) -> str:
+    """Cost of the runs."""
+    return runs_table(read, "arac")
 
 
 # --- Speed and variance -----------------------------------------------------------------------------------------------
@@ -230,6 +342,12 @@ TABLES = {
         unimodal_poisson_evaluation,
         unimodal_poisson_cleanrl,
         unimodal_poisson_runs,
+        fm3q_equilibrium,
+        fm3q_sweep,
+        fm3q_pong,
+        fm3q_runs,
+        arac_learning,
+        arac_runs,
         speed_ppo,
         variance_poisson,
         variance_poisson_fit,
@@ -255,33 +373,67 @@ def plain(name: str) -> str:
     return name.partition(" (`")[0]
 
 
-def draw_unimodal_poisson_learning(read: Read, folder: Path) -> None:
-    """Returns in training against steps: mean over seeds, lowest and highest; a panel for each task."""
-    runs = {
-        r["run"]: (env, arm) for (env, arm), rs in final_runs(read, "unimodal_poisson", POLICIES).items() for r in rs
-    }
+def draw_curves(
+    read: Read,
+    folder: Path,
+    study: str,
+    names: dict[str, str],
+    panels: dict[str, str],
+    column: str,
+    label: str,
+    least: float | None = None,
+) -> None:
+    """A metric against steps: mean over seeds, lowest and highest; a panel for each task with runs. First arm: bold.
+
+    With `least` the scale is logarithmic, and what is below it is drawn there.
+    """
+    found = final_runs(read, study, names, panels)
+    runs = {row["run"]: key for key, rows in found.items() for row in rows}
     curves: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
-    for row in rows_of(read, "unimodal_poisson_curves.csv"):
-        if row["run"] in runs and row["return"]:
+    for row in rows_of(read, f"{study}_curves.csv"):
+        if row["run"] in runs and row[column]:
             points = curves.setdefault(runs[row["run"]], {})
-            points.setdefault(int(row["step"]), {})[row["run"]] = float(row["return"])
-    if not curves:
+            points.setdefault(int(row["step"]), {})[row["run"]] = float(row[column])
+    shown = [env for env in panels if any(key[0] == env for key in curves)]
+    if not shown:
         return
-    figure, axes = pyplot().subplots(1, len(TASKS), figsize=(14, 4.2))
-    for axis, env in zip(axes, TASKS):
-        for number, (arm, name) in enumerate(POLICIES.items()):
-            points = dict(sorted(curves.get((env, arm), {}).items()))
-            seeds = sum(key == (env, arm) for key in runs.values())
-            points = {step / 1000: list(found.values()) for step, found in points.items() if len(found) == seeds}
+    figure, axes = pyplot().subplots(1, len(shown), figsize=(14 / 3 * len(shown), 4.2), squeeze=False)
+    for axis, env in zip(axes[0], shown):
+        for number, (arm, name) in enumerate(names.items()):
+            points, seeds = dict(sorted(curves.get((env, arm), {}).items())), len(found.get((env, arm), []))
+            points = {step / 1000: list(values.values()) for step, values in points.items() if len(values) == seeds}
             mean, low, high = ([f(values) for values in points.values()] for f in (statistics.mean, min, max))
-            style = {"color": f"C{number}", "linewidth": 2.4 if arm == "poisson" else 1.4}
+            if least:
+                mean, low, high = ([max(value, least) for value in line] for line in (mean, low, high))
+            style = {"color": f"C{number}", "linewidth": 2.4 if arm == next(iter(names)) else 1.4}
             axis.plot(list(points), mean, label=plain(name), **style)
             axis.fill_between(list(points), low, high, color=style["color"], alpha=0.1, linewidth=0)
-        axis.set(title=env, xlabel="thousand environment steps", ylabel="return in training")
+        axis.set(
+            title=panels[env], xlabel="thousand environment steps", ylabel=label, yscale="log" if least else "linear"
+        )
         axis.grid(alpha=0.3)
-    axes[0].legend(frameon=False, fontsize=8)
+    axes[0, 0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    figure.savefig(folder / "unimodal_poisson_learning.png", dpi=110, metadata={"Software": None})
+    figure.savefig(folder / f"{study}_learning.png", dpi=110, metadata={"Software": None})
+
+
+def draw_unimodal_poisson_learning(read: Read, folder: Path) -> None:
+    """Returns in training."""
+    panels = {env: env for env in TASKS}
+    draw_curves(read, folder, "unimodal_poisson", POLICIES, panels, "return", "return in training")
+
+
+def draw_fm3q_learning(read: Read, folder: Path) -> None:
+    """NashConv of the games that are solved exactly; what is below 0.001 is drawn there."""
+    label = "NashConv of greedy play, mean of states"
+    draw_curves(read, folder, "fm3q", FM3Q, FM3Q_GAMES, "nash_conv_mean", label, least=1e-3)
+
+
+def draw_arac_learning(read: Read, folder: Path) -> None:
+    """Success in training with an adaptive weight, a fixed one and no reference."""
+    names = {arm: ARAC[arm] for arm in ("dual", "fixed", "none")}
+    panels = {env: ARAC_TASKS[env][0] for env in ("cycle_12", "grid_6x6")}
+    draw_curves(read, folder, "arac", names, panels, "success", "share of games won in training")
 
 
 def draw_variance_poisson(read: Read, folder: Path) -> None:
@@ -311,4 +463,4 @@ def draw_variance_poisson(read: Read, folder: Path) -> None:
     figure.savefig(folder / "variance_poisson.png", dpi=110, metadata={"Software": None})
 
 
-FIGURES = (draw_unimodal_poisson_learning, draw_variance_poisson)
+FIGURES = (draw_unimodal_poisson_learning, draw_fm3q_learning, draw_arac_learning, draw_variance_poisson)

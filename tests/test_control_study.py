@@ -1,11 +1,13 @@
-"""The program that runs the control family's comparisons, and what its CSVs must say."""
+"""The program that runs the control family's comparisons, what its CSVs must say, and tables of unfinished studies."""
 
 import importlib
+import shlex
+from dataclasses import replace
 
 import pytest
 import tyro
 
-from benchmarks import control
+from benchmarks import control, tables_control
 
 STUDIES = control.STUDIES
 
@@ -17,12 +19,52 @@ def script_of(study: str):
 @pytest.mark.parametrize("study", STUDIES)
 def test_flags_of_a_study_are_those_of_its_script(study):
     made, script = STUDIES[study], script_of(study)
-    for name, arm in made.arms.items():
-        job = control.Job("final", name, next(iter(made.tasks)), 3, arm.rate or made.rates[0], 10_000)
+    for stage, env, name in [(s, e, a) for s in ("sweep", "final") for e in made.tasks for a in made.arms]:
+        arm, task = made.arms[name], made.tasks[env]
+        job = control.Job(stage, name, env, 3, task.rate or arm.rate or made.rates[0], 10_000)
         program, *flags = control.words(made, job, "")
         args = tyro.cli(script.Args, args=flags)
         assert program == made.script and args.seed == 3 and args.total_timesteps == 10_000
+        assert args.learning_rate == float(job.rate)
         script.check_args(args)
+    assert made.sweep[0] in made.tasks or all(arm.rate for arm in made.arms.values())
+    assert made.best in made.scores or all(arm.rate for arm in made.arms.values())
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_runs_of_a_study(study):
+    """Seed by seed, late ones last; no run twice; every arm on the tasks that name it, and no other."""
+    made, args = STUDIES[study], control.Args(study=study, results="none")
+    arms = {name: replace(arm, rate=arm.rate or "1e-3") for name, arm in made.arms.items()}
+    jobs = control.final_jobs(args, replace(made, arms=arms), list(arms))
+    late = [made.arms[job.arm].late or made.tasks[job.env].late for job in jobs]
+    assert late == sorted(late) and len({job.name for job in jobs}) == len(jobs)
+    for part in (False, True):
+        seeds = [job.seed for job, last in zip(jobs, late) if last == part]
+        assert seeds == sorted(seeds)
+    for env, task in made.tasks.items():
+        found = {job.arm for job in jobs if job.env == env}
+        assert found == (made.arms.keys() if task.seeds is None else task.seeds.keys())
+
+
+def test_rows_of_a_study_that_has_begun_stay_as_they_are():
+    """Columns, names of runs and commands of unimodal_poisson: its CSV is continued, not begun anew."""
+    study = STUDIES["unimodal_poisson"]
+    columns = "run stage policy env seed learning_rate train_return eval_deterministic eval_sampled steps"
+    columns += (
+        " steps_per_second minutes peak_memory_gb device threads torch gymnasium mujoco numpy python commit command"
+    )
+    assert study.columns == columns.split()
+    assert list(study.tags) == ["return", "entropy", "extreme_mass", "frac_multimodal"]
+    job = control.Job("final", "beta", "Hopper-v5", 2, "1e-3", 300_000)
+    common = "--num-envs 8 --num-steps 256"
+    script, end = "algorithms/unimodal_poisson.py", "--total-timesteps 300000 --learning-rate 1e-3 --seed 2"
+    assert job.name == "beta-Hopper-v5-final-1e-3-2"
+    assert control.words(study, job, "") == f"{script} {common} --policy beta --env-id Hopper-v5 {end}".split()
+    for row in control.read(control.ROOT / "benchmarks/results/unimodal_poisson_runs.csv"):
+        steps = int(row["command"].split("--total-timesteps ")[1].split()[0])
+        job = control.Job(row["stage"], row["policy"], row["env"], int(row["seed"]), row["learning_rate"], steps)
+        assert job.name == row["run"] and f"python {shlex.join(control.words(study, job, ''))}" == row["command"]
 
 
 def test_every_head_is_compared():
@@ -39,9 +81,9 @@ def test_every_head_is_compared():
 )
 def test_every_run_says_how_it_was_made(study):
     for row in control.read(control.ROOT / f"benchmarks/results/{study}_runs.csv"):
-        assert list(row) == control.COLUMNS
-        needed = ("command", "commit", "seed", "torch", "gymnasium", "mujoco", "device", "minutes", "train_return")
-        assert all(row[name] for name in needed), row["run"]
+        assert list(row) == STUDIES[study].columns
+        needed = ("command", "commit", "seed", *STUDIES[study].packages, "device", "minutes")
+        assert all(row[name] for name in needed) and any(row[name] for name in STUDIES[study].scores), row["run"]
         assert f"--learning-rate {row['learning_rate']}" in row["command"] and f"--seed {row['seed']}" in row["command"]
 
 
@@ -62,3 +104,134 @@ def test_curves_are_means_of_bins():
     found = control.curves(metrics, {"x": "a", "y": "b"})
     expected = [(2, 2.0, None), (4, None, 9.0), (50, 4.0, None), (100, 8.0, None)]
     assert [(row["step"], row["x"], row["y"]) for row in found] == expected
+
+
+def test_steps_until_a_metric_is_settled():
+    """The first step below the level after the last one that was not; never if the last one is not, or not a number."""
+    found = [({0: 0.01, 5: 0.2, 9: 0.04, 20: 0.01}, 9), ({0: 0.01, 9: 0.0}, 0), ({0: 0.01, 9: 0.05}, None)]
+    for values, expected in [*found, ({5: 0.01, 9: float("nan")}, None), ({}, None)]:
+        assert control.settled(rows("a", values), "a", 0.05, 0.1) == expected
+        first = next((step for step, value in values.items() if value < 0.05), None)
+        assert control.reached(rows("a", values), "a", 0.05, 0.1) == first
+
+
+def scores(study: str, metrics: list[dict]) -> dict[str, float | None]:
+    return {name: score(metrics, share=0.1) for name, score in STUDIES[study].scores.items()}
+
+
+def test_scores_of_unimodal_poisson():
+    metrics = rows("charts/episodic_return", {50: 9.0, 95: 1.0, 100: 2.0}) + rows(
+        "eval/sampled/return_mean", {100: 7.0}
+    )
+    assert scores("unimodal_poisson", metrics) == {"train_return": 1.5, "eval_deterministic": None, "eval_sampled": 7.0}
+
+
+def test_scores_of_fm3q():
+    """Of a game that is solved exactly, and of pong."""
+    metrics = rows("eval/nash_conv_max", {0: 4.0, 50: 0.04, 100: 0.02}) + rows(
+        "eval/nash_conv_mean", {0: 2.0, 100: 0.01}
+    )
+    solved = {name: value for name, value in scores("fm3q", metrics).items() if value is not None}
+    expected = {"samples_to_equilibrium": 50, "samples_to_first": 50, "late_nash_conv": 0.01}
+    assert solved == expected | {"nash_conv_max": 0.02, "nash_conv_mean": 0.01}
+    metrics = rows("eval/exploitability", {100: 0.5})
+    for tag, value in {"tracker/left/win": 0.5, "tracker/right/win": 1.0, "wanderer/left/win": 0.25}.items():
+        metrics += rows(f"eval/{tag}", {0: 0.0, 100: value})
+    pong = {name: value for name, value in scores("fm3q", metrics).items() if value is not None}
+    assert pong == {"win_tracker": 0.75, "exploitability": 0.5}, "one side alone is no score"
+
+
+def test_scores_of_arac():
+    metrics = rows("charts/success", {5: 0.2, 10: 0.4, 50: 0.9, 95: 0.5, 100: 0.7})
+    metrics += rows("eval/sampled/success", {0: 0.1, 100: 0.8}) + rows("eval/greedy/success", {0: 0.1, 100: 0.6})
+    metrics += rows("eval/reference/success", {0: 0.9, 100: 0.9}) + rows("train/arac/beta", {50: 0.2, 100: 0.01})
+    expected = {"early_success": 0.3, "late_success": 0.6, "sampled_success": 0.8, "greedy_success": 0.6}
+    assert scores("arac", metrics) == pytest.approx(expected | {"reference_success": 0.9, "beta": 0.01})
+
+
+@pytest.mark.parametrize("lowest, chosen", [(False, "1e-3"), (True, "3e-4")])
+def test_the_sweep_chooses_by_the_score_of_its_study(lowest, chosen, monkeypatch):
+    found = [
+        {"policy": "iql", "stage": "sweep", "learning_rate": r, "x": x} for r, x in (("3e-4", "0.5"), ("1e-3", "9"))
+    ]
+    found += [{"policy": "iql", "stage": "sweep", "learning_rate": "3e-3", "x": ""}]
+    monkeypatch.setattr(control, "read", lambda path: found)
+    study = replace(STUDIES["fm3q"], best="x", lowest=lowest)
+    assert control.learning_rate(control.Args(study="fm3q"), study, "iql") == chosen
+    assert control.learning_rate(control.Args(study="fm3q"), study, "vdn") == "", "its sweep has not run"
+
+
+# --- Tables of a study that is not finished -----------------------------------------------------------------------
+
+
+def test_tables_name_what_the_studies_run():
+    fm3q, arac = STUDIES["fm3q"], STUDIES["arac"]
+    assert list(tables_control.FM3Q) == list(fm3q.arms) and list(tables_control.ARAC) == list(arac.arms)
+    assert [*tables_control.FM3Q_GAMES, "pong"] == list(fm3q.tasks)
+    assert set(tables_control.FM3Q_PONG) == fm3q.tasks["pong"].seeds.keys()
+    arms = {env: set(arms) for env, (_, arms) in tables_control.ARAC_TASKS.items()}
+    assert arms == {env: set(task.seeds) for env, task in arac.tasks.items()}
+
+
+def unfinished(study: str, stage: str, runs: list[dict], curves: list[dict]):
+    """A reader of the CSVs of a study: these rows, every other column filled."""
+    made = STUDIES[study]
+    empty = dict.fromkeys(made.columns, "1") | dict.fromkeys(made.scores, "") | {"stage": stage}
+    found = {f"{study}_runs.csv": [empty | row for row in runs]}
+    found[f"{study}_curves.csv"] = [dict.fromkeys(made.tags, "") | row for row in curves]
+
+    def read(name: str) -> list[dict]:
+        if name not in found:
+            raise FileNotFoundError(name)
+        return found[name]
+
+    return read
+
+
+def cells(text: str, *names: str) -> list[str]:
+    """Cells of the one row of a table that begins so."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {' | '.join(names)} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")][len(names) :]
+
+
+def test_tables_of_fm3q_with_some_runs(tmp_path):
+    score = {"policy": "vdn", "env": "arat", "learning_rate": "1e-3", "nash_conv_mean": "0.01", "nash_conv_max": "0.02"}
+    runs = [score | {"run": str(n), "samples_to_equilibrium": x} for n, x in enumerate(("1000", "3000", ""))]
+    runs = [row | {"samples_to_first": "800", "late_nash_conv": "0.03"} for row in runs]
+    curves = [{"run": str(n), "step": str(step), "nash_conv_mean": "0"} for n in range(3) for step in (0, 800)]
+    read, vdn = unfinished("fm3q", "final", runs, curves), tables_control.FM3Q["vdn"]
+    table, small, large = tables_control.fm3q_equilibrium(read), *tables_control.FM3Q_GAMES.values()
+    expected = ["1e-3", "3", "800 ± 0 (3 of 3)", "2000 ± 1414 (2 of 3)"]
+    expected += [f"{x} ± 0.000" for x in ("0.030", "0.010", "0.020")]
+    assert cells(table, small, vdn) == expected
+    assert cells(table, large, vdn) == ["", "0", *["not run"] * 5]
+    assert table.count("not run") == 5 * 15 and tables_control.fm3q_pong(read).count("not run") == 4 * 5
+    tables_control.draw_fm3q_learning(read, tmp_path)
+    assert (tmp_path / "fm3q_learning.png").stat().st_size > 5_000
+
+
+def test_tables_of_arac_with_some_runs(tmp_path):
+    score = {"env": "cycle_12", "early_success": "0.5", "greedy_success": "1", "beta": "0.2"}
+    runs = [score | {"run": arm, "policy": arm} for arm in ("dual", "none")]
+    curves = [{"run": "dual", "step": str(step), "success": "0.5"} for step in (2016, 4032)]
+    read, name = unfinished("arac", "final", runs, curves), tables_control.ARAC_TASKS["cycle_12"][0]
+    table, arms = tables_control.arac_learning(read), tables_control.ARAC
+    assert cells(table, name, arms["dual"]) == ["1", "50.0", "", "", "100.0", "", "0.2000"]
+    assert cells(table, name, arms["none"])[-1] == "", "without a reference the weight weighs nothing"
+    assert cells(table, name, arms["fixed"]) == ["0", *["not run"] * 6]
+    tables_control.draw_arac_learning(read, tmp_path)
+    assert (tmp_path / "arac_learning.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("study", ["fm3q", "arac"])
+def test_tables_before_the_first_run(study, tmp_path):
+    """Without CSVs, and when only the sweep has begun."""
+    names = [name for name in tables_control.TABLES if name.startswith(study)]
+    begun = unfinished(study, "sweep", [{"run": "a", "policy": "vdn", "env": "arat_large", "nash_conv_mean": "2"}], [])
+    for read, shown in (
+        (unfinished("unimodal_poisson", "final", [], []), set()),
+        (begun, {"fm3q_sweep", f"{study}_runs"}),
+    ):
+        assert {name for name in names if tables_control.TABLES[name](read)} == shown & set(names)
+        getattr(tables_control, f"draw_{study}_learning")(read, tmp_path)
+    assert not list(tmp_path.iterdir())
