@@ -168,7 +168,7 @@ STUDIES = {
         common=(),
         arms=FM3Q,
         tasks={
-            "arat": Task(40_000, "--env-id arat --eval-steps 1000"),
+            "arat": Task(40_000, "--env-id arat --eval-steps 1000", rate="1e-3"),
             "arat_large": Task(100_000, "--env-id arat_large --eval-steps 4000"),
             "pong": Task(1_000_000, PONG, dict.fromkeys(("qmix", "vdn", "selfplay_qmix", "iql"), THREE), "1e-3", True),
         },
@@ -382,7 +382,8 @@ def main(args: Args) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: ([run.kill() for run in RUNNING], os._exit(128 + number)))
     arms = [name for name in study.arms if not args.arms or name in args.arms]
-    swept = [name for name in arms if not study.arms[name].rate]
+    free = any(not task.rate for env, task in study.tasks.items() if not args.tasks or env in args.tasks)
+    swept = [name for name in arms if free and not study.arms[name].rate]
     env, steps = study.sweep
     with ThreadPoolExecutor(args.jobs) as pool:
         sweep = [Job("sweep", name, env, SWEEP_SEED, rate, steps) for name in swept for rate in study.rates]
