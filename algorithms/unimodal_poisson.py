@@ -54,8 +54,8 @@ from envs.simulators import LeanVectorEnv, quiet_mujoco, restore_simulator, simu
 
 @dataclass
 class Args:
-    env_id: str = "Hopper-v5"
-    """gymnasium task with continuous actions; module:Name-v0 imports a module first (ours; CleanRL: HalfCheetah-v4)"""
+    env_id: str = "HalfCheetah-v5"
+    """gymnasium task with continuous actions; module:Name-v0 imports a module first (CleanRL: HalfCheetah-v4)"""
     policy: Literal[
         "poisson", "poisson_repo", "gaussian", "tanh_gaussian", "beta", "categorical", "ordinal", "bang_bang"
     ] = "poisson"

@@ -7,9 +7,9 @@
     python benchmarks/make_tables.py                                   # redraws tables and figures from the CSVs
 
 The learning rate of an arm is the best of Study.rates on one task, with a seed of its own (SWEEP_SEED), by the score
-Study.best. An arm or a task may have a fixed rate instead: ARAC's arms and FM3Q's pong have the script's default, which
-was not tuned for any of them. Then all arms run on all tasks seed by seed, so that there is a table early; arms and
-tasks marked `late` come after everything else. One process a run, one thread a process. Runs that the CSV has are
+Study.best. An arm or a task may have a fixed rate instead: ARAC's arms, FM3Q's arat and pong have the script's default,
+which was not tuned for any of them. Then all arms run on all tasks seed by seed, so that there is a table early; arms
+and tasks marked `late` come after everything else. One process a run, one thread a process. Runs that the CSV has are
 skipped, so the program can be stopped at any time and started again.
 
 Two files are written. results/<study>_runs.csv has one row a run, with its Study.scores: functions of all that it

@@ -129,10 +129,10 @@ def final_runs(read: Read, study: str, names: Iterable[str], tasks=TASKS) -> dic
 
 
 def planned_runs(read: Read, study: str, names: dict[str, str], tasks: dict[str, Iterable[str]]) -> list[tuple]:
-    """(task, arm, runs) of all that is to run, the empty list where none did; nothing before the first run of all."""
+    """(task, arm, runs) of all arms of the tasks that have begun, the empty list where an arm did not run."""
     found = final_runs(read, study, names, tasks)
-    some = any(row["stage"] == "final" for row in rows_of(read, f"{study}_runs.csv"))
-    return [(env, arm, found.get((env, arm), [])) for env, arms in tasks.items() for arm in arms if some]
+    begun = [env for env, arms in tasks.items() if any(found.get((env, arm)) for arm in arms)]
+    return [(env, arm, found.get((env, arm), [])) for env in begun for arm in tasks[env]]
 
 
 def sweep_table(read: Read, study: str, names: dict[str, str], label: str, score: str, digits: int = 0) -> str:

@@ -842,9 +842,11 @@ def test_reference_scores_of_scripts():
     results, steps, _ = play_from_starts(apart, "cpu", scripted("shortest"))
     assert results.mean().item() == pytest.approx(0.59, abs=0.005)
     assert steps[results > 0].mean().item() == pytest.approx(2.10, abs=0.01)
-    learned, _, _ = play_from_starts(Args(evader="learned"), "cpu", scripted("dp"))
-    perfect, _, _ = play_from_starts(Args(evader="dp"), "cpu", scripted("dp"))
-    assert torch.equal(learned, perfect), "a learned evader is replaced by perfect play"
+    found = {}
+    for evader in ("learned", "dp", "maxdist"):
+        found[evader] = play_from_starts(Args(graph="grid_4x4", horizon=40, evader=evader), "cpu", scripted("shortest"))
+    assert torch.equal(found["learned"][1], found["dp"][1]), "a learned evader is replaced by perfect play"
+    assert not torch.equal(found["learned"][1], found["maxdist"][1])
 
 
 def test_evaluation_plays_at_most_so_many_games_and_leaves_random_numbers_alone():
