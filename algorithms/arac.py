@@ -11,7 +11,8 @@ arXiv 2511.08412. Network and losses: EPG, arXiv 2511.00811, by the same group, 
 A reconstruction: neither the paper's text nor its code was available. Differs from the paper in:
 1. the rule that adapts the weight is ours (`--beta-mode dual`: a multiplier with a target for the divergence, never
    above its first value); `performance` and `linear` are two others, `fixed` is EPG's, `none` is the control
-2. network, pointer and losses are EPG's; agents know their number and act at the same time, in training and in play
+2. network, pointer and losses are EPG's, but its critic mixes up agents and their neighbours, see arac.md; agents know
+   their number and act at the same time, in training and in play
 3. E_pi[min(Q1, Q2)] over joint actions is replaced by min(E_pi[Q1], E_pi[Q2]), which needs no table of K^m entries:
    the critics are sums over agents; `--joint-table` is EPG's exact form
 4. the rules of confrontation are ours; those of pursuit are EPG's
@@ -43,7 +44,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository root, for envs/
 from envs.graph_games import GraphConfrontation, GraphGame, GraphPursuit
-from envs.graphs import Graph, make_graph
+from envs.graphs import Graph, capture_tables, make_graph
 
 # === 2 Args ===========================================================================================================
 
@@ -329,6 +330,8 @@ def make_graph_game(args: Args, num_envs: int, seed: int, device) -> GraphGame:
             return GraphConfrontation(graph, num_envs, seed, device, **options)
         options = {"num_pursuers": args.num_agents, "num_captors": args.num_captors, "evader": args.evader}
         options |= {"asynchronous": args.asynchronous, "start": args.start, "horizon": args.horizon}
+        if args.evader in ("dp", "learned") or args.reference in ("dp", "noisy"):
+            capture_tables(graph, args.num_agents, args.num_captors)  # too many states are refused now, not in the run
         return GraphPursuit(graph, num_envs, seed, device, **options)
     except ValueError as error:
         fail(f"--env-id {args.env_id} --graph {args.graph}: {error}")
@@ -408,6 +411,8 @@ class SoftActorCritic:
 
     def beta(self, step: int) -> Tensor | float:
         """Weight of the divergence after `step` steps."""
+        if self.reference == "none":
+            return 0.0
         if self.args.beta_mode == "dual":
             return self.log_beta.detach().exp()
         if self.args.beta_mode == "performance":
@@ -415,9 +420,10 @@ class SoftActorCritic:
         end = 0.0 if self.args.beta_mode == "linear" else self.args.beta
         return linear_schedule(self.args.beta, end, self.args.total_timesteps / 2, step)
 
-    def remember(self, game: GraphGame, side: int, before: Tensor, actions: Tensor, reference: Tensor, found: tuple):
-        """Keep a step of all games as `side` saw it. (E,P), (E,N) twice, what game.step returned"""
+    def remember(self, game: GraphGame, side: int, before: Tensor, actions: Tensor, found: tuple) -> None:
+        """Keep a step of all games as `side` saw it. (E,P), (E,N), what game.step returned"""
         rewards, terminated, truncated, last = found
+        reference = actions if self.reference == "none" else game.scripted(self.reference, before, side)  # (E,N)
         rows = {"positions": game.view(before, side), "actions": actions, "reference": reference}
         rows |= {"rewards": -rewards if side else rewards, "dones": terminated}
         self.buffer.add(**rows, next_positions=game.view(last, side))
@@ -451,12 +457,12 @@ class SoftActorCritic:
             divergence = forward_kl(log_probs, batch["reference"])  # (B,)
         chosen = [q.gather(2, batch["actions"][..., None]).sum((1, 2)) for q in values]  # (B,) each
         critic_loss = sum((q - targets).square().mean() for q in chosen)
-        reference = None if self.reference == "none" else batch["reference"]  # (B,N)
+        reference = None if self.reference == "none" else batch["reference"]  # (B,N), not the own actions kept there
         policy_loss = actor_loss(log_probs, *(form(q.detach()) for q in values), alpha, beta, reference)
         loss = policy_loss + critic_loss
         if args.autotune:
             loss = loss + temperature_loss(self.log_alpha, entropy, args.target_entropy * self.uniform)
-        if args.beta_mode == "dual":
+        if args.beta_mode == "dual" and reference is not None:
             loss = loss + coefficient_loss(self.log_beta, divergence, args.beta_target * self.uniform)
         self.optimizer.zero_grad()
         loss.backward()
@@ -470,7 +476,8 @@ class SoftActorCritic:
         metrics = {"losses/actor_loss": policy_loss.detach(), "losses/qf_loss": critic_loss.detach()}
         metrics |= {"losses/actor_grad_norm": norms[0], "losses/qf_grad_norm": norms[1]}
         metrics |= {"losses/qf_values": chosen[0].detach().mean(), "losses/entropy": entropy.mean()}
-        return metrics | {"train/arac/divergence": divergence.mean(), "train/arac/alpha": alpha}
+        metrics |= {"train/arac/alpha": alpha}
+        return metrics if reference is None else metrics | {"train/arac/divergence": divergence.mean()}
 
     def state_dict(self) -> dict:
         """Everything but the game."""
@@ -606,6 +613,7 @@ def score_run(args: Args) -> dict[str, float]:
     trained = run_args(replace(args, **{name: getattr(Args, name) for name in tried}))
     check_args(trained)
     flags = replace(trained, **{x: getattr(args, x) for x in tried if getattr(args, x) != getattr(Args, x)})
+    check_args(flags)
     device = setup(flags)
     learner = SoftActorCritic(make_graph_game(trained, 1, 0, device), trained, 0, device)
     if not load_checkpoint(args.evaluate, {"team_0": learner}):
@@ -659,13 +667,9 @@ def play_piece(sides: list[SoftActorCritic], game: GraphGame, args: Args, step: 
     sums, results = {}, torch.zeros(2, device=game.device)
     for now in range(step, step + size, args.num_envs):
         before, actions = game.positions, [learner.act(game, side) for side, learner in enumerate(sides)]
-        wanted = [
-            own if learner.reference == "none" else game.scripted(learner.reference, before, side)
-            for side, (learner, own) in enumerate(zip(sides, actions))
-        ]  # (E,N) each
         found = game.step(*actions)  # 1. act
         for side, learner in enumerate(sides):
-            learner.remember(game, side, before, actions[side], wanted[side], found)
+            learner.remember(game, side, before, actions[side], found)
         results += torch.stack([(found[0] > 0).sum(), (found[1] | found[2]).sum()])
         for learner in dict.fromkeys(sides) if now >= args.learning_starts else ():  # 2. learn
             prefix = "evader/" if learner.side else ""

@@ -222,7 +222,7 @@ def fm3q_equilibrium(read: Read) -> str:
                 cells.append(f"{mean_std(steps)} ({len(steps)} of {len(runs)})" if steps else "never")
             cells += [mean_std(numbers(runs, x), 3) for x in ("late_nash_conv", "nash_conv_mean", "nash_conv_max")]
         rows.append([FM3Q_GAMES[env], FM3Q[arm], *cells])
-    header = ["game", "learner", "learning rate", "seeds", "steps to it (runs)", "steps to it for good (runs)"]
+    header = ["game", "learner", "learning rate", "seeds", "steps until NashConv < 0.05 (runs)", "for good (runs)"]
     return markdown([*header, "NashConv, last tenth", "NashConv, last", "NashConv, last, worst state"], rows)
 
 
