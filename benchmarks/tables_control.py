@@ -385,7 +385,7 @@ def draw_curves(
 ) -> None:
     """A metric against steps: mean over seeds, lowest and highest; a panel for each task with runs. First arm: bold.
 
-    With `least` the scale is logarithmic, and what is below it is drawn there.
+    With `least` the scale is logarithmic, what is below it is drawn there, and a mean is that of the last 7 points.
     """
     found = final_runs(read, study, names, panels)
     runs = {row["run"]: key for key, rows in found.items() for row in rows}
@@ -397,23 +397,26 @@ def draw_curves(
     shown = [env for env in panels if any(key[0] == env for key in curves)]
     if not shown:
         return
-    figure, axes = pyplot().subplots(1, len(shown), figsize=(14 / 3 * len(shown), 4.2), squeeze=False)
+    figure, axes = pyplot().subplots(1, len(shown), figsize=(max(7, 14 / 3 * len(shown)), 4.6), squeeze=False)
     for axis, env in zip(axes[0], shown):
         for number, (arm, name) in enumerate(names.items()):
             points, seeds = dict(sorted(curves.get((env, arm), {}).items())), len(found.get((env, arm), []))
             points = {step / 1000: list(values.values()) for step, values in points.items() if len(values) == seeds}
             mean, low, high = ([f(values) for values in points.values()] for f in (statistics.mean, min, max))
             if least:
-                mean, low, high = ([max(value, least) for value in line] for line in (mean, low, high))
+                mean = [max(statistics.mean(mean[max(0, n - 6) : n + 1]), least) for n in range(len(mean))]
             style = {"color": f"C{number}", "linewidth": 2.4 if arm == next(iter(names)) else 1.4}
             axis.plot(list(points), mean, label=plain(name), **style)
-            axis.fill_between(list(points), low, high, color=style["color"], alpha=0.1, linewidth=0)
+            if not least:
+                axis.fill_between(list(points), low, high, color=style["color"], alpha=0.1, linewidth=0)
         axis.set(
             title=panels[env], xlabel="thousand environment steps", ylabel=label, yscale="log" if least else "linear"
         )
         axis.grid(alpha=0.3)
-    axes[0, 0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
+    names_shown = axes[0, 0].get_legend_handles_labels()
+    columns = max(2, len(shown) + 1)
+    figure.legend(*names_shown, loc="lower center", ncol=columns, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.02 + 0.05 * -(-len(names_shown[0]) // columns), 1, 1))
     figure.savefig(folder / f"{study}_learning.png", dpi=110, metadata={"Software": None})
 
 
@@ -424,9 +427,9 @@ def draw_unimodal_poisson_learning(read: Read, folder: Path) -> None:
 
 
 def draw_fm3q_learning(read: Read, folder: Path) -> None:
-    """NashConv of the games that are solved exactly; what is below 0.001 is drawn there."""
-    label = "NashConv of greedy play, mean of states"
-    draw_curves(read, folder, "fm3q", FM3Q, FM3Q_GAMES, "nash_conv_mean", label, least=1e-3)
+    """NashConv of the games that are solved exactly; what is below 0.005 is drawn there."""
+    label = "NashConv of greedy play, running mean"
+    draw_curves(read, folder, "fm3q", FM3Q, FM3Q_GAMES, "nash_conv_mean", label, least=5e-3)
 
 
 def draw_arac_learning(read: Read, folder: Path) -> None:
