@@ -266,6 +266,15 @@ def arac_learning(read: Read) -> str:
     return markdown(header, rows)
 
 
+def arac_transfer(read: Read) -> str:
+    """One policy, trained on a cycle of 8, on other graphs."""
+    players, rows = {"sampled": "sampled", "greedy": "likeliest actions", "reference": "reference"}, []
+    for row in rows_of(read, "arac_transfer.csv"):
+        shares = [percent([row], f"{player}_success") for player in players]
+        rows.append([f"`{row['flags']}`" if row["flags"] else "its own", *shares])
+    return markdown(["game", *(f"{name}, %" for name in players.values())], rows) if rows else ""
+
+
 def arac_runs(read: Read) -> str:
     """Cost of the runs."""
     return runs_table(read, "arac")
@@ -347,6 +356,7 @@ TABLES = {
         fm3q_pong,
         fm3q_runs,
         arac_learning,
+        arac_transfer,
         arac_runs,
         speed_ppo,
         variance_poisson,
