@@ -109,6 +109,7 @@ def gabriel_edges(points: Tensor) -> Tensor:
     return empty.triu(1).nonzero()
 
 
+@functools.cache  # with its tables of capture times, which every new game would compute again
 def make_graph(name: str, num_slots: int = 0) -> Graph:
     """cycle_N, path_N, complete_N, grid_RxC (node = row * C + column), petersen, city_N or city_N_SEED.
 

@@ -13,6 +13,7 @@ from algorithms.fm3q import (
     Mixer,
     Networks,
     ReplayBuffer,
+    advance,
     learner_loss,
     make_game,
     minimax_targets,
@@ -428,3 +429,13 @@ def test_loss_of_every_learner(learner, share):
             errors.append(value - sign * reward - 0.9 * future * ~over)
     expected = sum(error.square().sum() for error in errors) / rows
     torch.testing.assert_close(learner_loss(online, target, batch, args), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("anneal, expected", [(True, 0.0005), (False, 0.001)])
+def test_learning_rate_falls_along_a_line(anneal, expected):
+    """What Adam uses after half of the steps, not only what is logged."""
+    args = Args(total_timesteps=640, num_envs=32, learning_rate=1e-3, anneal_lr=anneal, learning_starts=10_000)
+    game = make_game(args, 32, 1, "cpu")
+    learner = Learner(game, args, "cpu")
+    metrics = advance(learner, game, args, 320, 32)
+    assert learner.optimizer.param_groups[0]["lr"] == metrics["charts/learning_rate"] == pytest.approx(expected)
