@@ -434,10 +434,10 @@ class Environments:
             self.discounted = self.discounted * self.args.gamma + rewards  # (N,)
             self.return_stats.update(self.discounted)
             rewards = (rewards / math.sqrt(self.return_stats.var + 1e-8)).clip(-10, 10)  # (N,)
-        for n in np.flatnonzero(ends).tolist():
+        for n, last in info["final_obs"].items():
             episodes.append((float(self.returns[n]), int(self.lengths[n])))
             if truncated[n] and not terminated[n]:
-                cut[n] = normalise(info["final_obs"][n], self.observation_stats, self.args)  # (O,)
+                cut[n] = normalise(last, self.observation_stats, self.args)  # (O,)
             self.returns[n] = self.lengths[n] = self.discounted[n] = 0
         self.observations = self.take_in(observations)
         return rewards, ends, cut, episodes
@@ -469,17 +469,18 @@ def collect(envs: Environments, agent: Agent, buffer: dict[str, Tensor]) -> list
 
     Only acting happens step by step; values, log-probabilities and advantages are computed for all steps at once.
     """
-    args, device, cut, episodes = envs.args, agent.low.device, [], []
+    args, device, seen, cut, episodes = envs.args, agent.low.device, [], [], []
     for t, noise in enumerate(agent.noise(args.num_steps, args.num_envs).unbind()):  # (N,A,K) or (N,A)
-        buffer["observations"][t] = observations = torch.from_numpy(envs.observations).to(device)  # (N,O)
-        buffer["actions"][t] = actions = sample_actions(agent.head(observations), noise, *agent.shape)  # (N,A)
+        observations = torch.from_numpy(envs.observations).to(device)  # (N,O)
+        actions = sample_actions(agent.head(observations), noise, *agent.shape)  # (N,A)
         rewards, ends, last, finished = envs.step(agent.to_environment(actions))
-        buffer["rewards"][t], buffer["dones"][t] = torch.from_numpy(rewards), torch.from_numpy(ends)  # (N,) each
+        seen.append((observations, actions, torch.from_numpy(rewards), torch.from_numpy(ends)))
         cut += [(t, n, observation) for n, observation in last.items()]
         episodes += finished
-    observations = buffer["observations"]  # (T,N,O)
-    buffer["values"][:] = values = agent.values(observations)  # (T,N)
-    head, taken = agent.head(observations.flatten(0, 1)), buffer["actions"].flatten(0, 1)  # (T N,...), (T N,A)
+    for name, rows in zip(("observations", "actions", "rewards", "dones"), zip(*seen)):
+        buffer[name][:] = torch.stack(rows)  # (T,N,...)
+    buffer["values"][:] = values = agent.values(buffer["observations"])  # (T,N)
+    head, taken = agent.head(buffer["observations"].flatten(0, 1)), buffer["actions"].flatten(0, 1)  # (T N,...) each
     buffer["logprobs"].view(-1)[:] = logprob_and_entropy(head, taken, *agent.shape)[0]  # (T N,)
     if cut and args.bootstrap_truncation:
         steps, numbers, last = zip(*cut)
