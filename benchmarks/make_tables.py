@@ -1,9 +1,11 @@
-"""Redraw every table and figure of the README and the pages from the CSVs in benchmarks/results.
+"""Redraw every table and figure of the README and the pages from the CSVs in benchmarks/results, and their diffs.
 
-    python benchmarks/make_tables.py             # writes the tables between their markers, and the figures
-    python benchmarks/make_tables.py --check     # exit code 1 if a table differs from the CSVs (a test runs this)
+    python benchmarks/make_tables.py                # writes the tables between their markers, and the figures
+    python benchmarks/make_tables.py --no-figures   # the tables alone, e.g. after a change of a script
+    python benchmarks/make_tables.py --check        # exit code 1 if a table is not up to date (a test compares them)
 
 A table stands between `<!-- table:name -->` and `<!-- end -->` in a Markdown file; TABLES maps names to functions.
+Those of tables_diff.py are read from the scripts.
 """
 
 import csv
@@ -17,7 +19,7 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import tables_control
+from benchmarks import tables_claims, tables_control, tables_diff
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -150,6 +152,8 @@ SPEED_CASES = {
 class Args:
     check: bool = False
     """compare only; write nothing"""
+    figures: bool = True
+    """draw the figures, too"""
 
 
 def read(name: str) -> list[dict]:
@@ -782,7 +786,8 @@ def table_tiny_text_games() -> str:
 TABLES = {
     name.removeprefix("table_"): function for name, function in list(globals().items()) if name.startswith("table_")
 }
-TABLES |= {name: functools.partial(function, read) for name, function in tables_control.TABLES.items()}
+TABLES |= {n: functools.partial(table, read) for n, table in (tables_control.TABLES | tables_claims.TABLES).items()}
+TABLES |= tables_diff.TABLES
 
 
 def drawable(name: str) -> bool:
@@ -900,15 +905,15 @@ def main(args: Args) -> None:
             different.append(str(path.relative_to(ROOT)))
             if not args.check:
                 path.write_text(new)
-    if not args.check:
+    if args.figures and not args.check:
         for study, figure in FIGURES.items():
             if (RESULTS / f"{study}_runs.csv").exists():
                 draw_learning(study, *figure)
         if (RESULTS / "tabular_spiral_runs.csv").exists():
             draw_spiral_tabular()
-        for draw in tables_control.FIGURES:
+        for draw in (*tables_control.FIGURES, *tables_claims.FIGURES):
             draw(read, RESULTS)
-    print("\n".join(different) or "all tables agree with the CSVs")
+    print("\n".join(different) or "all tables agree with the CSVs and the scripts")
     sys.exit(int(args.check and bool(different)))
 
 

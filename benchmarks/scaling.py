@@ -1,0 +1,475 @@
+r"""How the cost of a step grows, measured in small; and how much memory a large model takes, computed.
+
+    python benchmarks/scaling.py                               # 15 minutes on one core; nothing else should run
+    python benchmarks/scaling.py --points 'grpo.py/size/*'     # some points: script/axis/value, as --list prints them
+    python benchmarks/scaling.py --device cuda                 # larger models, bf16; has never been run
+    python benchmarks/scaling.py --memory                      # writes the computed table into benchmarks/scale.md
+
+A point is a run of the script itself, as a user starts it, in a process of its own and on one thread, so that its peak
+memory is its own; what it says is read from its perf.csv. One row of results/scaling.csv is a point. Points that the
+CSV has are skipped, so the program can be stopped and started again.
+
+language: grpo.py and dr_mas.py with random weights (the models of CPU_MODELS, Qwen3, with the tokenizer of the shipped
+one). Their end token is outside the vocabulary, so that every completion has exactly T tokens, and --no-skip-equal-groups
+trains all of them: the work depends on the flags alone. The first step of a run does not count, of the others the
+median does. The process is killed behind its last step: what it would save then is no part of a step.
+control: unimodal_poisson.py, fm3q.py and arac.py; the first half of a run, with all that happens once, does not count.
+limit: the floating-point operations a second of torch.matmul, which is what a language model is compared with.
+
+The memory of a large model is that of `memory`, which has every kind of tensor that grpo.py holds; a test counts the
+tensors of small models, on one process and on two under FSDP.
+"""
+
+import csv
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from importlib.metadata import version
+from math import ceil, prod
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+# Nothing heavy is imported here: Linux counts the memory of the process that starts another one as the other's peak.
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "benchmarks/scale.md"
+TOKENIZER = ROOT / "envs/tiny_lm/countdown"
+LOGITS_PER_CHUNK = 2**26  # of the scripts
+COLUMNS = "part script axis value on parameters tokens rollout_seconds update_seconds step_seconds".split()
+COLUMNS += "rollout_tokens_per_second update_tokens_per_second steps_per_second updates_per_second".split()
+COLUMNS += "flops_per_second peak_memory_gb steps minutes threads load device".split()
+COLUMNS += "torch transformers gymnasium numpy python commit command".split()
+KEY = ("part", "script", "axis", "value", "on")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shape of a Qwen2.5 or Qwen3."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int = 416
+    tied: bool = True  # the head is the embedding
+    kind: Literal["qwen2", "qwen3"] = "qwen3"
+
+
+CPU_MODELS = {
+    "0.8M": Model(4, 128, 384, 4, 2, 32),  # the shape of the shipped model
+    "5M": Model(6, 256, 768, 4, 2, 64),
+    "25M": Model(8, 512, 1536, 8, 4, 64),
+    "120M": Model(10, 1024, 2816, 16, 8, 64),
+    "500M": Model(18, 1536, 4608, 24, 8, 64),
+}
+LARGE_MODELS = {
+    "0.5B": Model(24, 896, 4864, 14, 2, 64, 151_936, True, "qwen2"),
+    "1.5B": Model(28, 1536, 8960, 12, 2, 128, 151_936, True, "qwen2"),
+    "3B": Model(36, 2048, 11008, 16, 2, 128, 151_936, True, "qwen2"),
+    "7B": Model(28, 3584, 18944, 28, 4, 128, 152_064, False, "qwen2"),
+}
+MODELS = CPU_MODELS | LARGE_MODELS
+
+
+@dataclass
+class Args:
+    parts: tuple[Literal["limit", "language", "control"], ...] = ("limit", "language", "control")
+    """what to measure"""
+    points: tuple[str, ...] = ("*",)
+    """patterns of script/axis/value"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: larger models in bf16; never run so far"""
+    csv: str = "benchmarks/results/scaling.csv"
+    """CSV to which rows are appended"""
+    list: bool = False
+    """print the points that would be run"""
+    memory: bool = False
+    """only write the computed table of memory into benchmarks/scale.md"""
+
+
+# --- Memory, computed -------------------------------------------------------------------------------------------------
+
+
+def shapes(model: Model) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes of all parameters, a tied head counted once: of the embedding, of linear layers, of norms."""
+    hidden, query, key = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    linear = [(query, hidden), (key, hidden), (key, hidden), (hidden, query)]
+    linear += [(model.intermediate, hidden)] * 2 + [(hidden, model.intermediate)]
+    linear += [(query,), (key,), (key,)] * (model.kind == "qwen2")  # biases
+    norms = [(hidden,)] * 2 + [(model.head_dim,)] * 2 * (model.kind == "qwen3")
+    head = [] if model.tied else [(model.vocab, hidden)]
+    found = {"embedding": [(model.vocab, hidden)], "linear": linear * model.layers + head}
+    return found | {"norms": norms * model.layers + [(hidden,)]}
+
+
+def parameters(model: Model, processes: int = 1) -> int:
+    """Number of parameters, or of those that the first of several processes keeps of them under FSDP2, which cuts every
+    tensor along its first dimension into equal pieces, rounded up."""
+    return sum(ceil(shape[0] / processes) * prod(shape[1:]) for kind in shapes(model).values() for shape in kind)
+
+
+def memory(
+    model: Model,
+    processes: int = 1,
+    *,
+    bf16: bool = True,
+    reference: bool = False,
+    rows: int = 64,
+    tokens: int = 1536,
+    packed_tokens: int = 4096,
+    checkpointing: bool = True,
+) -> dict[str, int]:
+    """Bytes that a process of grpo.py holds, by kind of tensor; `rollout` and `update` are what they add up to.
+
+    Several processes mean --fsdp. rows: completions that this process writes at a time, P G / processes; tokens:
+    prompt and completion of each, S + T; packed_tokens: tokens of a micro-batch of the update, R L, all of which are
+    counted as predicted. Without --gradient-checkpointing activations are much more than what is counted here, and with
+    it those of the one layer that is computed again are not counted.
+    """
+    kinds, whole, kept = shapes(model), parameters(model), parameters(model, processes)
+    tensors, fsdp = sum(map(len, kinds.values())), processes > 1
+    # bf16 on one process is autocast, which keeps a copy of every weight of a linear layer while it is on
+    cast = sum(map(prod, kinds["linear"])) + model.tied * prod(kinds["embedding"][0])
+    copy = whole * (2 if bf16 else 4) if fsdp else 2 * cast * bf16
+    small = 2 if bf16 and fsdp else 4  # bytes of a hidden state, a key and a value: autocast leaves them in float32
+    chunk = min(packed_tokens, max(1, LOGITS_PER_CHUNK // model.vocab)) * model.vocab
+    found = {
+        "weights": 4 * kept,
+        "gradients": 4 * kept,  # stay through the rollout, until the next update
+        "moments": 8 * kept + 4 * tensors,  # and a step count for every tensor
+        "copy": copy,  # what the layers are computed with
+        "reference": 4 * whole * reference,  # never cut
+        "cache": rows * tokens * model.layers * 2 * model.kv_heads * model.head_dim * small,
+        "sampling": rows * model.vocab * (5 * 4 + (2 if bf16 else 4)),  # logits, and float32 tensors made of them
+        "checkpoints": packed_tokens * model.layers * model.hidden * small * checkpointing,
+        "logits": chunk * (5 * 4 + 2 * (2 if bf16 else 4)),  # of a chunk, with their gradient
+    }
+    always = sum(found[name] for name in ("weights", "gradients", "moments", "copy", "reference"))
+    found["rollout"] = always + found["cache"] + found["sampling"]
+    found["update"] = always + found["checkpoints"] + found["logits"]
+    return found
+
+
+def memory_table() -> str:
+    """GB a GPU of grpo.py with --bf16 and --gradient-checkpointing, 64 completions of 512 + 1024 tokens on each."""
+    names = ("weights", "gradients", "moments", "copy", "cache", "sampling", "checkpoints", "logits")
+    header = ["model", "GPUs", "parameters", *names, "**rollout**", "**update**", "reference", "at the start"]
+    rows = [header, ["---"] * len(header)]
+    for name, model in LARGE_MODELS.items():
+        for processes in (1, 8):
+            found = memory(model, processes)
+            cells = [f"{found[key] / 1e9:.1f}" for key in names]
+            cells += [f"**{found[key] / 1e9:.1f}**" for key in ("rollout", "update")]
+            whole = f"{4 * parameters(model) / 1e9:.1f}"  # of the reference; and of the policy before it is cut
+            rows.append([name, processes, f"{parameters(model) / 1e9:.2f} billion", *cells, f"+ {whole}", whole])
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+
+def page_with_memory(text: str) -> str:
+    """The text of a page with the computed table in its place."""
+    table = memory_table()
+    return re.sub(r"(<!-- computed:memory -->\n).*?(<!-- end -->)", rf"\1{table}\n\2", text, flags=re.DOTALL)
+
+
+# --- Points -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run."""
+
+    part: str
+    script: str  # file in algorithms/, or what is measured here
+    axis: str
+    value: str
+    flags: str = ""
+    model: str = ""  # of MODELS, random weights
+    steps: int = 0  # language: steps of the run
+    on: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        """For --points."""
+        return f"{self.script}/{self.axis}/{self.value}"
+
+
+def language_flags(prompts: int, group: int, length: int) -> str:
+    """P prompts, G completions of each, T tokens of each."""
+    return f"--num-prompts-per-step {prompts} --num-generations {group} --max-completion-length {length}"
+
+
+def cpu_points() -> list[Point]:
+    """The cheapest first in each axis."""
+    found = [Point("limit", "torch.matmul", "size", str(size)) for size in (512, 1024, 2048)]
+
+    def grpo(axis: str, value, prompts: int, group: int, length: int, model: str = "0.8M", steps: int = 4) -> Point:
+        flags = language_flags(prompts, group, length)
+        return Point("language", "grpo.py", axis, str(value), flags, model, steps)
+
+    found += [grpo("prompts", n, n, 8, 64) for n in (4, 8, 16, 32, 64, 128)]
+    found += [grpo("group", n, 8, n, 64) for n in (2, 4, 8, 16, 32, 64)]
+    found += [grpo("length", n, 4, 8, n, steps=4 if n < 512 else 2) for n in (32, 64, 128, 256, 512, 1024)]
+    found += [grpo("size", name, 1, 8, 32, name, 2 if name == "500M" else 3) for name in CPU_MODELS]
+    teams = {1: "countdown --share-model", 2: "countdown", 3: "search_qa --missing-verdict reject"}
+    for models, team in teams.items():
+        flags = f"--env {team} {language_flags(1, 8, 32)}"
+        found.append(Point("language", "dr_mas.py", "models", str(models), flags, "25M", 3))
+    for rounds in (1, 2, 3, 4):  # no text of a random model is a verdict, and the last solution is never judged
+        flags = f"--env countdown --missing-verdict reject --max-rounds {rounds} {language_flags(8, 8, 64)}"
+        found.append(Point("language", "dr_mas.py", "calls", str(2 * rounds - 1), flags, "0.8M", 3))
+    for n in (1, 2, 4, 8, 16, 32):
+        flags = f"--num-envs {n} --num-steps {2048 // n} --total-timesteps 6144 --eval-episodes 0"
+        found.append(Point("control", "unimodal_poisson.py", "num_envs", str(n), flags))
+    for script, task in (("fm3q.py", "--env-id arat_large"), ("arac.py", "--graph cycle_12")):
+        for n in (1, 8, 32, 256, 2048):
+            found.append(Point("control", script, "num_envs", str(n), f"{task} {steps_flags(n)}"))
+    for n in (1, 2, 4, 8):
+        flags = f"--env-id pong --num-pro {n} --num-ant {n} {steps_flags(32)}"
+        found.append(Point("control", "fm3q.py", "agents", str(2 * n), flags))
+    for n in (1, 2, 4, 8):
+        found.append(
+            Point("control", "arac.py", "agents", str(n), f"--graph cycle_12 --num-agents {n} {steps_flags(32)}")
+        )
+    for n in (8, 16, 32, 64):
+        found.append(Point("control", "arac.py", "nodes", str(n), f"--graph cycle_{n} {steps_flags(32)}"))
+    return found
+
+
+def steps_flags(num_envs: int) -> str:
+    """Flags of fm3q.py and arac.py: one gradient step for each step of all games, 60 of these at least 1,500 in all."""
+    total = max(1500, 60 * num_envs)
+    return f"--num-envs {num_envs} --total-timesteps {total} --learning-starts {total // 4} --eval-steps 0"
+
+
+def cuda_points() -> list[Point]:
+    """For one GPU with 80 GB. Never run so far."""
+    found = [Point("limit", "torch.matmul", "size", str(size), on="cuda") for size in (4096, 8192)]
+
+    def grpo(axis: str, value, prompts: int, length: int, model: str) -> Point:
+        flags = f"{language_flags(prompts, 8, length)} --bf16 --gradient-checkpointing --per-device-train-batch-size 8"
+        return Point("language", "grpo.py", axis, str(value), flags, model, 4, "cuda")
+
+    found += [grpo("prompts", n, n, 256, "0.5B") for n in (4, 8, 16, 32)]
+    found += [grpo("length", n, 8, n, "0.5B") for n in (256, 512, 1024, 2048)]
+    found += [grpo("size", name, 8, 256, name) for name in ("120M", "500M", "0.5B", "1.5B")]
+    return found
+
+
+def command(point: Point, model: str) -> list[str]:
+    """Words behind `python`; `model` is the name of the model, or the folder that it lies in."""
+    words = [f"algorithms/{point.script}", *point.flags.split()]
+    if point.part != "language":
+        return words if point.part == "control" else ["benchmarks/scaling.py", "--points", point.name]
+    words += ["--model-name-or-path", model, "--no-skip-equal-groups", "--max-steps", str(point.steps)]
+    return [*words, "--eval-steps", "0", "--device", point.on]
+
+
+# --- In processes of their own ----------------------------------------------------------------------------------------
+
+
+def make_model(name: str, folder: str) -> None:
+    """Save one of MODELS with random weights, and a tokenizer whose end token such a model cannot write."""
+    import torch
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model, tokenizer = MODELS[name], transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    if model.vocab < 1000:  # a real vocabulary is so large that an end by chance is rare
+        tokenizer.add_tokens([f"<|unused {number}|>" for number in range(model.vocab - len(tokenizer))])
+        tokenizer.add_special_tokens({"eos_token": "<|never|>"})
+    options = {"hidden_size": model.hidden, "intermediate_size": model.intermediate, "vocab_size": model.vocab}
+    options |= {"num_hidden_layers": model.layers, "num_attention_heads": model.heads}
+    options |= {"num_key_value_heads": model.kv_heads, "tie_word_embeddings": model.tied}
+    options |= {"head_dim": model.head_dim} if model.kind == "qwen3" else {}
+    kinds = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
+    config = kinds[model.kind](**options, max_position_embeddings=4096, bos_token_id=None, pad_token_id=0)
+    config.eos_token_id = tokenizer.eos_token_id
+    network = transformers.AutoModelForCausalLM.from_config(config)
+    network.generation_config.eos_token_id = tokenizer.eos_token_id
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def matmul(size: int, device: str, seconds: float = 3.0) -> float:
+    """Floating-point operations a second of the product of two square matrices, the fastest of many: float32 on the
+    CPU, bfloat16 on a GPU."""
+    import torch
+
+    torch.set_num_threads(1)
+    a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    times, end = [], time.perf_counter() + seconds
+    while len(times) < 5 or time.perf_counter() < end:
+        began = time.perf_counter()
+        a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return 2 * size**3 / min(times)
+
+
+def in_child(expression: str) -> str:
+    """Evaluate an expression with the names of this file in a process of its own; returns what it prints."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from benchmarks.scaling import *; print({expression})"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return done.stdout.strip().splitlines()[-1]
+
+
+def perf_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Step -> tag -> value."""
+    found: dict[int, dict[str, float]] = {}
+    with (run_dir / "perf.csv").open() as file:
+        for row in csv.DictReader(file):
+            found.setdefault(int(row["step"]), {})[row["tag"].removeprefix("perf/")] = float(row["value"])
+    return found
+
+
+def run_script(words: list[str], run_dir: Path, steps: int) -> dict[int, dict[str, float]]:
+    """Run a script; with `steps` kill it as soon as it has printed so many lines of a step, each behind its row."""
+    environment, lines = os.environ | {"OMP_NUM_THREADS": "1"}, []
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment, "cwd": ROOT}
+    words = [sys.executable, "-u", *words, "--output-dir", str(run_dir)]
+    with subprocess.Popen(words, **options) as process:
+        for line in process.stdout:
+            lines.append(line)
+            if steps and sum(line.startswith("step ") for line in lines) == steps:
+                process.kill()
+                break
+    if process.returncode and not steps or steps and sum(line.startswith("step ") for line in lines) < steps:
+        raise RuntimeError("".join(lines[-20:]))
+    return perf_of(run_dir)
+
+
+def language_metrics(perf: dict[int, dict[str, float]], size: int) -> dict[str, float]:
+    """Medians over steps, without the first; `size` parameters."""
+    rows = list(perf.values())
+    rows = rows[1:] or rows
+    step, rollout = (statistics.median(row[f"{name}_seconds"] for row in rows) for name in ("step", "rollout"))
+    update = statistics.median(row["step_seconds"] - row["rollout_seconds"] for row in rows)
+    tokens = statistics.median(row["tokens_per_second"] * row["step_seconds"] for row in rows)
+    found = {"parameters": size, "tokens": tokens, "rollout_seconds": rollout, "update_seconds": update}
+    found |= {"step_seconds": step, "rollout_tokens_per_second": tokens / rollout}
+    # 2 operations a parameter and token forwards, 6 with the way back; prompts are not counted, so this is a bit low
+    return found | {"update_tokens_per_second": tokens / update, "flops_per_second": 8 * size * tokens / step}
+
+
+def control_metrics(perf: dict[int, dict[str, float]], updates: int = 0) -> dict[str, float]:
+    """Steps and gradient steps a second over the second half of a run, all of whose rows are of equally many steps;
+    `updates` gradient steps a row where the script does not say it."""
+    steps, rows = list(perf), list(perf.values())
+    size, rows = steps[0], rows[len(rows) // 2 :]
+    seconds = [size / row["charts/SPS"] for row in rows]
+    made = [updates or row["updates_per_second"] * second for row, second in zip(rows, seconds)]
+    return {"steps_per_second": size * len(rows) / sum(seconds), "updates_per_second": sum(made) / sum(seconds)}
+
+
+def measure(point: Point) -> dict:
+    """The columns of a point that are measured."""
+    if point.part == "limit":
+        return {"flops_per_second": float(in_child(f"matmul({point.value}, {point.on!r})"))}
+    with tempfile.TemporaryDirectory() as folder:
+        if point.model:
+            in_child(f"make_model({point.model!r}, {folder + '/model'!r})")
+        perf = run_script(command(point, f"{folder}/model"), Path(folder, "run"), point.steps)
+    rows = perf.values()
+    found = {"steps": len(perf) if point.part == "language" else max(perf)}
+    found["peak_memory_gb"] = max(row["peak_memory_gb"] for row in rows)
+    if point.part == "language":
+        return found | language_metrics(perf, parameters(MODELS[point.model]))
+    return found | control_metrics(perf, 320 * (point.script == "unimodal_poisson.py"))  # 10 epochs, 32 minibatches
+
+
+# --- Rows -------------------------------------------------------------------------------------------------------------
+
+
+def key_of(row: dict) -> tuple[str, ...]:
+    """What tells one point from another."""
+    return tuple(str(row[name]) for name in KEY)
+
+
+def read(path: Path) -> list[dict]:
+    """Rows of the CSV, none if it does not exist."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append(path: Path, row: dict) -> None:
+    """Add a row, with the names of the columns before the first."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def short(value) -> str:
+    """Four significant digits are more than these measurements have."""
+    return f"{value:.4g}" if isinstance(value, float) and value < 1000 else f"{value:.0f}"
+
+
+def due(args: Args) -> list[Point]:
+    """The points that were asked for and that the CSV does not have."""
+    done = {key_of(row) for row in read(ROOT / args.csv)}
+    points = cuda_points() if args.device == "cuda" else cpu_points()
+    wanted = [p for p in points if p.part in args.parts and any(fnmatch(p.name, x) for x in args.points)]
+    return [point for point in wanted if key_of(vars(point)) not in done]
+
+
+def how(device: str) -> dict[str, str | int]:
+    """Columns that are the same for all points of a call."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    found = {name: version(name) for name in ("torch", "transformers", "gymnasium", "numpy")}
+    gpu = in_child("__import__('torch').cuda.get_device_name()") if device == "cuda" else ""
+    found["device"] = gpu or f"CPU ({os.cpu_count()} cores, {platform.machine()})"
+    return found | {"python": platform.python_version(), "commit": commit.strip(), "threads": 1, "on": device}
+
+
+def main(args: Args) -> None:
+    if args.memory:
+        PAGE.write_text(page_with_memory(PAGE.read_text()))
+        return
+    points, failed = due(args), []
+    if args.list:
+        print("\n".join(f"{point.part:<9} {point.name}" for point in points))
+        return
+    same = how(args.device) if points else {}
+    for number, point in enumerate(points, 1):
+        load, began = os.getloadavg()[0], time.perf_counter()
+        try:
+            found = measure(point)
+        except RuntimeError as error:  # one point too many for the machine is no reason to lose the others
+            print(f"{point.name}: failed\n{error}", file=sys.stderr, flush=True)
+            failed.append(point.name)
+            continue
+        minutes = (time.perf_counter() - began) / 60
+        row = {"part": point.part, "script": point.script, "axis": point.axis, "value": point.value}
+        row |= same | {name: short(value) for name, value in found.items()}
+        row |= {"minutes": f"{minutes:.2f}", "load": f"{load:.2f}"}
+        append(ROOT / args.csv, row | {"command": f"python {shlex.join(command(point, point.model))}"})
+        shown = {name: row[name] for name in COLUMNS if name in found and name not in ("steps", "parameters")}
+        line = "  ".join(f"{name} {value}" for name, value in shown.items())
+        print(f"{number}/{len(points)}  {minutes:.2f} min  {point.name}: {line}", flush=True)
+    if failed:
+        sys.exit(f"error: failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

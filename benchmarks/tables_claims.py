@@ -1,0 +1,579 @@
+"""The table of methods and the curves of the README, and the table of all claims; make_tables.py draws them.
+
+Numbers are read from the CSVs, verdicts are written here: `reproduced`, `partly`, `not at this size`, `not run`.
+Every function takes `read`, which returns the rows of a CSV in benchmarks/results.
+"""
+
+import ast
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.tables_control import Read, between, markdown, mean_std, pyplot
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the README's table, and a panel of its curves."""
+
+    script: str
+    title: str
+    paper: str  # arXiv id
+    verdict: str  # what of the paper shows here
+    result: str  # what the default run teaches, and the unit
+    tags: tuple[str, ...]  # the metric; its first row is the beginning, the last row of the last tag the end
+    scale: float = 100.0
+    digits: int = 0
+
+
+METHODS = (
+    Method(
+        "grpo",
+        "GRPO, with Dr. GRPO and DAPO as flags",
+        "2402.03300",
+        "learns; the group's baseline by itself buys nothing",
+        "number games solved, %",
+        ("eval/mean_at_8",),
+    ),
+    Method(
+        "gdpo",
+        "GDPO: several rewards, normalised apart",
+        "2601.05242",
+        "indifferent to the unit of a reward, exactly; no gain in training",
+        "tool calls right, %",
+        ("eval/mean_at_8",),
+    ),
+    Method(
+        "dr_mas",
+        "Dr. MAS: teams of language-model agents",
+        "2602.08847",
+        "a rare agent's gradient no longer spikes; no gain in success",
+        "questions right, %",
+        ("eval/mean_at_8",),
+    ),
+    Method(
+        "igpo",
+        "IGPO: information-gain turn rewards",
+        "2510.14967",
+        "groups without a difference in outcome teach; a little sooner, no better",
+        "questions right, %",
+        ("eval/mean_at_8",),
+    ),
+    Method(
+        "spiral_rae",
+        "SPIRAL: self-play with a baseline for each role",
+        "2506.24119",
+        "less noise, exactly; without it play falls apart at a fast rate; else no gain",
+        "wins against random, %",
+        ("eval/tictactoe/random/first/win",),
+    ),
+    Method(
+        "pi_play",
+        "pi-Play: self-play with privileged distillation (a reconstruction)",
+        "2604.14054",
+        "far better where the control is never rewarded, a little sooner elsewhere",
+        "questions right, %",
+        ("eval/mean_at_8",),
+    ),
+    Method(
+        "unimodal_poisson",
+        "PPO with the unimodal Poisson policy",
+        "2408.00309",
+        "less variance in the head's own parameters, not in actions; no gain in return so far",
+        "return, HalfCheetah-v5",
+        ("charts/episodic_return", "eval/deterministic/return_mean"),
+        1.0,
+    ),
+    Method(
+        "fm3q",
+        "FM3Q: two-team minimax Q-learning",
+        "2402.00738",
+        "keeps the equilibrium of a small game that self-play loses; larger games open",
+        "NashConv",
+        ("eval/nash_conv_mean",),
+        1.0,
+        1,
+    ),
+    Method(
+        "arac",
+        "ARAC: soft actor-critic on graphs (a reconstruction)",
+        "2511.08412",
+        "an adaptive weight does not inherit the reference's fault; no early gain",
+        "evaders caught, %",
+        ("eval/sampled/success",),
+    ),
+)
+
+
+# --- The default runs -------------------------------------------------------------------------------------------------
+
+
+def curve(read: Read, method: Method, tag: str) -> list[tuple[int, float]]:
+    """Steps and scaled values of a metric of the default run."""
+    rows = [row for row in read(f"{method.script}_default_metrics.csv") if row["tag"] == tag]
+    return [(int(row["step"]), method.scale * float(row["value"])) for row in rows]
+
+
+def default_minutes(read: Read, script: str) -> float:
+    """Minutes that the default run has trained: neither start nor evaluations are in perf.csv."""
+    rows = read(f"{script}_default_perf.csv")
+    if seconds := [float(row["value"]) for row in rows if row["tag"] == "perf/step_seconds"]:
+        return sum(seconds) / 60
+    speeds = [(int(row["step"]), float(row["value"])) for row in rows if row["tag"] == "charts/SPS"]
+    return sum((step - before) / speed for (before, _), (step, speed) in zip([(0, 0), *speeds], speeds)) / 60
+
+
+def lines_of_code(script: str) -> int:
+    """Lines without blank ones, comments and docstrings."""
+    source = (ROOT / f"algorithms/{script}.py").read_text()
+    skipped = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            skipped.update(range(node.lineno, node.end_lineno + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return sum(bool(text.strip()) and not text.strip().startswith("#") and n not in skipped for n, text in lines)
+
+
+def test_functions(script: str) -> int:
+    """Test functions of a script; many of them run dozens of cases."""
+    files = [ROOT / f"tests/test_{script}{end}.py" for end in ("", "_script")]
+    return sum(line.startswith("def test_") for file in files for line in file.read_text().splitlines())
+
+
+def methods(read: Read) -> str:
+    """The README's table of methods."""
+    rows = []
+    for method in METHODS:
+        first, last = (curve(read, method, tag) for tag in (method.tags[0], method.tags[-1]))
+        name = method.script
+        links = f"[{name}.py](algorithms/{name}.py), [page](algorithms/{name}.md)"
+        paper = f"[{method.paper}](https://arxiv.org/abs/{method.paper})"
+        result = f"{first[0][1]:,.{method.digits}f} → {last[-1][1]:,.{method.digits}f} {method.result}"
+        cost = f"{default_minutes(read, name):.1f}"
+        rows.append([method.title, links, paper, lines_of_code(name), test_functions(name), cost, result])
+        rows[-1].append(method.verdict)
+    header = ["method", "script", "arXiv", "lines", "tests", "minutes", "default run: first → last", "what shows"]
+    return markdown(header, rows)
+
+
+def draw_default_runs(read: Read, folder: Path) -> None:
+    """A small learning curve of every default run."""
+    figure, axes = pyplot().subplots(3, 3, figsize=(10, 7.2))
+    for axis, method in zip(axes.flat, METHODS):
+        points = curve(read, method, method.tags[0])
+        axis.plot(*zip(*points), color="C0", linewidth=1.8, marker="o" if len(points) < 20 else "", markersize=4)
+        if method.script == "arac":
+            axis.plot(*zip(*curve(read, method, "eval/reference/success")), "--", color="gray", linewidth=1)
+            axis.annotate("the reference", (0.97, 0.08), xycoords="axes fraction", ha="right", color="gray", fontsize=8)
+        axis.set_title(f"{method.script}.py", fontsize=10, loc="left", family="monospace")
+        axis.set_ylabel(method.result, fontsize=8)
+        axis.set_xlabel("environment steps" if "charts" in method.tags[0] or method.scale == 1 else "steps", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+    axes.flat[-1].set_xlabel("environment steps", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "default_runs.png", dpi=100, metadata={"Software": None})
+
+
+# --- Claims -----------------------------------------------------------------------------------------------------------
+
+
+def scores(rows: list[dict], column: str, digits: int = 1, unit: float = 100.0, **chosen: str) -> str:
+    """Mean and standard deviation over the rows with these values, in percent by default."""
+    found = [row for row in rows if all(row[name] == value for name, value in chosen.items())]
+    return mean_std([unit * float(row[column]) for row in found if row[column]], digits)
+
+
+def final(read: Read, study: str) -> list[dict]:
+    """Runs of a comparison, without its sweep."""
+    return [row for row in read(f"{study}_runs.csv") if row["stage"] == "final"]
+
+
+def arms(read: Read, study: str, column: str, *names: str, digits: int = 1, unit: float = 100.0, **chosen) -> list:
+    """A score of several arms. Runs of a language study are by `arm`, those of a control study by `policy`."""
+    rows = final(read, study)
+    key = "arm" if "arm" in rows[0] else "policy"
+    return [scores(rows, column, digits, unit, **{key: name}, **chosen) for name in names]
+
+
+def ratio(read: Read, name: str, column: str, ours: dict, theirs: dict) -> str:
+    """Median, lowest and highest ratio of two arms of a speed CSV, repeat by repeat."""
+    rows, values = read(name), []
+    for row in rows:
+        if all(row[k] == v for k, v in ours.items()):
+            peers = [p for p in rows if p["repeat"] == row["repeat"] and all(p[k] == v for k, v in theirs.items())]
+            values += [float(row[column]) / float(peer[column]) for peer in peers[:1]]
+    return between(values, 1) if values else "not run"
+
+
+def silent_groups(read: Read, tag: str) -> str:
+    """Share of IGPO's groups without a signal over the last ten steps, in percent."""
+    runs = {row["run"]: [] for row in final(read, "igpo") if row["arm"] == "f1ig"}
+    for row in read("igpo_curves.csv"):
+        if row["run"] in runs and row["tag"] == tag:
+            runs[row["run"]].append(100 * float(row["value"]))
+    return mean_std([statistics.mean(values[-10:]) for values in runs.values()], 1)
+
+
+def bandit(read: Read, arm: str, **chosen: str) -> str:
+    """Right hard choices on GDPO's bandit at equal learning rate, in percent."""
+    return scores(read("bandit_gdpo.csv"), "hard", arm=arm, **({"study": "equal"} | chosen))
+
+
+def easy(read: Read, arm: str, conditioned: str) -> str:
+    """Right easy choices on GDPO's bandit when the easy reward counts a quarter, in percent."""
+    rows = read("bandit_gdpo.csv")
+    return scores(rows, "easy", study="weights", arm=arm, weight="0.25", conditioned=conditioned)
+
+
+def simulated(read: Read, column: str, arm: str, scale: float = 1.0) -> str:
+    """A number of Dr. MAS's simulated team in which nine of ten first answers are right."""
+    return scores(read("simulate_dr_mas.csv"), column, 2, scale, study="fixed", arm=arm, first_try="0.9")
+
+
+def tabular(read: Read, baseline: str) -> str:
+    """Variance of a hand's gradient, exactly, with a handicap of 3."""
+    rows = [row for row in read("tabular_spiral_variance.csv") if row["handicap"] == "3"]
+    return next(f"{float(row['variance']):.2f}" for row in rows if row["baseline"] == baseline)
+
+
+def distance(read: Read, arm: str) -> str:
+    """NashConv of tabular self-play with a handicap of 3."""
+    return scores(read("tabular_spiral_runs.csv"), "nash_conv_average", 3, 1.0, study="handicap", arm=arm)
+
+
+def forfeits(read: Read, arm: str) -> str:
+    """Forfeited hands of Kuhn poker in the last five steps at a fast rate, in percent."""
+    runs = {row["run"]: [] for row in final(read, "spiral_kuhn") if row["arm"] == arm}
+    for row in read("spiral_kuhn_curves.csv"):
+        if row["run"] in runs and row["tag"] == "train/spiral_rae/kuhn/forfeits":
+            runs[row["run"]].append(100 * float(row["value"]))
+    return mean_std([statistics.mean(values[-5:]) for values in runs.values()], 1)
+
+
+def variance(read: Read, arm: str, column: str) -> str:
+    """Gradient variance of a head over 11 atoms, over the squared mean."""
+    return scores(read("variance_poisson.csv"), column, 0, 1.0, arm=arm, num_atoms="11")
+
+
+def speed_marl(read: Read, mixer: str, **chosen: str) -> str:
+    """Our steps a second of CPU time over CleanMARL's, at its own rate of updates or without any."""
+    own = {"vdn": {"every": "5", "batch": "32"}, "qmix": {"every": "20", "batch": "200"}}[mixer]
+    case = {"mixer": mixer, "part": "whole"} | own | chosen
+    return ratio(
+        read, "speed_marl.csv", "steps_per_cpu_second", case | {"side": "fm3q", "games": "2048"}, case | THEIRS
+    )
+
+
+THEIRS = {"side": "cleanmarl", "games": "1"}
+STEPPING = {"part": "stepping", "every": "", "batch": ""}
+
+
+def speed_ppo(read: Read, arm: str, case: str) -> str:
+    """Our steps a second of CPU time over CleanRL's."""
+    ours, theirs = {"case": case, "arm": arm}, {"case": case, "arm": "cleanrl"}
+    return ratio(read, "speed_ppo.csv", "steps_per_cpu_second", ours, theirs)
+
+
+def speed_grpo(read: Read, arm: str) -> str:
+    """Ratios to TRL of the four cases."""
+    return ", ".join(f"{float(row['ratio_median']):.1f}" for row in read("speed_grpo.csv") if row["arm"] == arm)
+
+
+CLAIMS: tuple[tuple[str, str, str, Callable[[Read], str], str, str], ...] = (
+    (
+        "GRPO",
+        "rewards compared in a group teach a language model to solve problems",
+        "Countdown, 3 seeds",
+        lambda read: "13.3 → {} % of samples right".format(*arms(read, "grpo", "mean_at_8", "grpo")),
+        "reproduced",
+        "learning.py --study grpo",
+    ),
+    (
+        "GRPO",
+        "the group's mean as a baseline is what does it",
+        "the same loss without a baseline, 3 seeds",
+        lambda read: "{} %, without {} %".format(*arms(read, "grpo", "mean_at_8", "dapo_loss", "reinforce")),
+        "not at this size",
+        "learning.py --study grpo",
+    ),
+    (
+        "GDPO",
+        "rewards of different size do not drown each other",
+        "bandit, 20 seeds, the hard reward x 1 and x 0.1",
+        lambda read: "GDPO {}, {} %; GRPO {}, {} %".format(
+            *(bandit(read, arm, scale=scale) for arm in ("gdpo", "grpo") for scale in ("1.0", "0.1"))
+        ),
+        "reproduced; batch norm is most of the gap at equal unit",
+        "bandit_gdpo.py",
+    ),
+    (
+        "GDPO",
+        "a small weight works once the easy reward is conditioned on the hard one",
+        "bandit, 20 seeds, weight 0.25: easy choice right",
+        lambda read: "plain {} %, conditioned {} %".format(*(easy(read, "gdpo", flag) for flag in "01")),
+        "reproduced",
+        "bandit_gdpo.py",
+    ),
+    (
+        "GDPO",
+        "tool calling ends higher than with GRPO",
+        "tool calls, 5 seeds, each at its best rate",
+        lambda read: "{} against {} %, GRPO + batch norm {} %".format(
+            *arms(read, "gdpo", "mean_at_8", "gdpo", "grpo", "grpo_batch_norm")
+        ),
+        "not at this size",
+        "learning.py --study gdpo",
+    ),
+    (
+        "Dr. MAS",
+        "one baseline for all inflates the gradient of a rare agent (lemma 4.2)",
+        "simulated team, 20 seeds: the refiner's gradient norm",
+        lambda read: "{} with its own, {} with one for all".format(
+            *(simulated(read, "refiner_norm_mean", arm) for arm in ("agent", "global"))
+        ),
+        "reproduced",
+        "simulate_dr_mas.py",
+    ),
+    (
+        "Dr. MAS",
+        "its gradient spikes in training",
+        "team with a refiner, 5 seeds: its largest norm",
+        lambda read: "{} against {}".format(
+            *arms(read, "dr_mas", "refiner_norm_max", "agent", "global", digits=1, unit=1.0)
+        ),
+        "reproduced",
+        "learning.py --study dr_mas",
+    ),
+    (
+        "Dr. MAS",
+        "the team ends better",
+        "the same",
+        lambda read: "{} against {} % right".format(*arms(read, "dr_mas", "mean_at_8", "agent", "global")),
+        "not at this size",
+        "learning.py --study dr_mas",
+    ),
+    (
+        "IGPO",
+        "groups without a difference in outcome still teach",
+        "its own groups, last 10 steps, 5 seeds",
+        lambda read: "silent: {} % by outcome, {} % with gains".format(
+            *(silent_groups(read, tag) for tag in ("train/frac_reward_zero_std", "train/igpo/frac_no_signal"))
+        ),
+        "reproduced",
+        "learning.py --study igpo",
+    ),
+    (
+        "IGPO",
+        "gains and outcome teach more than the outcome or the gains alone",
+        "search questions, 5, 5 and 3 seeds",
+        lambda read: "{}, {}, {} % right".format(*arms(read, "igpo", "mean_at_8", "f1ig", "f1", "ig")),
+        "partly: gains alone fail, over the outcome a little sooner only",
+        "learning.py --study igpo",
+    ),
+    (
+        "pi-Play",
+        "two to three times as fast as self-play without a teacher",
+        "search questions, 5 seeds",
+        lambda read: "{} against {} % in the end".format(*arms(read, "pi_play", "mean_at_8", "qcp", "none")),
+        "partly: the control is hardly ever rewarded for two hops",
+        "learning.py --study pi_play",
+    ),
+    (
+        "pi-Play",
+        "the same with one hop",
+        "3 seeds",
+        lambda read: "{} against {} %".format(*arms(read, "pi_play", "mean_at_8", "one_hop_qcp", "one_hop_none")),
+        "partly: sooner, hardly better",
+        "learning.py --study pi_play",
+    ),
+    (
+        "pi-Play",
+        "the path teaches more than half of it, that more than the answer, that no more than nothing",
+        "5, 3, 3, 5 seeds",
+        lambda read: "{}, {}, {}, {} %".format(*arms(read, "pi_play", "mean_at_8", "qcp", "partial", "answer", "none")),
+        "partly: the order, but the answer is worth much",
+        "learning.py --study pi_play",
+    ),
+    (
+        "pi-Play",
+        "a lambda that decays is better than a fixed one",
+        "5 and 3 seeds, the fixed one at the same rate",
+        lambda read: "{} against {} %".format(*arms(read, "pi_play", "mean_at_8", "qcp", "lambda_fixed")),
+        "reproduced",
+        "learning.py --study pi_play",
+    ),
+    (
+        "pi-Play",
+        "questions get harder, searches are repeated less",
+        "every round, [table](../algorithms/pi_play.md#results)",
+        lambda read: "slightly easier; nobody repeats",
+        "not at this size",
+        "examiner_pi_play.py",
+    ),
+    (
+        "SPIRAL",
+        "a baseline for each role takes noise away where roles are worth different amounts",
+        "Kuhn, handicap 3, tables of logits: variance, exactly",
+        lambda read: "{} with, {} without, {} with one for both".format(
+            *(tabular(read, arm) for arm in ("role", "none", "global"))
+        ),
+        "reproduced",
+        "tabular_spiral.py",
+    ),
+    (
+        "SPIRAL",
+        "so it learns better",
+        "the same, 20 seeds: NashConv",
+        lambda read: "{} with, {} without".format(*(distance(read, arm) for arm in ("role", "none"))),
+        "reproduced; no difference without the handicap",
+        "tabular_spiral.py",
+    ),
+    (
+        "SPIRAL",
+        "without it thoughts shrink and the gradient collapses",
+        "language model, fast rate, 3 seeds: forfeited hands",
+        lambda read: "{} % with, {} % without".format(*(forfeits(read, arm) for arm in ("fast_role", "fast_none"))),
+        "partly: play falls apart, thoughts get longer",
+        "learning.py --study spiral_kuhn",
+    ),
+    (
+        "SPIRAL",
+        "it plays better",
+        "tic-tac-toe, language model, 3 seeds: points against random",
+        lambda read: "{} with, {} % without".format(*arms(read, "spiral_rae", "points", "role", "none")),
+        "not at this size",
+        "learning.py --study spiral_rae",
+    ),
+    (
+        "SPIRAL",
+        "several games teach more than one",
+        "one seed, [table](../algorithms/spiral_rae.md#several-games-against-one)",
+        lambda read: "specialists win at home, all-rounders come second",
+        "not at this size",
+        "head_to_head_spiral.py",
+    ),
+    (
+        "Poisson",
+        "a unimodal head has less gradient variance than other heads over atoms",
+        "bandit, 5 seeds, K = 11: Poisson, softmax, ordinal",
+        lambda read: "in the head {}, {}, {}; in actions {}, {}, {}".format(
+            *(variance(read, arm, f"{x}_relative") for x in ("head", "action") for arm in HEADS)
+        ),
+        "partly: in its own parameters, not in actions",
+        "variance_poisson.py",
+    ),
+    (
+        "Poisson",
+        "it returns more",
+        "7 heads, see [returns](../algorithms/unimodal_poisson.md#results)",
+        lambda read: "Hopper-v5: Poisson {}, Gaussian {}, softmax {}".format(
+            *(
+                arms(read, "unimodal_poisson", "train_return", arm, digits=0, unit=1.0, env="Hopper-v5")[0]
+                for arm in ("poisson", "gaussian", "categorical")
+            )
+        ),
+        "open",
+        "control.py --study unimodal_poisson",
+    ),
+    (
+        "FM3Q",
+        "fewer samples to the equilibrium than self-play",
+        "additive game of 3 states, 5 seeds: steps to NashConv < 0.05",
+        lambda read: "{} against {} (QMIX in self-play)".format(
+            *arms(read, "fm3q", "samples_to_first", "qmix", "selfplay_qmix", digits=0, unit=1.0, env="arat")
+        ),
+        "reproduced",
+        "control.py --study fm3q",
+    ),
+    (
+        "FM3Q",
+        "and it stays there",
+        "the same: NashConv in the last tenth",
+        lambda read: "{} against {}; independent agents {}".format(
+            *arms(read, "fm3q", "late_nash_conv", "qmix", "selfplay_qmix", "iql", digits=3, unit=1.0, env="arat")
+        ),
+        "partly: independent agents stay too",
+        "control.py --study fm3q",
+    ),
+    (
+        "FM3Q",
+        "harder to exploit, in pong",
+        "a million steps, one seed: won against the tracker",
+        lambda read: "{} %; exploiters are too weak to tell".format(
+            *arms(read, "fm3q", "win_tracker", "qmix", digits=0, env="pong")
+        ),
+        "open: too short",
+        "control.py --study fm3q",
+    ),
+    (
+        "ARAC",
+        "an adaptive weight does not inherit the reference's fault",
+        "cycle of 12: success, adaptive and fixed weight",
+        lambda read: "{} against {} %".format(
+            *arms(read, "arac", "sampled_success", "dual", "fixed", digits=0, env="cycle_12")
+        ),
+        "reproduced",
+        "control.py --study arac",
+    ),
+    (
+        "ARAC",
+        "a reference helps early",
+        "the same: first tenth of training, without a reference",
+        lambda read: "{} against {} %".format(
+            *arms(read, "arac", "early_success", "dual", "none", digits=0, env="cycle_12")
+        ),
+        "not there: the reference is of no use on a cycle",
+        "control.py --study arac",
+    ),
+    (
+        "ARAC",
+        "a policy works on graphs that it has not seen",
+        "a policy of a cycle of 8 on 11 games",
+        lambda read: "[table](../algorithms/arac.md#results)",
+        "partly: on smaller cycles and paths, not on large grids",
+        "transfer_arac.py",
+    ),
+    (
+        "speed",
+        "GRPO: at least twice TRL's (our goal)",
+        "one step, same work, 4 cases",
+        lambda read: f"{speed_grpo(read, 'default')} times; without leaving out rows {speed_grpo(read, 'no_skip')}",
+        "reached",
+        "speed_grpo.py",
+    ),
+    (
+        "speed",
+        "PPO: 2.5 and 2 times CleanRL's (our goal)",
+        "HalfCheetah-v5, 1 and 8 environments",
+        lambda read: "{}; {} times, with `--compile` {}; {}".format(
+            *(speed_ppo(read, arm, case) for arm in ("gaussian", "compile") for case in ("1 x 2048", "8 x 256"))
+        ),
+        "see [speed](speed.md)",
+        "speed_ppo.py",
+    ),
+    (
+        "speed",
+        "FM3Q: ten times CleanMARL's (our goal)",
+        "additive game of 50 states, at its rate of updates",
+        lambda read: "`qmix.py` {}, `vdn.py` {}; stepping alone {}, {}".format(
+            *(speed_marl(read, mixer, **chosen) for chosen in ({}, STEPPING) for mixer in ("qmix", "vdn"))
+        ),
+        "missed: nine tenths of our time are gradient steps",
+        "speed_marl.py",
+    ),
+)
+HEADS = ("poisson", "categorical", "ordinal")
+
+
+def claims(read: Read) -> str:
+    """What the papers say, what was run, what came out."""
+    rows = [[*said, numbers(read), verdict, f"`{program}`"] for *said, numbers, verdict, program in CLAIMS]
+    return markdown(["method", "the paper says", "we ran", "result", "verdict", "program"], rows)
+
+
+TABLES = {"methods": methods, "claims": claims}
+FIGURES = (draw_default_runs,)
