@@ -24,6 +24,7 @@ A reconstruction: neither the paper's text nor its code was available. Differs f
 E games, B transitions of a batch, n nodes, K slots (a node's closed neighbourhood), N agents of the learning team,
 P players of both teams, d width."""
 
+import contextlib
 import json
 import math
 import os
@@ -208,6 +209,15 @@ def fail(message: str, code: int = 2) -> None:
     raise SystemExit(code)
 
 
+@contextlib.contextmanager
+def or_fail(message: str, code: int = 2):
+    """What goes wrong inside the with-block stops the program with this sentence."""
+    try:
+        yield
+    except Exception as error:  # torch, safetensors, templates and file systems raise dozens of types
+        fail(f"{message} ({error!r:.300})", code)
+
+
 def setup(args: Args) -> torch.device:
     """Device, threads and seed."""
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -269,9 +279,7 @@ class GraphEncoder(nn.Module):
         mask = graph.edge_mask * -1e8  # (n,n)
         for layer in self.encoder:
             nodes = layer(nodes, nodes, mask)  # (B,n,d)
-        places = positions[:, -self.num_agents :].clamp(
-            min=0
-        )  # (B,N) removed players have one action, any node will do
+        places = positions[:, -self.num_agents :].clamp(min=0)  # (B,N) any node will do for removed players
         own = nodes.gather(1, places[..., None].expand(-1, -1, nodes.size(2)))  # (B,N,d)
         return nodes, own, self.decoder(own + self.number, nodes)
 
@@ -322,7 +330,7 @@ class GraphCritic(GraphEncoder):
 
 def make_graph_game(args: Args, num_envs: int, seed: int, device) -> GraphGame:
     """The game of --env-id, `num_envs` copies."""
-    try:
+    with or_fail(f"--env-id {args.env_id} --graph {args.graph}: no such game"):
         graph = make_graph(args.graph)
         if args.env_id == "graph_confrontation":
             script = "shortest" if args.opponent == "self" else args.opponent
@@ -333,8 +341,6 @@ def make_graph_game(args: Args, num_envs: int, seed: int, device) -> GraphGame:
         if args.evader in ("dp", "learned") or args.reference in ("dp", "noisy"):
             capture_tables(graph, args.num_agents, args.num_captors)  # too many states are refused now, not in the run
         return GraphPursuit(graph, num_envs, seed, device, **options)
-    except ValueError as error:
-        fail(f"--env-id {args.env_id} --graph {args.graph}: {error}")
 
 
 class ReplayBuffer:
@@ -450,9 +456,8 @@ class SoftActorCritic:
         with torch.no_grad():
             after = [form(critic(batch["next_positions"], graph)) for critic in self.targets]  # (B,N,K) or (B,K^N) each
             next_log_probs = self.policy(batch["next_positions"], graph)  # (B,N,K)
-            targets = critic_targets(
-                batch["rewards"], batch["dones"], next_log_probs, *after, alpha, args.gamma
-            )  # (B,)
+            rewards, dones = batch["rewards"], batch["dones"]  # (B,) each
+            targets = critic_targets(rewards, dones, next_log_probs, *after, alpha, args.gamma)  # (B,)
             entropy = -(log_probs.exp() * log_probs).sum((1, 2))  # (B,)
             divergence = forward_kl(log_probs, batch["reference"])  # (B,)
         chosen = [q.gather(2, batch["actions"][..., None]).sum((1, 2)) for q in values]  # (B,) each
@@ -505,7 +510,7 @@ class Progress(dict):
 
 def checkpoints(run_dir: str) -> list[str]:
     """Checkpoint files of a run, oldest first."""
-    return sorted(map(str, Path(run_dir, "checkpoints").glob("*.pt")))
+    return sorted(map(str, Path(run_dir, "checkpoints").glob("step_*[0-9].pt")))
 
 
 def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None:
@@ -513,8 +518,9 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
     payload = {name: thing.state_dict() for name, thing in state.items()}
     payload |= {"random": torch.get_rng_state(), "random_cuda": torch.cuda.get_rng_state_all()}
     path = os.path.join(run_dir, "checkpoints", f"step_{step:012d}.pt")
-    torch.save(payload, path + ".tmp")
-    os.replace(path + ".tmp", path)
+    with or_fail(f"{path}: cannot be written; the checkpoints before it are kept", 1):
+        torch.save(payload, path + ".tmp")
+        os.replace(path + ".tmp", path)
     for old in checkpoints(run_dir)[:-keep]:
         os.remove(old)
 
@@ -522,24 +528,20 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
 def load_checkpoint(run_dir: str, state: dict) -> bool:
     """Restore the newest checkpoint into the objects of state; False if the run was stopped before its first."""
     for path in checkpoints(run_dir)[-1:]:
-        try:
+        with or_fail(f"{path}: damaged, or of another script; delete it to continue from the one before", 1):
             payload = torch.load(path, map_location="cpu", weights_only=True)
             for name, thing in state.items():
                 thing.load_state_dict(payload[name])
             torch.set_rng_state(payload["random"])
             torch.cuda.set_rng_state_all(payload["random_cuda"][: torch.cuda.device_count()])
-        except Exception as error:  # torch raises any of half a dozen types
-            fail(f"{path}: damaged, or of another script ({error!r:.99}); delete it to continue from the one before", 1)
     return bool(checkpoints(run_dir))
 
 
 def run_args(args: Args) -> Args:
     """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
     run_dir = args.evaluate or args.resume
-    try:
+    with or_fail(f"{run_dir}: not a run folder of this script"):
         saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
-    except (OSError, ValueError, TypeError, AttributeError):
-        fail(f"{run_dir}: not a run folder of this script")
     free = ("resume", "evaluate", "video", "save_steps", "device", "num_threads", "compile", "eval_episodes")
     given = {name: now for name, now in vars(args).items() if now != getattr(Args, name)}
     for name, now in given.items():
@@ -553,15 +555,16 @@ class Logger:
 
     def __init__(self, run_dir: str, args: Args, step: int):
         """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
-        os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-        Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-        self.files = {name: open(os.path.join(run_dir, name), "a+", 1) for name in ("metrics.csv", "perf.csv")}
-        for file in self.files.values():
-            file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
-            kept = [line for line in file if line[-1] == "\n" and (line[0] == "s" or int(line.split(",")[0]) <= step)]
-            file.truncate(sum(map(len, kept)))
-            file.write("" if kept else "step,tag,value\n")
-        self.board = SummaryWriter(run_dir, purge_step=step + 1)
+        with or_fail(f"{run_dir}: cannot be used as a run folder"):
+            os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
+            Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
+            for file in self.files.values():
+                file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
+                kept = [x for x in file if x[-1] == "\n" and (x[0] == "s" or int(x.split(",")[0]) <= step)]
+                file.truncate(sum(map(len, kept)))
+                file.write("" if kept else "step,tag,value\n")
+            self.board = SummaryWriter(run_dir, purge_step=step + 1)
 
     def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
         """Write tag -> value."""
@@ -637,10 +640,10 @@ def check_args(args: Args) -> None:
     least = {f.name: int(f.type is int) for f in fields(Args)} | {"eval_steps": 0, "seed": 0, "learning_starts": 0}
     least |= {"alpha": 1e-12, "beta": 1e-12}
     for name, value in vars(args).items():
-        highest = 1 if name in ("gamma", "tau") else sys.float_info.max
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not least[name] <= value <= highest:
-            wanted = "from 0 to 1" if highest == 1 else f"of {least[name]} or more"
-            fail(f"--{name.replace('_', '-')} {value}: expected a number {wanted}")
+        highest = 1 if name in ("gamma", "tau") else 2**31
+        if value == "" or (type(value) in (int, float) and not least[name] <= value <= highest):
+            wanted = f"a number of {least[name]} or more, to 2**31" if highest > 1 else "a number from 0 to 1"
+            fail(f"--{name.replace('_', '-')} {value!r}: expected {wanted if value != '' else 'a name'}")
     pursuit, learned = args.env_id == "graph_pursuit", args.evader == "learned"
     if args.embed_dim % args.num_heads:
         fail(f"--embed-dim {args.embed_dim}: expected a multiple of --num-heads {args.num_heads}")
@@ -696,7 +699,7 @@ def train(args: Args) -> dict[str, float]:
     state = {f"team_{learner.side}": learner for learner in sides} | {"game": game, "progress": progress}
     name = f"{Path(__file__).stem}__{args.graph}__{args.seed}__{int(time.time())}"
     run_dir = args.output_dir or os.path.join("runs", name)
-    if not args.resume and os.path.exists(os.path.join(run_dir, "args.json")):
+    if not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
         fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
     loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
     logger = Logger(run_dir, args, loaded)
@@ -711,7 +714,7 @@ def train(args: Args) -> dict[str, float]:
         scoring, saving = (n and step // n > (step - size) // n for n in (args.eval_steps, args.save_steps))
         if step != loaded and args.eval_steps and (last or scoring or step == 0):
             logger.scalars(step, scores := evaluate(sides[0], args, device))
-            print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items() if "success" in tag), flush=True)
+            print("  ".join(f"{tag} {value:.2f}" for tag, value in scores.items() if "success" in tag), flush=True)
         if step not in (0, loaded) and (last or stop or saving):
             save_checkpoint(run_dir, step, state)
         if last or stop:
@@ -730,9 +733,7 @@ def train(args: Args) -> dict[str, float]:
         }
         logger.scalars(step, perf | {"perf/peak_memory_gb": memory / 1e9}, "perf.csv")
         left, done = (now - start) / (step - first) * (end - step), f"step {step:>9,}/{end:,}"
-        done += (
-            f"  success {metrics['charts/success']:4.0%}" if "charts/success" in metrics else f"  {'no game ended':>12}"
-        )
+        done += f"  success {won:4.0%}" if (won := metrics.get("charts/success")) is not None else "  no game ended"
         done += f"  beta {metrics['train/arac/beta']:.4f}" if "train/arac/beta" in metrics else f"  {'no update':>11}"
         print(f"{done}  {perf['charts/SPS']:7,.0f} steps/s  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
     logger.board.close()

@@ -22,6 +22,7 @@ Differs from the paper in:
 E games, B transitions of a batch, n protagonists, m antagonists, N = n + m agents, A actions of an agent, O numbers of
 an observation, S of a state or the number of states. Joint actions of a team are numbered: A^n and A^m of them."""
 
+import contextlib
 import json
 import math
 import os
@@ -218,6 +219,15 @@ def fail(message: str, code: int = 2) -> None:
     """Stop with one sentence: code 2 for what the user can mend, 1 for a run that went wrong."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(code)
+
+
+@contextlib.contextmanager
+def or_fail(message: str, code: int = 2):
+    """What goes wrong inside the with-block stops the program with this sentence."""
+    try:
+        yield
+    except Exception as error:  # torch, safetensors, templates and file systems raise dozens of types
+        fail(f"{message} ({error!r:.300})", code)
 
 
 def setup(args: Args) -> torch.device:
@@ -454,7 +464,7 @@ class Progress(dict):
 
 def checkpoints(run_dir: str) -> list[str]:
     """Checkpoint files of a run, oldest first."""
-    return sorted(map(str, Path(run_dir, "checkpoints").glob("*.pt")))
+    return sorted(map(str, Path(run_dir, "checkpoints").glob("step_*[0-9].pt")))
 
 
 def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None:
@@ -462,8 +472,9 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
     payload = {name: thing.state_dict() for name, thing in state.items()}
     payload |= {"random": torch.get_rng_state(), "random_cuda": torch.cuda.get_rng_state_all()}
     path = os.path.join(run_dir, "checkpoints", f"step_{step:012d}.pt")
-    torch.save(payload, path + ".tmp")
-    os.replace(path + ".tmp", path)
+    with or_fail(f"{path}: cannot be written; the checkpoints before it are kept", 1):
+        torch.save(payload, path + ".tmp")
+        os.replace(path + ".tmp", path)
     for old in checkpoints(run_dir)[:-keep]:
         os.remove(old)
 
@@ -471,24 +482,20 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
 def load_checkpoint(run_dir: str, state: dict) -> bool:
     """Restore the newest checkpoint into the objects of state; False if the run was stopped before its first."""
     for path in checkpoints(run_dir)[-1:]:
-        try:
+        with or_fail(f"{path}: damaged, or of another script; delete it to continue from the one before", 1):
             payload = torch.load(path, map_location="cpu", weights_only=True)
             for name, thing in state.items():
                 thing.load_state_dict(payload[name])
             torch.set_rng_state(payload["random"])
             torch.cuda.set_rng_state_all(payload["random_cuda"][: torch.cuda.device_count()])
-        except Exception as error:  # torch raises any of half a dozen types
-            fail(f"{path}: damaged, or of another script ({error!r:.99}); delete it to continue from the one before", 1)
     return bool(checkpoints(run_dir))
 
 
 def run_args(args: Args) -> Args:
     """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
     run_dir = args.evaluate or args.resume
-    try:
+    with or_fail(f"{run_dir}: not a run folder of this script"):
         saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
-    except (OSError, ValueError, TypeError, AttributeError):
-        fail(f"{run_dir}: not a run folder of this script")
     free = ("resume", "evaluate", "video", "save_steps", "device", "num_threads", "compile", "eval_episodes")
     given = {name: now for name, now in vars(args).items() if now != getattr(Args, name)}
     for name, now in given.items():
@@ -502,15 +509,16 @@ class Logger:
 
     def __init__(self, run_dir: str, args: Args, step: int):
         """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
-        os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-        Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-        self.files = {name: open(os.path.join(run_dir, name), "a+", 1) for name in ("metrics.csv", "perf.csv")}
-        for file in self.files.values():
-            file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
-            kept = [line for line in file if line[-1] == "\n" and (line[0] == "s" or int(line.split(",")[0]) <= step)]
-            file.truncate(sum(map(len, kept)))
-            file.write("" if kept else "step,tag,value\n")
-        self.board = SummaryWriter(run_dir, purge_step=step + 1)
+        with or_fail(f"{run_dir}: cannot be used as a run folder"):
+            os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
+            Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
+            for file in self.files.values():
+                file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
+                kept = [x for x in file if x[-1] == "\n" and (x[0] == "s" or int(x.split(",")[0]) <= step)]
+                file.truncate(sum(map(len, kept)))
+                file.write("" if kept else "step,tag,value\n")
+            self.board = SummaryWriter(run_dir, purge_step=step + 1)
 
     def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
         """Write tag -> value."""
@@ -599,10 +607,10 @@ def check_args(args: Args) -> None:
     """One sentence for every flag that cannot work."""
     least = {f.name: int(f.type is int) for f in fields(Args)} | {"exploiter_steps": 0, "eval_steps": 0, "seed": 0}
     for name, value in vars(args).items():
-        highest = 1 if name in ("gamma", "tau", "start_e", "end_e", "exploration_fraction") else sys.float_info.max
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not least[name] <= value <= highest:
-            wanted = "from 0 to 1" if highest == 1 else f"of {least[name]} or more"
-            fail(f"--{name.replace('_', '-')} {value}: expected a number {wanted}")
+        highest = 1 if name in ("gamma", "tau", "start_e", "end_e", "exploration_fraction") else 2**31
+        if value == "" or (type(value) in (int, float) and not least[name] <= value <= highest):
+            wanted = f"a number of {least[name]} or more, to 2**31" if highest > 1 else "a number from 0 to 1"
+            fail(f"--{name.replace('_', '-')} {value!r}: expected {wanted if value != '' else 'a name'}")
     pong = args.env_id == "pong"
     if (args.exploiter_steps or args.video or (args.num_pro, args.num_ant) != (2, 2)) and not pong:
         fail(f"--exploiter-steps, --video, --num-pro and --num-ant are for --env-id pong, not {args.env_id}")
@@ -652,7 +660,7 @@ def train(args: Args) -> dict[str, float]:
     state = {"learner": learner, "game": game, "progress": progress}
     name = f"{Path(__file__).stem}__{args.env_id}__{args.seed}__{int(time.time())}"
     run_dir = args.output_dir or os.path.join("runs", name)
-    if not args.resume and os.path.exists(os.path.join(run_dir, "args.json")):
+    if not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
         fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
     loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
     logger = Logger(run_dir, args, loaded)

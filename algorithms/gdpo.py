@@ -27,6 +27,7 @@ P prompts, G completions a prompt, B = P G rows (a group's rows are contiguous),
 V vocabulary, K reward functions, R packed rows of L tokens, N predicted tokens. Everything else is in gdpo.md.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -263,6 +264,15 @@ def fail(message: str, code: int = 2) -> None:
     raise SystemExit(code)
 
 
+@contextlib.contextmanager
+def or_fail(message: str, code: int = 2):
+    """What goes wrong inside the with-block stops the program with this sentence."""
+    try:
+        yield
+    except Exception as error:  # torch, safetensors, templates and file systems raise dozens of types
+        fail(f"{message} ({error!r:.300})", code)
+
+
 def setup(args: Args) -> torch.device:
     """Device, seed, and the other processes if torchrun started several."""
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -294,28 +304,26 @@ def gather(values: Tensor) -> tuple[Tensor, slice]:
 
 def load_pretrained(kind, args: Args, **options):
     """kind.from_pretrained(--model-name-or-path), or one sentence."""
-    try:
+    with or_fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable"):
         return kind.from_pretrained(args.model_name_or_path or os.path.join(TINY_MODELS, args.env), **options)
-    except Exception as error:  # also what torch and safetensors raise for a broken file
-        fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable ({error!r:.200})")
 
 
 def load_tokenizer(args: Args):
-    """The policy's tokenizer, which must know how to write a chat."""
-    tokenizer = load_pretrained(transformers.AutoTokenizer, args)
-    if not tokenizer.chat_template:
-        fail(f"--model-name-or-path {args.model_name_or_path}: its tokenizer has no chat template; use a chat model")
-    return tokenizer
+    """The policy's tokenizer; load_model tries it."""
+    return load_pretrained(transformers.AutoTokenizer, args)
 
 
 def load_model(args: Args, tokenizer, device: torch.device):
     """The policy: any Hugging Face causal language model, in float32 (bf16 is a matter of autocast)."""
-    model = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32).to(device).eval()
-    ends = model.generation_config.eos_token_id
+    model, log = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32, output_loading_info=True)
+    if log["missing_keys"]:  # they would be drawn at random
+        fail(f"--model-name-or-path {args.model_name_or_path}: has no weights for {sorted(log['missing_keys'])[0]}")
+    ends = model.to(device).generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     model.generation_config.eos_token_id = sorted(ends)
-    ids = torch.arange(4, device=device)[None]
-    with torch.no_grad():  # the update applies the head itself, so nothing may come after the head
+    unfit = f"--model-name-or-path {args.model_name_or_path}: its tokenizer has no chat template, or is another model's"
+    with torch.no_grad(), or_fail(unfit):  # the update applies the head itself, so nothing may come after the head
+        ids = torch.tensor([encode(tokenizer, [{"role": "user", "content": "1"}])], device=device)  # (1,S)
         logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
         if not torch.allclose(logits, model(ids).logits, atol=1e-3):
             fail(f"--model-name-or-path {args.model_name_or_path}: changes its logits after the head; not supported")
@@ -383,8 +391,8 @@ def load_task(args: Args):
     except ValueError as error:
         fail(str(error))
     args.reward_weights = args.reward_weights or task.reward_weights
-    if len(args.reward_weights) != len(task.reward_functions):
-        fail(f"--reward-weights {args.reward_weights}: expected one value for each of {list(task.reward_functions)}")
+    if len(args.reward_weights) != len(task.reward_functions) or not all(map(math.isfinite, args.reward_weights)):
+        fail(f"--reward-weights {args.reward_weights}: expected a number for each of {list(task.reward_functions)}")
     if set(args.conditioned_rewards) - set(task.reward_functions):
         fail(f"--conditioned-rewards {args.conditioned_rewards}: expected some of {list(task.reward_functions)}")
     return task
@@ -566,10 +574,9 @@ def completion_logprobs(model, packed: Packed, temperature: float) -> Tensor:
         return -torch.nn.functional.cross_entropy(head(hidden).float() / temperature, targets, reduction="none")
 
     size = max(1, LOGITS_PER_CHUNK // model.config.vocab_size)
-    chunks = list(zip(hidden.split(size), packed.targets.split(size)))
-    if len(chunks) == 1:
-        return chunk_logprobs(*chunks[0])
-    return torch.cat([torch.utils.checkpoint.checkpoint(chunk_logprobs, *part, use_reentrant=False) for part in chunks])
+    first, *rest = zip(hidden.split(size), packed.targets.split(size))
+    rest = [torch.utils.checkpoint.checkpoint(chunk_logprobs, *part, use_reentrant=False) for part in rest]
+    return torch.cat([chunk_logprobs(*first), *rest])
 
 
 def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
@@ -668,7 +675,7 @@ class Trained:
 
 def checkpoints(run_dir: str) -> list[str]:
     """Checkpoint files of a run, oldest first."""
-    return sorted(map(str, Path(run_dir, "checkpoints").glob("*.pt")))
+    return sorted(map(str, Path(run_dir, "checkpoints").glob("step_*[0-9].pt")))
 
 
 def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None:
@@ -676,8 +683,9 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
     payload = {name: thing.state_dict() for name, thing in state.items()} | {"random": torch.get_rng_state()}
     if rank_and_world_size()[0] == 0:
         path = os.path.join(run_dir, "checkpoints", f"step_{step:08d}.pt")
-        torch.save(payload, path + ".tmp")
-        os.replace(path + ".tmp", path)
+        with or_fail(f"{path}: cannot be written; the checkpoints before it are kept", 1):
+            torch.save(payload, path + ".tmp")
+            os.replace(path + ".tmp", path)
         for old in checkpoints(run_dir)[:-keep]:
             os.remove(old)
 
@@ -685,25 +693,21 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
 def load_checkpoint(run_dir: str, state: dict) -> bool:
     """Restore the newest checkpoint into the objects of state; False if the run was stopped before its first."""
     for path in checkpoints(run_dir)[-1:]:
-        try:
+        with or_fail(f"{path}: damaged, or of another script; delete it to continue from the one before", 1):
             payload = torch.load(path, map_location="cpu", weights_only=True)
             for name, thing in state.items():
                 thing.load_state_dict(payload[name])
             torch.set_rng_state(payload["random"])
-        except Exception as error:  # torch raises any of half a dozen types
-            fail(f"{path}: damaged, or of another script ({error!r:.99}); delete it to continue from the one before", 1)
     return bool(checkpoints(run_dir))
 
 
 def resume_args(args: Args) -> Args:
     """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
     run_dir = args.evaluate or args.resume
-    try:
+    with or_fail(f"{run_dir}: not a run folder of this script, or nothing to --evaluate yet: finish it with --resume"):
         saved = json.loads(Path(run_dir, "args.json").read_text())
         saved = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
         os.stat(os.path.join(run_dir, "final" if args.evaluate else ""))
-    except (OSError, ValueError, TypeError, AttributeError):
-        fail(f"{run_dir}: not a run folder of this script, or nothing to --evaluate yet: finish it with --resume")
     free = ["resume", "save_steps", "device", "compile"] + ["max_steps"] * (saved.lr_scheduler_type == "constant")
     given = {name: now for name, now in vars(args).items() if now != getattr(Args, name)}
     for name, now in given.items():
@@ -718,15 +722,16 @@ class Logger:
 
     def __init__(self, run_dir: str, args: Args, step: int):
         """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
-        os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-        Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-        self.files = {name: open(os.path.join(run_dir, name), "a+", 1) for name in ("metrics.csv", "perf.csv")}
-        for file in self.files.values():
-            file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
-            kept = [line for line in file if line[-1] == "\n" and (line[0] == "s" or int(line.split(",")[0]) <= step)]
-            file.truncate(sum(map(len, kept)))
-            file.write("" if kept else "step,tag,value\n")
-        self.board = SummaryWriter(run_dir, purge_step=step + 1)
+        with or_fail(f"{run_dir}: cannot be used as a run folder"):
+            os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
+            Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
+            for file in self.files.values():
+                file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
+                kept = [x for x in file if x[-1] == "\n" and (x[0] == "s" or int(x.split(",")[0]) <= step)]
+                file.truncate(sum(map(len, kept)))
+                file.write("" if kept else "step,tag,value\n")
+            self.board = SummaryWriter(run_dir, purge_step=step + 1)
 
     def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
         """Write tag -> value."""
@@ -759,21 +764,18 @@ def evaluate(model, tokenizer, task, args: Args) -> tuple[dict[str, float], str]
 
 def check_args(args: Args) -> None:
     """One sentence for every combination of flags that cannot work."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    group, micro = args.num_generations, args.per_device_train_batch_size
-    least = dict.fromkeys(["warmup_steps", "max_steps", "eval_steps", "seed"], 0)
-    for name, value, lowest in ((f.name, getattr(args, f.name), int(f.type is int)) for f in fields(Args)):
-        if isinstance(value, (int, float)) and not value >= least.get(name, lowest):
-            fail(f"--{name.replace('_', '-')} {value}: expected {least.get(name, lowest)} or more")
-    if group < 2:
-        fail(f"--num-generations {group}: expected 2 or more, completions are compared within their group")
-    if args.num_prompts_per_step % processes:
-        fail(f"--num-prompts-per-step {args.num_prompts_per_step}: not divisible by the {processes} processes")
+    ranks, group, micro = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations, args.per_device_train_batch_size
+    least = dict.fromkeys(["warmup_steps", "max_steps", "eval_steps", "seed"], 0) | {"num_generations": 2}
+    for name, x, low in ((f.name, getattr(args, f.name), least.get(f.name, int(f.type is int))) for f in fields(Args)):
+        if x == "" or (isinstance(x, (int, float)) and not low <= x <= 2**31):
+            fail(f"--{name.replace('_', '-')} {x!r}: expected {'a name' if x == '' else f'{low} or more, to 2**31'}")
+    if args.num_prompts_per_step % ranks:
+        fail(f"--num-prompts-per-step {args.num_prompts_per_step}: not divisible by the {ranks} processes")
     if micro % group and group % micro:
         fail(f"--per-device-train-batch-size {micro}: expected a multiple or a divisor of --num-generations {group}")
     if args.temperature <= 0 or not 0 < args.top_p <= 1:
         fail(f"--temperature {args.temperature} --top-p {args.top_p}: expected more than 0, and top-p at most 1")
-    if args.fsdp and processes == 1:
+    if args.fsdp and ranks == 1:
         fail("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
 
 
@@ -781,8 +783,7 @@ def learning_rate(step: int, args: Args) -> float:
     """Learning rate of a step."""
     done = min(1.0, step / max(1, args.max_steps))
     shapes = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    warm = min(1.0, (step + 1) / max(1, args.warmup_steps))
-    return args.learning_rate * (warm * shapes[args.lr_scheduler_type])
+    return args.learning_rate * (min(1.0, (step + 1) / max(1, args.warmup_steps)) * shapes[args.lr_scheduler_type])
 
 
 def batch_metrics(batch: Batch, task, args: Args, progress: Progress) -> dict[str, float]:
@@ -824,7 +825,7 @@ def train(args: Args) -> dict[str, float]:
     state = {"policy": Trained(model, optimizer), "progress": progress}
     name = f"{Path(__file__).stem}__{Path(args.dataset or args.env).stem}__{args.seed}__{int(time.time())}"
     run_dir = args.output_dir or os.path.join("runs", name)
-    if rank == 0 and not args.resume and os.path.exists(os.path.join(run_dir, "args.json")):
+    if rank == 0 and not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
         fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
     loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
     if rank == 0:

@@ -27,6 +27,7 @@ Differs from the paper in:
 
 P questions, G answers each, B = P G rows, N documents, T tokens behind a prompt, V vocabulary, K of it or functions."""
 
+import contextlib
 import json
 import math
 import os
@@ -279,6 +280,15 @@ def fail(message: str, code: int = 2) -> None:
     raise SystemExit(code)
 
 
+@contextlib.contextmanager
+def or_fail(message: str, code: int = 2):
+    """What goes wrong inside the with-block stops the program with this sentence."""
+    try:
+        yield
+    except Exception as error:  # torch, safetensors, templates and file systems raise dozens of types
+        fail(f"{message} ({error!r:.300})", code)
+
+
 def setup(args: Args) -> torch.device:
     """Device, seed, and the other processes if torchrun started several."""
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -310,28 +320,26 @@ def gather(values: Tensor) -> tuple[Tensor, slice]:
 
 def load_pretrained(kind, args: Args, **options):
     """kind.from_pretrained(--model-name-or-path), or one sentence."""
-    try:
+    with or_fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable"):
         return kind.from_pretrained(args.model_name_or_path or os.path.join(TINY_MODELS, args.env), **options)
-    except Exception as error:  # also what torch and safetensors raise for a broken file
-        fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable ({error!r:.200})")
 
 
 def load_tokenizer(args: Args):
-    """The policy's tokenizer, which must know how to write a chat."""
-    tokenizer = load_pretrained(transformers.AutoTokenizer, args)
-    if not tokenizer.chat_template:
-        fail(f"--model-name-or-path {args.model_name_or_path}: its tokenizer has no chat template; use a chat model")
-    return tokenizer
+    """The policy's tokenizer; load_model tries it."""
+    return load_pretrained(transformers.AutoTokenizer, args)
 
 
 def load_model(args: Args, tokenizer, device: torch.device):
     """The policy: any Hugging Face causal language model, in float32 (bf16 is a matter of autocast)."""
-    model = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32).to(device).eval()
-    ends = model.generation_config.eos_token_id
+    model, log = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32, output_loading_info=True)
+    if log["missing_keys"]:  # they would be drawn at random
+        fail(f"--model-name-or-path {args.model_name_or_path}: has no weights for {sorted(log['missing_keys'])[0]}")
+    ends = model.to(device).generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     model.generation_config.eos_token_id = sorted(ends)
-    ids = torch.arange(4, device=device)[None]
-    with torch.no_grad():  # the update applies the head itself, so nothing may come after the head
+    unfit = f"--model-name-or-path {args.model_name_or_path}: its tokenizer has no chat template, or is another model's"
+    with torch.no_grad(), or_fail(unfit):  # the update applies the head itself, so nothing may come after the head
+        ids = torch.tensor([encode(tokenizer, [{"role": "user", "content": "1"}])], device=device)  # (1,S)
         logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
         if not torch.allclose(logits, model(ids).logits, atol=1e-3):
             fail(f"--model-name-or-path {args.model_name_or_path}: changes its logits after the head; not supported")
@@ -684,7 +692,7 @@ def apply_gradients(model, optimizer, args: Args) -> float:
 
 def checkpoints(run_dir: str) -> list[str]:
     """Checkpoint files of a run, oldest first."""
-    return sorted(map(str, Path(run_dir, "checkpoints").glob("*.pt")))
+    return sorted(map(str, Path(run_dir, "checkpoints").glob("step_*[0-9].pt")))
 
 
 def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None:
@@ -692,8 +700,9 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
     payload = {name: thing.state_dict() for name, thing in state.items()} | {"random": torch.get_rng_state()}
     if rank_and_world_size()[0] == 0:
         path = os.path.join(run_dir, "checkpoints", f"step_{step:08d}.pt")
-        torch.save(payload, path + ".tmp")
-        os.replace(path + ".tmp", path)
+        with or_fail(f"{path}: cannot be written; the checkpoints before it are kept", 1):
+            torch.save(payload, path + ".tmp")
+            os.replace(path + ".tmp", path)
         for old in checkpoints(run_dir)[:-keep]:
             os.remove(old)
 
@@ -701,23 +710,19 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
 def load_checkpoint(run_dir: str, state: dict) -> bool:
     """Restore the newest checkpoint into the objects of state; False if the run was stopped before its first."""
     for path in checkpoints(run_dir)[-1:]:
-        try:
+        with or_fail(f"{path}: damaged, or of another script; delete it to continue from the one before", 1):
             payload = torch.load(path, map_location="cpu", weights_only=True)
             for name, thing in state.items():
                 thing.load_state_dict(payload[name])
             torch.set_rng_state(payload["random"])
-        except Exception as error:  # torch raises any of half a dozen types
-            fail(f"{path}: damaged, or of another script ({error!r:.99}); delete it to continue from the one before", 1)
     return bool(checkpoints(run_dir))
 
 
 def resume_args(args: Args) -> Args:
     """The flags of the run to continue. A flag given now must agree, unless the training ignores it."""
-    try:
+    with or_fail(f"--resume {args.resume}: not a run folder of this script"):
         saved = json.loads(Path(args.resume, "args.json").read_text())
         saved = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
-    except (OSError, ValueError, TypeError, AttributeError):
-        fail(f"--resume {args.resume}: not a run folder of this script")
     given = {name: now for name, now in vars(args).items() if now != getattr(Args, name)}
     for name, now in given.items():
         if now != (before := getattr(saved, name)) and name not in ("resume", "save_steps", "device", "max_steps"):
@@ -730,15 +735,16 @@ class Logger:
 
     def __init__(self, run_dir: str, args: Args, step: int):
         """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
-        os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-        Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-        self.files = {name: open(os.path.join(run_dir, name), "a+", 1) for name in ("metrics.csv", "perf.csv")}
-        for file in self.files.values():
-            file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
-            kept = [line for line in file if line[-1] == "\n" and (line[0] == "s" or int(line.split(",")[0]) <= step)]
-            file.truncate(sum(map(len, kept)))
-            file.write("" if kept else "step,tag,value\n")
-        self.board = SummaryWriter(run_dir, purge_step=step + 1)
+        with or_fail(f"{run_dir}: cannot be used as a run folder"):
+            os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
+            Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
+            for file in self.files.values():
+                file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
+                kept = [x for x in file if x[-1] == "\n" and (x[0] == "s" or int(x.split(",")[0]) <= step)]
+                file.truncate(sum(map(len, kept)))
+                file.write("" if kept else "step,tag,value\n")
+            self.board = SummaryWriter(run_dir, purge_step=step + 1)
 
     def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
         """Write tag -> value."""
@@ -785,19 +791,16 @@ def start_gate(model, tokenizer, task, args: Args) -> dict[str, float]:
 
 def check_args(args: Args) -> None:
     """One sentence for every combination of flags that cannot work."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    group, micro = args.num_generations, args.per_device_train_batch_size
+    ranks, group, micro = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations, args.per_device_train_batch_size
     least = dict.fromkeys(["max_steps", "eval_steps", "seed", "examiner_steps"], 0) | {"distill_top_k": 1}
     least |= dict.fromkeys(["num_generations", "num_answers"], 2) | dict.fromkeys(["temperature", "top_p"], 1e-6)
-    for name, value, lowest in ((f.name, getattr(args, f.name), int(f.type is int)) for f in fields(Args)):
-        flag = f"--{name.replace('_', '-')} {value}"
-        number = min(value, key=lambda x: (x >= 0, x), default=-1) if isinstance(value, tuple) else value  # or NaN
-        if isinstance(number, (int, float)) and not number >= least.get(name, lowest):
-            fail(f"{flag}: expected {least.get(name, lowest)} or more")
-        if name in ("top_p", "teacher_tau") and value > 1:
-            fail(f"{flag}: expected at most 1")
-        if name in ("num_prompts_per_step", "num_documents_per_step") and value % processes:
-            fail(f"{flag}: not divisible by the {processes} processes")
+    for name, x, low in ((f.name, getattr(args, f.name), least.get(f.name, int(f.type is int))) for f in fields(Args)):
+        flag, high = f"--{name.replace('_', '-')} {x!r}", 1 if name in ("top_p", "teacher_tau") else 2**31
+        numbers = x if isinstance(x, tuple) else (x,)
+        if x in ("", ()) or not all(low <= n <= high for n in numbers if isinstance(n, (int, float))):
+            fail(f"{flag}: expected {'a name' if x == '' else f'{low} or more, at most {high}'}")
+        if name in ("num_prompts_per_step", "num_documents_per_step") and x % ranks:
+            fail(f"{flag}: not divisible by the {ranks} processes")
     if micro % group and group % micro:
         fail(f"--per-device-train-batch-size {micro}: expected a multiple or a divisor of --num-generations {group}")
 
@@ -831,7 +834,7 @@ def train(args: Args) -> dict[str, float]:
     state = models | {f"{role} optimizer": x for role, x in optimizers.items()} | {"progress": progress}
     name = f"{Path(__file__).stem}__{Path(args.dataset or args.env).stem}__{args.seed}__{int(time.time())}"
     run_dir = args.output_dir or os.path.join("runs", name)
-    if rank == 0 and not args.resume and os.path.exists(os.path.join(run_dir, "args.json")):
+    if rank == 0 and not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
         fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
     loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
     if rank == 0:

@@ -28,6 +28,7 @@ Differs from the paper in:
 
 P starts, G games from each, E = P G games, B rows (turns), S prompt tokens, T tokens of a turn, V vocabulary."""
 
+import contextlib
 import json
 import math
 import os
@@ -230,6 +231,15 @@ def fail(message: str, code: int = 2) -> None:
     raise SystemExit(code)
 
 
+@contextlib.contextmanager
+def or_fail(message: str, code: int = 2):
+    """What goes wrong inside the with-block stops the program with this sentence."""
+    try:
+        yield
+    except Exception as error:  # torch, safetensors, templates and file systems raise dozens of types
+        fail(f"{message} ({error!r:.300})", code)
+
+
 def setup(args: Args) -> torch.device:
     """Device, seed, and the other processes if torchrun started several."""
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -261,28 +271,26 @@ def gather(values: Tensor) -> tuple[Tensor, slice]:
 
 def load_pretrained(kind, args: Args, **options):
     """kind.from_pretrained(--model-name-or-path), or one sentence."""
-    try:
+    with or_fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable"):
         return kind.from_pretrained(args.model_name_or_path or os.path.join(TINY_MODELS, args.env), **options)
-    except Exception as error:  # also what torch and safetensors raise for a broken file
-        fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable ({error!r:.200})")
 
 
 def load_tokenizer(args: Args):
-    """The policy's tokenizer, which must know how to write a chat."""
-    tokenizer = load_pretrained(transformers.AutoTokenizer, args)
-    if not tokenizer.chat_template:
-        fail(f"--model-name-or-path {args.model_name_or_path}: its tokenizer has no chat template; use a chat model")
-    return tokenizer
+    """The policy's tokenizer; load_model tries it."""
+    return load_pretrained(transformers.AutoTokenizer, args)
 
 
 def load_model(args: Args, tokenizer, device: torch.device):
     """The policy: any Hugging Face causal language model, in float32 (bf16 is a matter of autocast)."""
-    model = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32).to(device).eval()
-    ends = model.generation_config.eos_token_id
+    model, log = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32, output_loading_info=True)
+    if log["missing_keys"]:  # they would be drawn at random
+        fail(f"--model-name-or-path {args.model_name_or_path}: has no weights for {sorted(log['missing_keys'])[0]}")
+    ends = model.to(device).generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     model.generation_config.eos_token_id = sorted(ends)
-    ids = torch.arange(4, device=device)[None]
-    with torch.no_grad():  # the update applies the head itself, so nothing may come after the head
+    unfit = f"--model-name-or-path {args.model_name_or_path}: its tokenizer has no chat template, or is another model's"
+    with torch.no_grad(), or_fail(unfit):  # the update applies the head itself, so nothing may come after the head
+        ids = torch.tensor([encode(tokenizer, [{"role": "user", "content": "1"}])], device=device)  # (1,S)
         logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
         if not torch.allclose(logits, model(ids).logits, atol=1e-3):
             fail(f"--model-name-or-path {args.model_name_or_path}: changes its logits after the head; not supported")
@@ -530,10 +538,9 @@ def completion_logprobs(model, packed: Packed, temperature: float) -> Tensor:
         return -torch.nn.functional.cross_entropy(head(hidden).float() / temperature, targets, reduction="none")
 
     size = max(1, LOGITS_PER_CHUNK // model.config.vocab_size)
-    chunks = list(zip(hidden.split(size), packed.targets.split(size)))
-    if len(chunks) == 1:
-        return chunk_logprobs(*chunks[0])
-    return torch.cat([torch.utils.checkpoint.checkpoint(chunk_logprobs, *part, use_reentrant=False) for part in chunks])
+    first, *rest = zip(hidden.split(size), packed.targets.split(size))
+    rest = [torch.utils.checkpoint.checkpoint(chunk_logprobs, *part, use_reentrant=False) for part in rest]
+    return torch.cat([chunk_logprobs(*first), *rest])
 
 
 def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
@@ -631,7 +638,7 @@ class Trained:
 
 def checkpoints(run_dir: str) -> list[str]:
     """Checkpoint files of a run, oldest first."""
-    return sorted(map(str, Path(run_dir, "checkpoints").glob("*.pt")))
+    return sorted(map(str, Path(run_dir, "checkpoints").glob("step_*[0-9].pt")))
 
 
 def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None:
@@ -639,8 +646,9 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
     payload = {name: thing.state_dict() for name, thing in state.items()} | {"random": torch.get_rng_state()}
     if rank_and_world_size()[0] == 0:
         path = os.path.join(run_dir, "checkpoints", f"step_{step:08d}.pt")
-        torch.save(payload, path + ".tmp")
-        os.replace(path + ".tmp", path)
+        with or_fail(f"{path}: cannot be written; the checkpoints before it are kept", 1):
+            torch.save(payload, path + ".tmp")
+            os.replace(path + ".tmp", path)
         for old in checkpoints(run_dir)[:-keep]:
             os.remove(old)
 
@@ -648,23 +656,19 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
 def load_checkpoint(run_dir: str, state: dict) -> bool:
     """Restore the newest checkpoint into the objects of state; False if the run was stopped before its first."""
     for path in checkpoints(run_dir)[-1:]:
-        try:
+        with or_fail(f"{path}: damaged, or of another script; delete it to continue from the one before", 1):
             payload = torch.load(path, map_location="cpu", weights_only=True)
             for name, thing in state.items():
                 thing.load_state_dict(payload[name])
             torch.set_rng_state(payload["random"])
-        except Exception as error:  # torch raises any of half a dozen types
-            fail(f"{path}: damaged, or of another script ({error!r:.99}); delete it to continue from the one before", 1)
     return bool(checkpoints(run_dir))
 
 
 def resume_args(args: Args) -> Args:
     """The flags of the run to continue. A flag given now must agree, unless the training ignores it."""
-    try:
+    with or_fail(f"--resume {args.resume}: not a run folder of this script"):
         saved = json.loads(Path(args.resume, "args.json").read_text())
         saved = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
-    except (OSError, ValueError, TypeError, AttributeError):
-        fail(f"--resume {args.resume}: not a run folder of this script")
     given = {name: now for name, now in vars(args).items() if now != getattr(Args, name)}
     for name, now in given.items():
         if now != (before := getattr(saved, name)) and name not in ("resume", "save_steps", "device", "max_steps"):
@@ -677,15 +681,16 @@ class Logger:
 
     def __init__(self, run_dir: str, args: Args, step: int):
         """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
-        os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-        Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-        self.files = {name: open(os.path.join(run_dir, name), "a+", 1) for name in ("metrics.csv", "perf.csv")}
-        for file in self.files.values():
-            file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
-            kept = [line for line in file if line[-1] == "\n" and (line[0] == "s" or int(line.split(",")[0]) <= step)]
-            file.truncate(sum(map(len, kept)))
-            file.write("" if kept else "step,tag,value\n")
-        self.board = SummaryWriter(run_dir, purge_step=step + 1)
+        with or_fail(f"{run_dir}: cannot be used as a run folder"):
+            os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
+            Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
+            for file in self.files.values():
+                file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
+                kept = [x for x in file if x[-1] == "\n" and (x[0] == "s" or int(x.split(",")[0]) <= step)]
+                file.truncate(sum(map(len, kept)))
+                file.write("" if kept else "step,tag,value\n")
+            self.board = SummaryWriter(run_dir, purge_step=step + 1)
 
     def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
         """Write tag -> value."""
@@ -761,12 +766,10 @@ def kuhn_scores(model, tokenizer, args: Args, progress: Progress) -> dict[str, f
 def check_args(args: Args) -> None:
     """One sentence for every combination of flags that cannot work."""
     ranks, group, micro = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations, args.per_device_train_batch_size
-    least = {"handicap": -math.inf, "temperature": 1e-6, "max_steps": 0, "eval_steps": 0, "seed": 0, "eval_thoughts": 0}
-    for name, value, lowest in ((f.name, getattr(args, f.name), int(f.type is int)) for f in fields(Args)):
-        if isinstance(value, (int, float)) and not value >= least.get(name, lowest):
-            fail(f"--{name.replace('_', '-')} {value}: expected {least.get(name, lowest)} or more")
-    if not args.games or args.baseline_decay >= 1:
-        fail(f"--games {args.games} --baseline-decay {args.baseline_decay}: expected a game or more, a decay below 1")
+    least = {"handicap": -(2**31), "temperature": 1e-6, "max_steps": 0, "eval_steps": 0, "seed": 0, "eval_thoughts": 0}
+    for name, x, low in ((f.name, getattr(args, f.name), least.get(f.name, int(f.type is int))) for f in fields(Args)):
+        if x in ("", ()) or (isinstance(x, (int, float)) and not low <= x < (1 if name == "baseline_decay" else 2**31)):
+            fail(f"--{name.replace('_', '-')} {x!r}: expected {low or 'a name, 0'} or more, and decays below 1")
     if args.num_prompts_per_step % ranks:
         fail(f"--num-prompts-per-step {args.num_prompts_per_step}: not divisible by the {ranks} processes")
     if micro % group and group % micro:
@@ -810,7 +813,7 @@ def train(args: Args) -> dict[str, float]:
     state |= {name: frozen[name] for name in wanted & {"past"}}
     name = f"{Path(__file__).stem}__{args.env}__{args.seed}__{int(time.time())}"
     run_dir = args.output_dir or os.path.join("runs", name)
-    if rank == 0 and not args.resume and os.path.exists(os.path.join(run_dir, "args.json")):
+    if rank == 0 and not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
         fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
     loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
     if rank == 0:

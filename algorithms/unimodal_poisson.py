@@ -24,6 +24,7 @@ Differs from the paper in:
 
 T steps, N environments, B rows of a minibatch, O numbers of an observation, A action dimensions, K atoms."""
 
+import contextlib
 import json
 import math
 import os
@@ -47,7 +48,7 @@ from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository root, for envs/
-from envs.simulators import LeanVectorEnv, quiet_mujoco, restore_simulator, simulator_state
+from envs.simulators import LeanVectorEnv, restore_simulator, simulator_state
 
 # === 2 Args ===========================================================================================================
 
@@ -316,6 +317,15 @@ def fail(message: str, code: int = 2) -> None:
     raise SystemExit(code)
 
 
+@contextlib.contextmanager
+def or_fail(message: str, code: int = 2):
+    """What goes wrong inside the with-block stops the program with this sentence."""
+    try:
+        yield
+    except Exception as error:  # torch, safetensors, templates and file systems raise dozens of types
+        fail(f"{message} ({error!r:.300})", code)
+
+
 def setup(args: Args) -> torch.device:
     """Device, threads and seed."""
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -391,11 +401,8 @@ def make_envs(args: Args, count: int, **options) -> LeanVectorEnv:
         env = gym.make(args.env_id, disable_env_checker=True, **options)
         return env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
 
-    quiet_mujoco()
-    try:
+    with or_fail(f"--env-id {args.env_id}: cannot be made"):
         envs = LeanVectorEnv([make] * count, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    except Exception as error:  # whatever a task raises
-        fail(f"--env-id {args.env_id}: cannot be made ({' '.join(str(error).split()):.200})")
     space = envs.single_action_space
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         fail(f"--env-id {args.env_id}: its actions are {space}; expected a Box of one dimension")
@@ -518,7 +525,7 @@ def update(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args, loss_f
             break
     found = dict(zip(metrics, (sums / count).tolist()))
     if not math.isfinite(sum(found.values())):
-        fail("a loss is not a number any more; the last checkpoint is good, try a smaller --learning-rate", 1)
+        fail("a loss is not a number any more; the last checkpoint is good; lower --learning-rate, check rewards", 1)
     return found
 
 
@@ -533,7 +540,7 @@ class Progress(dict):
 
 def checkpoints(run_dir: str) -> list[str]:
     """Checkpoint files of a run, oldest first."""
-    return sorted(map(str, Path(run_dir, "checkpoints").glob("*.pt")))
+    return sorted(map(str, Path(run_dir, "checkpoints").glob("step_*[0-9].pt")))
 
 
 def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None:
@@ -541,8 +548,9 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
     payload = {name: thing.state_dict() for name, thing in state.items()}
     payload |= {"random": torch.get_rng_state(), "random_cuda": torch.cuda.get_rng_state_all()}
     path = os.path.join(run_dir, "checkpoints", f"step_{step:012d}.pt")
-    torch.save(payload, path + ".tmp")
-    os.replace(path + ".tmp", path)
+    with or_fail(f"{path}: cannot be written; the checkpoints before it are kept", 1):
+        torch.save(payload, path + ".tmp")
+        os.replace(path + ".tmp", path)
     for old in checkpoints(run_dir)[:-keep]:
         os.remove(old)
 
@@ -550,24 +558,20 @@ def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None
 def load_checkpoint(run_dir: str, state: dict) -> bool:
     """Restore the newest checkpoint into the objects of state; False if the run was stopped before its first."""
     for path in checkpoints(run_dir)[-1:]:
-        try:
+        with or_fail(f"{path}: damaged, or of another script; delete it to continue from the one before", 1):
             payload = torch.load(path, map_location="cpu", weights_only=True)
             for name, thing in state.items():
                 thing.load_state_dict(payload[name])
             torch.set_rng_state(payload["random"])
             torch.cuda.set_rng_state_all(payload["random_cuda"][: torch.cuda.device_count()])
-        except Exception as error:  # torch raises any of half a dozen types
-            fail(f"{path}: damaged, or of another script ({error!r:.99}); delete it to continue from the one before", 1)
     return bool(checkpoints(run_dir))
 
 
 def run_args(args: Args) -> Args:
     """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
     run_dir = args.evaluate or args.resume
-    try:
+    with or_fail(f"{run_dir}: not a run folder of this script"):
         saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
-    except (OSError, ValueError, TypeError, AttributeError):
-        fail(f"{run_dir}: not a run folder of this script")
     free = ("resume", "evaluate", "video", "save_steps", "device", "num_threads", "compile", "eval_episodes")
     given = {name: now for name, now in vars(args).items() if now != getattr(Args, name)}
     for name, now in given.items():
@@ -581,15 +585,16 @@ class Logger:
 
     def __init__(self, run_dir: str, args: Args, step: int):
         """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
-        os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-        Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-        self.files = {name: open(os.path.join(run_dir, name), "a+", 1) for name in ("metrics.csv", "perf.csv")}
-        for file in self.files.values():
-            file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
-            kept = [line for line in file if line[-1] == "\n" and (line[0] == "s" or int(line.split(",")[0]) <= step)]
-            file.truncate(sum(map(len, kept)))
-            file.write("" if kept else "step,tag,value\n")
-        self.board = SummaryWriter(run_dir, purge_step=step + 1)
+        with or_fail(f"{run_dir}: cannot be used as a run folder"):
+            os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
+            Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
+            for file in self.files.values():
+                file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
+                kept = [x for x in file if x[-1] == "\n" and (x[0] == "s" or int(x.split(",")[0]) <= step)]
+                file.truncate(sum(map(len, kept)))
+                file.write("" if kept else "step,tag,value\n")
+            self.board = SummaryWriter(run_dir, purge_step=step + 1)
 
     def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
         """Write tag -> value."""
@@ -658,10 +663,8 @@ def score_run(args: Args) -> dict[str, float]:
     scores = evaluate(agent, stats, replace(trained, eval_episodes=args.eval_episodes)) if args.eval_episodes else {}
     print("  ".join(f"{tag} {value:.1f}" for tag, value in scores.items()))
     if args.video:
-        try:
+        with or_fail("--video: the task cannot be rendered here; without a screen try MUJOCO_GL=egl", 1):
             frames = [x[::2, ::2] for x in play(agent, stats, trained, 1, True, render_mode="rgb_array")[1][:600:2]]
-        except Exception as error:  # of any of several libraries
-            fail(f"--video: the task cannot be rendered here ({error!r:.150}); without a screen try MUJOCO_GL=egl", 1)
         imageio.mimsave(path := os.path.join(args.evaluate, "episode.gif"), frames, duration=1000 / 30, loop=0)
         print(path)
     return scores
@@ -675,10 +678,10 @@ def check_args(args: Args) -> None:
     least = {f.name: int(f.type is int) for f in fields(Args)} | {"rate_init": 1e-6, "temperature": 1e-6}
     least |= {"seed": 0, "eval_episodes": 0, "eval_steps": 0, "num_atoms": 2}
     for name, value in vars(args).items():
-        highest = 1 if name in ("gamma", "gae_lambda") else sys.float_info.max
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not least[name] <= value <= highest:
-            wanted = "from 0 to 1" if highest == 1 else f"of {least[name]} or more"
-            fail(f"--{name.replace('_', '-')} {value}: expected a number {wanted}")
+        highest = 1 if name in ("gamma", "gae_lambda") else 2**31
+        if value == "" or (type(value) in (int, float) and not least[name] <= value <= highest):
+            wanted = f"a number of {least[name]} or more, to 2**31" if highest > 1 else "a number from 0 to 1"
+            fail(f"--{name.replace('_', '-')} {value!r}: expected {wanted if value != '' else 'a name'}")
     batch = args.num_envs * args.num_steps
     if batch % args.num_minibatches or batch == args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches}: expected a divisor of --num-envs x --num-steps, {batch}")
@@ -715,7 +718,7 @@ def batch_metrics(agent: Agent, batch: dict[str, Tensor], episodes: list, args: 
 
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the last evaluation. Steps as in unimodal_poisson.md."""
-    args = run_args(args) if args.resume else args
+    args = run_args(args) if args.resume and not args.evaluate else args
     check_args(args)
     device = setup(args)
     if args.evaluate:
@@ -727,7 +730,7 @@ def train(args: Args) -> dict[str, float]:
     state |= {"observation_stats": envs.observation_stats, "return_stats": envs.return_stats}
     name = f"{Path(__file__).stem}__{args.env_id.replace('/', '_')}__{args.seed}__{int(time.time())}"
     run_dir = args.output_dir or os.path.join("runs", name)
-    if not args.resume and os.path.exists(os.path.join(run_dir, "args.json")):
+    if not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
         fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
     loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
     logger, buffer = Logger(run_dir, args, loaded), make_buffer(envs, agent)

@@ -19,7 +19,7 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import tables_claims, tables_control, tables_diff
+from benchmarks import tables_claims, tables_control, tables_diff, tables_scaling
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -787,6 +787,7 @@ TABLES = {
     name.removeprefix("table_"): function for name, function in list(globals().items()) if name.startswith("table_")
 }
 TABLES |= {n: functools.partial(table, read) for n, table in (tables_control.TABLES | tables_claims.TABLES).items()}
+TABLES |= {name: functools.partial(table, read) for name, table in tables_scaling.TABLES.items()}
 TABLES |= tables_diff.TABLES
 
 
@@ -901,7 +902,11 @@ def main(args: Args) -> None:
     different = []
     for path in pages():
         old = path.read_text()
-        if (new := redraw(old)) != old:
+        try:
+            new = redraw(old)
+        except FileNotFoundError as error:
+            sys.exit(f"{path.relative_to(ROOT)}: {error.filename} is missing, which a table on this page is drawn from")
+        if new != old:
             different.append(str(path.relative_to(ROOT)))
             if not args.check:
                 path.write_text(new)
@@ -911,7 +916,7 @@ def main(args: Args) -> None:
                 draw_learning(study, *figure)
         if (RESULTS / "tabular_spiral_runs.csv").exists():
             draw_spiral_tabular()
-        for draw in (*tables_control.FIGURES, *tables_claims.FIGURES):
+        for draw in (*tables_control.FIGURES, *tables_claims.FIGURES, *tables_scaling.FIGURES):
             draw(read, RESULTS)
     print("\n".join(different) or "all tables agree with the CSVs and the scripts")
     sys.exit(int(args.check and bool(different)))

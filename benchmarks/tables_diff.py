@@ -180,7 +180,8 @@ def tables() -> dict[str, Callable[[], str]]:
     siblings = {name: match[1] for name, match in found.items() if match}
     roots = [name for name, match in found.items() if not match and name not in siblings.values()]
     drawn = {f"diff_{name}": functools.partial(diff_section, name, sibling) for name, sibling in siblings.items()}
-    return drawn | {f"same_{n}": functools.partial(same_section, n, [r for r in roots if r != n]) for n in roots}
+    others = sorted({*roots, *siblings.values()})
+    return drawn | {f"same_{n}": functools.partial(same_section, n, [o for o in others if o != n]) for n in roots}
 
 
 TABLES = tables()

@@ -12,6 +12,7 @@ import re
 import torch
 from torch import Tensor
 
+MOST_NODES = 10_000  # distances are a matrix
 MOST_STATES = 10**8  # of capture_times(), which keeps a few numbers for each
 SIZE, MARGIN = 320, 30  # of a picture, in pixels
 COLOURS = (40, 110, 230), (240, 120, 20)  # team 0 blue, team 1 orange
@@ -119,9 +120,9 @@ def make_graph(name: str, num_slots: int = 0) -> Graph:
     forms = r"(cycle|path|complete)_\d+|grid_\d+x\d+|petersen|city_\d+(_\d+)?"
     smallest = {"cycle": 3, "path": 2, "complete": 2, "grid": 2, "city": 2, "petersen": 0}
     nodes = math.prod(sizes if kind == "grid" else sizes[:1])
-    if not re.fullmatch(forms, name, re.ASCII) or nodes < smallest[kind]:
+    if not re.fullmatch(forms, name, re.ASCII) or not smallest[kind] <= nodes <= MOST_NODES:
         known = "cycle_8, path_5, complete_4, grid_6x6, petersen, city_60 or city_60_3 (60 nodes, seed 3)"
-        raise ValueError(f"No graph {name!r}: names have the forms {known}.")
+        raise ValueError(f"No graph {name!r}: names have the forms {known}, {MOST_NODES} nodes at most.")
     line = torch.arange(nodes)  # (n,)
     if kind == "petersen":
         rim = torch.arange(5)  # (5,) outer nodes 0-4, inner nodes 5-9

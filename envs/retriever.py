@@ -89,7 +89,7 @@ class HttpRetriever:
     """
 
     def __init__(self, url: str, timeout: float = 60.0, pause: float = 1.0, max_chars: int = 1000):
-        if not re.match(r"https?://[^/]", url):
+        if not re.fullmatch(r"https?://([\w.%@-]+|\[[\da-fA-F:.]+\])(:\d+)?([/?][!-~]*)?", url, re.ASCII):
             raise ValueError(f"retriever url {url!r}: expected something like http://127.0.0.1:8000/retrieve")
         self.url, self.timeout, self.pause, self.max_chars = url, timeout, pause, max_chars
 

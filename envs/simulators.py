@@ -28,6 +28,10 @@ class LeanVectorEnv(SyncVectorEnv):
     overwritten by the next step; its info has nothing but final_obs, by number of the environment.
     """
 
+    def __init__(self, *args, **kwargs):
+        quiet_mujoco()
+        super().__init__(*args, **kwargs)
+
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """Actions (N,A) -> observations (N,O), rewards, terminations, truncations (N,) each, and last observations."""
         last = {}

@@ -13,6 +13,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: the house rules need none
 
 
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """train() takes Ctrl-C and SIGTERM over for the rest of its process, which here is pytest's."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def time_limit():
     """Fails the test after 60 s, so that a hang is a red test and not a silent machine."""

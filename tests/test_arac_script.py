@@ -4,24 +4,20 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import imageio
 import pytest
-import test_grpo_script
 import torch
-from test_grpo_script import as_flags, begin_and_interrupt, events, run, table
-from test_grpo_script import signal_handlers as signal_handlers  # a fixture that every test here uses
+from processes import ROOT, as_flags, begin_and_interrupt, fork, run
+from test_grpo_script import events, table
 from test_house_rules import page_rows, page_tags, tag_matches
 
 from algorithms import arac
 from algorithms.arac import Args
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "algorithms" / "arac.py"
 PAGE = (ROOT / "algorithms" / "arac.md").read_text(encoding="utf-8")
 SMALL = {"total_timesteps": 320, "num_envs": 32, "learning_starts": 64, "embed_dim": 8, "num_heads": 2, "horizon": 6}
@@ -97,18 +93,11 @@ def crash_and_resume(monkeypatch, run_dir, piece: int, **values) -> int:
     return newest
 
 
-@pytest.fixture(autouse=True)
-def this_script(monkeypatch):
-    """For begin_and_interrupt."""
-    monkeypatch.setattr(test_grpo_script, "SCRIPT", SCRIPT)
-    monkeypatch.setattr(test_grpo_script, "LONG", LONG)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Folder and process of an uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(*as_flags(LONG), "--output-dir", run_dir, program=SCRIPT)
+    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 
@@ -181,20 +170,11 @@ def test_tags_are_those_of_the_page(whole, chase, duel):
     assert {row for row in documented if not any(tag_matches(row, tag) for tag in bare)} == set()
 
 
-def command(monkeypatch, *words) -> int:
-    """Exit code of the script with these words, in this process: starting another takes longer than the test."""
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    return stopped.value.code
-
-
-def test_help_lists_every_flag(monkeypatch, capsys):
-    assert command(monkeypatch, "--help") == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
+def test_help_lists_every_flag():
+    process = fork(SCRIPT, "--help")
+    assert process.returncode == 0 and process.stderr == ""
     for name in Args.__dataclass_fields__:
-        assert f"--{name.replace('_', '-')}" in printed.out, name
+        assert f"--{name.replace('_', '-')}" in process.stdout, name
 
 
 def test_default_folder(tmp_path, monkeypatch):
@@ -268,7 +248,7 @@ def test_same_seed_same_run_other_seed_another(whole, ten_pieces, tmp_path):
 
 def test_kill_9_and_resume(whole, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    assert begin_and_interrupt(signal.SIGKILL, "step       672/", run_dir)[0] == -signal.SIGKILL
+    assert begin_and_interrupt(signal.SIGKILL, "step       672/", SCRIPT, run_dir, **LONG)[0] == -signal.SIGKILL
     newest = max(int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("*.pt"))
     assert 640 <= newest < 1600
     (run_dir / "checkpoints" / "step_000000001600.pt.tmp").write_bytes(b"half a checkpoint")
@@ -514,12 +494,13 @@ def test_missing_device(capsys, tmp_path):
     assert "--device cuda" in errors and not (tmp_path / "run").exists()
 
 
-def test_bad_commands_exit_with_2(monkeypatch, capsys):
-    assert command(monkeypatch, "--gamma", "2") == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith("error: --gamma 2.0: expected a number from 0 to 1") and errors.count("\n") == 1
-    assert command(monkeypatch, "--beta-mode", "double") == 2
-    assert "performance" in capsys.readouterr().err, "tyro names the choices"
+def test_bad_commands_exit_with_2():
+    process = fork(SCRIPT, "--gamma", "2")
+    assert process.returncode == 2 and process.stdout == "" and process.stderr.count("\n") == 1
+    assert process.stderr.startswith("error: --gamma 2.0: expected a number from 0 to 1")
+    process = fork(SCRIPT, "--beta-mode", "double")
+    assert process.returncode == 2
+    assert "performance" in process.stderr, "tyro names the choices"
 
 
 def test_folders_that_are_no_runs(whole, tmp_path, capsys):

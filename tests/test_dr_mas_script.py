@@ -9,17 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import test_grpo_script
 import torch
+from processes import ROOT, as_flags, begin_and_interrupt, fork, run, train_by_two
 from safetensors.torch import load_file, save_file
-from test_grpo_script import SMALL, as_flags, assert_close, begin_and_interrupt, events, last, run, table
-from test_grpo_script import signal_handlers as signal_handlers  # a fixture that every test here uses
+from test_grpo_script import SMALL, assert_close, events, last, table
 from test_house_rules import page_rows, page_tags, tag_matches
 
 from algorithms import dr_mas
 from algorithms.dr_mas import Args, Progress, load_players, load_task, rollout
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "algorithms" / "dr_mas.py"
 TINY_MODEL = Path(dr_mas.TINY_MODELS, "countdown")
 SMALL = SMALL | {"env": "countdown", "device": "cpu"}
@@ -83,7 +81,7 @@ def assert_nearly_same_weights(run_dir, other, rate: float = 2e-4) -> None:
 def whole(tmp_path_factory):
     """Folder and process of six uninterrupted steps of separate models."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(*as_flags(LONG), "--output-dir", run_dir, program=SCRIPT)
+    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 
@@ -159,7 +157,7 @@ def test_tags_are_those_of_the_page(tmp_path):
 
 
 def test_help_lists_every_flag():
-    process = run("--help", program=SCRIPT)
+    process = fork(SCRIPT, "--help")
     assert process.returncode == 0 and process.stderr == ""
     for name in Args.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in process.stdout, name
@@ -175,10 +173,9 @@ def test_same_seed_same_run_other_seed_another(whole, tmp_path):
     assert other[1, "train/num_tokens"] != table(whole[0])[1, "train/num_tokens"]
 
 
-def test_terminate_saves_and_resumes(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(test_grpo_script, "SCRIPT", SCRIPT)
-    monkeypatch.setattr(test_grpo_script, "LONG", LONG)
-    status, errors = begin_and_interrupt(signal.SIGTERM, "step    3/", tmp_path / "run", save_steps=100)
+def test_terminate_saves_and_resumes(whole, tmp_path):
+    values = LONG | {"save_steps": 100}
+    status, errors = begin_and_interrupt(signal.SIGTERM, "step    3/", SCRIPT, tmp_path / "run", **values)
     assert status == 128 + signal.SIGTERM and errors.count("\n") == 1, errors
     step = int(re.fullmatch(rf"error: stopped after step (\d+); continue with --resume {tmp_path}/run\n", errors)[1])
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step:08d}.pt"]
@@ -234,9 +231,7 @@ def two_processes(tmp_path_factory):
     models = {"agent_models": (str(TINY_MODEL), str(folder / "other"))}
     variants = (VARIANTS | {name: values | models for name, values in CROSSED.items()}).items()
     runs = [{**SMALL, "max_steps": 1, "output_dir": str(folder / name), **values} for name, values in variants]
-    (folder / "driver.py").write_text(DRIVER)
-    process = run(ROOT, json.dumps(runs), processes=2, program=folder / "driver.py")
-    (folder / "stderr").write_text(process.stderr)
+    train_by_two(folder, "dr_mas", runs, DRIVER)
     return folder
 
 

@@ -4,25 +4,21 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
-import test_grpo_script
 import torch
-from test_grpo_script import as_flags, begin_and_interrupt, events, run, table
-from test_grpo_script import signal_handlers as signal_handlers  # a fixture that every test here uses
+from processes import ROOT, as_flags, begin_and_interrupt, fork, run
+from test_grpo_script import events, table
 from test_house_rules import page_rows, page_tags, tag_matches
 
 from algorithms import fm3q
 from algorithms.fm3q import Args, Learner, make_game, train_exploiter
 from envs.pong import Pong
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "algorithms" / "fm3q.py"
 PAGE = (ROOT / "algorithms" / "fm3q.md").read_text(encoding="utf-8")
 SMALL = {"total_timesteps": 320, "num_envs": 32, "learning_starts": 64, "hidden_size": 16, "embed_dim": 8}
@@ -93,13 +89,6 @@ class Tracker:
         return torch.where(apart.abs() <= 0.045, 0, torch.where(apart < 0, 1, 2))
 
 
-@pytest.fixture(autouse=True)
-def this_script(monkeypatch):
-    """For begin_and_interrupt."""
-    monkeypatch.setattr(test_grpo_script, "SCRIPT", SCRIPT)
-    monkeypatch.setattr(test_grpo_script, "LONG", LONG)
-
-
 @pytest.fixture
 def short_rallies(monkeypatch):
     """Pong that is cut off after 40 steps: a ninth of the time for an evaluation."""
@@ -110,7 +99,7 @@ def short_rallies(monkeypatch):
 def whole(tmp_path_factory):
     """Folder and process of an uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(*as_flags(LONG), "--output-dir", run_dir, program=SCRIPT)
+    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 
@@ -182,20 +171,11 @@ def test_tags_are_those_of_the_page(whole, tmp_path, short_rallies):
     assert metrics[400, "eval/exploitability"] == pytest.approx(sum(gains)) and max(map(abs, gains)) <= 1
 
 
-def command(monkeypatch, *words) -> int:
-    """Exit code of the script with these words, in this process: starting another takes longer than the test."""
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    return stopped.value.code
-
-
-def test_help_lists_every_flag(monkeypatch, capsys):
-    assert command(monkeypatch, "--help") == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
+def test_help_lists_every_flag():
+    process = fork(SCRIPT, "--help")
+    assert process.returncode == 0 and process.stderr == ""
     for name in Args.__dataclass_fields__:
-        assert f"--{name.replace('_', '-')}" in printed.out, name
+        assert f"--{name.replace('_', '-')}" in process.stdout, name
 
 
 def test_evaluation_of_a_run(whole, pong, short_rallies, capsys):
@@ -236,7 +216,7 @@ def test_same_seed_same_run_other_seed_another(whole, ten_pieces, tmp_path):
 
 def test_kill_9_and_resume(whole, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    assert begin_and_interrupt(signal.SIGKILL, "step       672/", run_dir)[0] == -signal.SIGKILL
+    assert begin_and_interrupt(signal.SIGKILL, "step       672/", SCRIPT, run_dir, **LONG)[0] == -signal.SIGKILL
     newest = max(int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("*.pt"))
     assert 640 <= newest < 1600
     (run_dir / "checkpoints" / "step_000000001600.pt.tmp").write_bytes(b"half a checkpoint")
@@ -252,7 +232,7 @@ def test_kill_9_and_resume(whole, tmp_path, capsys):
 
 def test_kill_9_and_resume_of_pong(pong, tmp_path):
     """In the middle of rallies, with a full replay and a fraction of an update owed."""
-    status, _ = begin_and_interrupt(signal.SIGKILL, "step       200/", tmp_path / "run", **PONG)
+    status, _ = begin_and_interrupt(signal.SIGKILL, "step       200/", SCRIPT, tmp_path / "run", **LONG | PONG)
     assert status == -signal.SIGKILL
     fm3q.train(Args(resume=str(tmp_path / "run")))
     assert_same_run(tmp_path / "run", pong)
@@ -496,12 +476,13 @@ def test_missing_device(capsys, tmp_path):
     assert "--device cuda" in errors and not (tmp_path / "run").exists()
 
 
-def test_bad_commands_exit_with_2(monkeypatch, capsys):
-    assert command(monkeypatch, "--gamma", "2") == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith("error: --gamma 2.0: expected a number from 0 to 1") and errors.count("\n") == 1
-    assert command(monkeypatch, "--learner", "selfplay") == 2
-    assert "selfplay_qmix" in capsys.readouterr().err, "tyro names the choices"
+def test_bad_commands_exit_with_2():
+    process = fork(SCRIPT, "--gamma", "2")
+    assert process.returncode == 2 and process.stdout == "" and process.stderr.count("\n") == 1
+    assert process.stderr.startswith("error: --gamma 2.0: expected a number from 0 to 1")
+    process = fork(SCRIPT, "--learner", "selfplay")
+    assert process.returncode == 2
+    assert "selfplay_qmix" in process.stderr, "tyro names the choices"
 
 
 def test_folders_that_are_no_runs(whole, tmp_path, capsys):

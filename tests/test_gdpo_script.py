@@ -4,28 +4,11 @@ grpo.py word for word (test_house_rules.py holds that) is attacked harder in tes
 import json
 import math
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from test_grpo_script import (
-    DRIVER,
-    ENVIRONMENT,
-    EXACT,
-    ROOT,
-    SECONDS,
-    SMALL,
-    as_flags,
-    assert_close,
-    assert_same_run,
-    assert_same_weights,
-    events,
-    last,
-    run,
-    signal_handlers,  # noqa: F401 a fixture for every test
-    table,
-)
+from processes import ROOT, as_flags, begin_and_interrupt, fork, run, train_by_two
+from test_grpo_script import EXACT, SMALL, assert_close, assert_same_run, assert_same_weights, events, last, table
 from test_house_rules import page_rows, page_tags, tag_matches
 
 from algorithms import gdpo
@@ -56,7 +39,7 @@ def refusal(capsys, **values) -> str:
 def whole(tmp_path_factory):
     """Folder and process of eight uninterrupted steps."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(*as_flags(LONG), "--output-dir", run_dir, program=SCRIPT)
+    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 
@@ -97,7 +80,7 @@ def test_tags_are_those_of_the_page(tmp_path):
 
 
 def test_help_lists_every_flag():
-    process = run("--help", program=SCRIPT)
+    process = fork(SCRIPT, "--help")
     assert process.returncode == 0 and process.stderr == ""
     for name in Args.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in process.stdout, name
@@ -107,13 +90,8 @@ def test_help_lists_every_flag():
 
 
 def test_terminate_and_resume(whole, tmp_path):
-    command = [sys.executable, str(SCRIPT), *as_flags(LONG), "--output-dir", str(tmp_path / "run")]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as process:
-        assert any("step    2/" in line for line in process.stdout), process.stderr.read()
-        process.send_signal(signal.SIGTERM)
-        errors = process.communicate(timeout=SECONDS)[1]
-    assert process.returncode in (0, 128 + signal.SIGTERM), errors  # 0: on a busy machine it may end before
+    status, errors = begin_and_interrupt(signal.SIGTERM, "step    2/", SCRIPT, tmp_path / "run", **LONG)
+    assert status == 128 + signal.SIGTERM, errors
     gdpo.train(Args(resume=str(tmp_path / "run"), device="cpu"))
     assert_same_run(tmp_path / "run", whole[0])
 
@@ -146,9 +124,7 @@ def two_processes(tmp_path_factory):
     """Folder with one step of two processes for each of VARIANTS."""
     folder = tmp_path_factory.mktemp("two")
     runs = [{**VALUES, "max_steps": 1, "output_dir": str(folder / name), **VARIANTS[name]} for name in VARIANTS]
-    (folder / "driver.py").write_text(DRIVER.replace("algorithms.grpo", "algorithms.gdpo"))
-    process = run(ROOT, json.dumps(runs), processes=2, program=folder / "driver.py")
-    (folder / "stderr").write_text(process.stderr)
+    train_by_two(folder, "gdpo", runs)
     return folder
 
 
@@ -176,7 +152,7 @@ SWITCHES = [
 
 @pytest.mark.parametrize("values", SWITCHES, ids=lambda values: " ".join(as_flags(values)))
 def test_arms_log_finite_metrics_and_differ(values, one_step, tmp_path):
-    metrics = train_here(tmp_path / "run", **values)
+    metrics = train_here(tmp_path / "run", **values, eval_steps=0)
     assert not [tag for (_, tag), value in metrics.items() if not math.isfinite(value)]
     assert last(metrics, "train/grad_norm") > 0
     assert metrics[1, "train/rewards/format/mean"] == one_step[0][1, "train/rewards/format/mean"], "the same samples"

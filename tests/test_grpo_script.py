@@ -3,18 +3,15 @@
 import csv
 import json
 import math
-import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from processes import ROOT, as_flags, begin_and_interrupt, fork, interrupt, run, torchrun, train_by_two
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_house_rules import page_rows, page_tags, tag_matches
@@ -22,68 +19,14 @@ from test_house_rules import page_rows, page_tags, tag_matches
 from algorithms import grpo
 from algorithms.grpo import Args
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "algorithms" / "grpo.py"
 TINY_MODEL = Path(grpo.TINY_MODELS, "countdown")
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": ""}  # the numbers compared below are those of a CPU
 SMALL = {"num_prompts_per_step": 4, "num_generations": 4, "max_completion_length": 32}
 SMALL |= {"eval_problems": 8, "num_generations_eval": 2}
 LONG = SMALL | {"max_steps": 10, "save_steps": 2, "eval_steps": 4}  # ten steps take a second: time enough for a signal
-SECONDS = 300  # after which a subprocess counts as hung
 
 
 # --- Means -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def signal_handlers():
-    """train() takes Ctrl-C and SIGTERM over for the rest of its process, which here is pytest's."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def as_flags(values: dict) -> list[str]:
-    """Fields of Args as words of a command line."""
-    words = []
-    for name, value in values.items():
-        words.append(f"--{name.replace('_', '-')}")
-        words += [] if value is True else map(str, value) if isinstance(value, tuple) else [str(value)]
-    return words
-
-
-def run(*flags, processes: int = 1, program: Path = SCRIPT) -> subprocess.CompletedProcess:
-    """The script in a process of its own, or in several under torchrun."""
-    launcher = [sys.executable]
-    if processes > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        launcher += f"-m torch.distributed.run --nproc_per_node {processes} --master-port {port}".split()
-    command = [*launcher, str(program), *map(str, flags)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
-
-
-def interrupt(number: int, text: str, *flags) -> tuple[int, str]:
-    """Send a signal to the script as soon as it prints this text; its exit status and what stood on stderr."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, str(SCRIPT), *map(str, flags)], env=ENVIRONMENT, **pipes) as process:
-        assert any(text in line for line in process.stdout), process.stderr.read()
-        process.send_signal(number)
-        errors = process.communicate(timeout=SECONDS)[1]
-    return process.returncode, errors
-
-
-def begin_and_interrupt(number: int, text: str, run_dir, **values) -> tuple[int, str]:
-    """interrupt() for a new run of ten steps. On a busy machine it may end before the signal comes: then once more."""
-    for _ in range(5):
-        shutil.rmtree(run_dir, ignore_errors=True)
-        status, errors = interrupt(number, text, *as_flags(LONG | values), "--output-dir", run_dir)
-        if status != 0:
-            break
-    return status, errors
 
 
 def table(run_dir, file: str = "metrics.csv") -> dict[tuple[int, str], float]:
@@ -138,7 +81,7 @@ def events(run_dir) -> EventAccumulator:
 def whole(tmp_path_factory):
     """Folder and process of ten uninterrupted steps."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(*as_flags(LONG), "--output-dir", run_dir)
+    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 
@@ -197,7 +140,7 @@ def test_tags_are_those_of_the_page(tmp_path):
 
 
 def test_help_lists_every_flag():
-    process = run("--help")
+    process = fork(SCRIPT, "--help")
     assert process.returncode == 0 and process.stderr == ""
     for name in Args.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in process.stdout, name
@@ -208,7 +151,7 @@ def test_help_lists_every_flag():
 
 def test_same_seed_same_run_other_seed_another(whole, tmp_path):
     again, other = tmp_path / "again", tmp_path / "other"
-    assert run(*as_flags(LONG), "--output-dir", again).returncode == 0
+    assert fork(SCRIPT, *as_flags(LONG), "--output-dir", again).returncode == 0
     assert_same_run(again, whole[0])
     train_here(other, **LONG | {"max_steps": 1}, seed=2)
     assert last(table(other), "train/loss") != table(again)[1, "train/loss"]
@@ -216,13 +159,13 @@ def test_same_seed_same_run_other_seed_another(whole, tmp_path):
 
 def test_kill_9_and_resume(whole, tmp_path):
     run_dir = tmp_path / "run"
-    assert begin_and_interrupt(signal.SIGKILL, "step    3/", run_dir)[0] == -signal.SIGKILL
+    assert begin_and_interrupt(signal.SIGKILL, "step    3/", SCRIPT, run_dir, **LONG)[0] == -signal.SIGKILL
     (run_dir / "checkpoints" / "step_00000010.pt.tmp").write_bytes(b"half a checkpoint")
     # the resumed run dies too, before its first step: what was logged up to the checkpoint must survive that
-    interrupt(signal.SIGKILL, "completions a step", "--resume", run_dir)
+    interrupt(signal.SIGKILL, "completions a step", SCRIPT, "--resume", run_dir)
     saved = max(int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("*.pt"))
     assert saved >= 2 and {step for step, _ in table(run_dir)} >= {*range(saved + 1)}
-    process = run("--resume", run_dir)
+    process = fork(SCRIPT, "--resume", run_dir)
     assert process.returncode == 0, process.stderr
     assert len(re.findall("^step ", process.stdout, re.MULTILINE)) == 10 - saved, "saved steps are not repeated"
     assert_same_run(run_dir, whole[0])
@@ -232,19 +175,21 @@ def test_kill_9_and_resume(whole, tmp_path):
 
 
 def test_kill_9_before_the_first_checkpoint(whole, tmp_path):
-    status, _ = begin_and_interrupt(signal.SIGKILL, "step    1/", tmp_path / "run", save_steps=100)
+    values = LONG | {"save_steps": 100}
+    status, _ = begin_and_interrupt(signal.SIGKILL, "step    1/", SCRIPT, tmp_path / "run", **values)
     assert status == -signal.SIGKILL
     assert not [*(tmp_path / "run").rglob("*.pt")]
-    assert run("--resume", tmp_path / "run").returncode == 0
+    assert fork(SCRIPT, "--resume", tmp_path / "run").returncode == 0
     assert_same_run(tmp_path / "run", whole[0])
 
 
 def test_terminate_saves_and_resumes(whole, tmp_path):
-    status, errors = begin_and_interrupt(signal.SIGTERM, "step    3/", tmp_path / "run", save_steps=100)
+    values = LONG | {"save_steps": 100}
+    status, errors = begin_and_interrupt(signal.SIGTERM, "step    3/", SCRIPT, tmp_path / "run", **values)
     assert status == 128 + signal.SIGTERM and errors.count("\n") == 1, errors
     step = int(re.fullmatch(rf"error: stopped after step (\d+); continue with --resume {tmp_path}/run\n", errors)[1])
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step:08d}.pt"]
-    assert run("--resume", tmp_path / "run").returncode == 0
+    assert fork(SCRIPT, "--resume", tmp_path / "run").returncode == 0
     assert_same_run(tmp_path / "run", whole[0])
 
 
@@ -284,16 +229,6 @@ def test_resume_refuses_changed_flags(whole, tmp_path, capsys):
 # --- Several processes -----------------------------------------------------------------------------------------------
 
 EXACT = ("reward", "reward_std", "frac_reward_zero_std", "num_tokens", "completions/", "rewards/")
-DRIVER = """\
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-from algorithms.grpo import Args, train
-dist.init_process_group("gloo")
-dist.destroy_process_group = lambda: None  # one group for all runs
-for values in json.loads(sys.argv[2]):
-    train(Args(**values))
-"""
 VARIANTS = {  # trained by two processes, and by one
     "batch": {"scale_rewards": "batch", "dynamic_sampling": True},
     "plain": {"max_steps": 2, "save_steps": 1, "eval_steps": 1},
@@ -302,6 +237,7 @@ VARIANTS = {  # trained by two processes, and by one
     "fsdp_start": {"fsdp": True, "save_steps": 1, "eval_steps": 1},  # resumed to become `fsdp`
     "fsdp_equal": {"fsdp": True, "max_steps": 2, "reward_weights": (0.0, 0.0, 0.0)},  # nothing acts on any row
 }
+VARIANTS["fsdp_equal"]["eval_steps"] = VARIANTS["batch"]["eval_steps"] = 0  # the others are evaluated
 
 
 def assert_same_weights(run_dir, other) -> None:
@@ -315,7 +251,7 @@ def assert_same_weights(run_dir, other) -> None:
 
 
 def test_torchrun_equals_one_process(one_step, tmp_path):
-    process = run(*as_flags(SMALL), "--max-steps", 1, "--output-dir", tmp_path / "two", processes=2)
+    process = torchrun(SCRIPT, *as_flags(SMALL), "--max-steps", 1, "--output-dir", tmp_path / "two")
     assert process.returncode == 0 and "Traceback" not in process.stderr, process.stderr
     assert process.stdout.count("step    1/1") == 1, "one process speaks"
     found, expected = table(tmp_path / "two"), table(one_step)
@@ -332,9 +268,7 @@ def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     runs = [{**SMALL, "max_steps": 1, "output_dir": str(folder / name), **VARIANTS[name]} for name in VARIANTS]
     runs += [{"resume": str(folder / name), "max_steps": 2} for name in VARIANTS if name.endswith("_start")]
-    (folder / "driver.py").write_text(DRIVER)
-    process = run(ROOT, json.dumps(runs), processes=2, program=folder / "driver.py")
-    (folder / "stderr").write_text(process.stderr)
+    train_by_two(folder, "grpo", runs)
     return folder
 
 
@@ -401,7 +335,7 @@ BAD_COMMANDS = [  # the same from the outside
 
 @pytest.mark.parametrize("words, sentence", BAD_COMMANDS, ids=lambda value: value[0] if type(value) is list else "")
 def test_bad_commands_exit_with_2(words, sentence):
-    process = run(*words)
+    process = fork(SCRIPT, *words)
     assert process.returncode == 2 and process.stdout == "" and "Traceback" not in process.stderr
     assert sentence in process.stderr
     assert process.stderr.count("\n") == 1 or not sentence.startswith("error")
@@ -476,9 +410,12 @@ SWITCHES = [
 ]
 
 
+EVALUATED = {"max_completion_length", "beta", "top_p", "bf16", "num_numbers"}  # the others change the update only
+
+
 @pytest.mark.parametrize("values", SWITCHES, ids=lambda values: " ".join(as_flags(values)))
 def test_switches_log_finite_metrics(values, tmp_path, recwarn):
-    metrics = train_here(tmp_path / "run", **values)
+    metrics = train_here(tmp_path / "run", **({} if values.keys() & EVALUATED else {"eval_steps": 0}) | values)
     lone = {"train/reward_std"} if values.get("num_generations") == 1 else set()
     assert {tag for (_, tag), value in metrics.items() if not math.isfinite(value)} <= lone
     assert not [str(warning.message) for warning in recwarn if issubclass(warning.category, UserWarning)]
@@ -512,8 +449,10 @@ NEUTRAL = [  # these change memory and time, not the result
 
 @pytest.mark.parametrize("values", NEUTRAL, ids=lambda values: " ".join(as_flags(values)))
 def test_switches_that_change_nothing(values, one_step, tmp_path):
+    """Not evaluated: that this comes out the same follows from the weights."""
     free = {(1, "train/frac_tokens_trained")} if "skip_equal_groups" in values else set()
-    found, expected = train_here(tmp_path / "run", **values), table(one_step)
+    found, expected = train_here(tmp_path / "run", **values, eval_steps=0), table(one_step)
+    expected = {key: value for key, value in expected.items() if not key[1].startswith("eval/")}
     assert found.keys() == expected.keys()
     assert_close(*({k: v for k, v in metrics.items() if k not in free} for metrics in (found, expected)), 1e-5, 1e-5)
     assert_same_weights(tmp_path / "run", one_step)
@@ -603,13 +542,14 @@ def test_infinite_reward_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys
 
 
 def test_learning_and_its_control(tmp_path):
-    """A short run on the default task. Measured with seeds 1, 2, 3: the share of right samples rose by 0.045,
-    0.061, 0.053; with rewards dealt out anew, so that the update is as large but means nothing, it fell by 0.011,
-    0.048, 0.037. Other processors round differently, which amounts to another seed."""
-    values = {"num_prompts_per_step": 32, "num_generations": 8, "max_completion_length": 48, "learning_rate": 2e-4}
-    values |= {"loss_type": "dapo", "max_steps": 25, "eval_problems": 128, "num_generations_eval": 8}
+    """A short run on tool calls, which the tiny model learns soonest. Measured with seeds 1, 2, 3: the share of right
+    samples rose from 0.146 by 0.234, 0.219, 0.245; with rewards dealt out anew, so that the update is as large but
+    means nothing, it fell by 0.037, 0.052, 0.000. Other processors round differently, which amounts to another seed."""
+    values = {"env": "tool_calls", "num_prompts_per_step": 16, "num_generations": 8, "max_completion_length": 64}
+    values |= {"learning_rate": 4e-4, "loss_type": "dapo", "max_steps": 8, "eval_steps": 8}
+    values |= {"eval_problems": 48, "num_generations_eval": 4}
     gain = {}
     for advantage in ("group", "shuffled"):
         metrics = train_here(tmp_path / advantage, advantage=advantage, **values)
-        gain[advantage] = metrics[25, "eval/mean_at_8"] - metrics[0, "eval/mean_at_8"]
-    assert gain["group"] > 0.025 and gain["shuffled"] < 0.01, gain
+        gain[advantage] = metrics[8, "eval/mean_at_4"] - metrics[0, "eval/mean_at_4"]
+    assert gain["group"] > 0.12 and gain["shuffled"] < 0.06, gain

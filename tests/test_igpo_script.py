@@ -11,28 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import test_grpo_script
 import torch
+from processes import ROOT, as_flags, begin_and_interrupt, fork, run, train_by_two
 from safetensors.torch import load_file
-from test_grpo_script import (
-    SMALL,
-    as_flags,
-    assert_close,
-    assert_same_run,
-    begin_and_interrupt,
-    events,
-    last,
-    run,
-    table,
-)
-from test_grpo_script import signal_handlers as signal_handlers  # a fixture that every test here uses
+from test_grpo_script import SMALL, assert_close, assert_same_run, events, last, table
 from test_house_rules import page_rows, page_tags, tag_matches
 
 from algorithms import igpo
 from algorithms.igpo import Args, Progress, load_model, load_task, load_tokenizer, rollout
 from envs.search_qa import world
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT, PAGE = ROOT / "algorithms" / "igpo.py", ROOT / "algorithms" / "igpo.md"
 SMALL = SMALL | {"num_prompts_per_step": 2, "eval_problems": 4, "device": "cpu"}
 LONG = SMALL | {"max_steps": 6, "save_steps": 2, "eval_steps": 3}
@@ -70,7 +58,7 @@ def assert_nearly_same_weights(run_dir, other) -> None:
 def whole(tmp_path_factory):
     """Folder and process of six uninterrupted steps."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(*as_flags(LONG), "--output-dir", run_dir, program=SCRIPT)
+    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 
@@ -127,7 +115,7 @@ def test_tags_are_those_of_the_page(tmp_path):
 
 
 def test_help_lists_every_flag():
-    process = run("--help", program=SCRIPT)
+    process = fork(SCRIPT, "--help")
     assert process.returncode == 0 and process.stderr == ""
     for name in Args.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in process.stdout, name
@@ -143,10 +131,9 @@ def test_same_seed_same_run_other_seed_another(whole, tmp_path):
     assert other[1, "train/igpo/gain"] != table(whole[0])[1, "train/igpo/gain"]
 
 
-def test_terminate_saves_and_resumes(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(test_grpo_script, "SCRIPT", SCRIPT)
-    monkeypatch.setattr(test_grpo_script, "LONG", LONG)
-    status, errors = begin_and_interrupt(signal.SIGTERM, "step    2/", tmp_path / "run", save_steps=100)
+def test_terminate_saves_and_resumes(whole, tmp_path):
+    values = LONG | {"save_steps": 100}
+    status, errors = begin_and_interrupt(signal.SIGTERM, "step    2/", SCRIPT, tmp_path / "run", **values)
     assert status == 128 + signal.SIGTERM and errors.count("\n") == 1, errors
     step = int(re.fullmatch(rf"error: stopped after step (\d+); continue with --resume {tmp_path}/run\n", errors)[1])
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step:08d}.pt"]
@@ -165,16 +152,6 @@ def test_resume_from_an_older_checkpoint(whole, tmp_path, capsys):
 
 # --- Several processes -----------------------------------------------------------------------------------------------
 
-DRIVER = """\
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-from algorithms.igpo import Args, train
-dist.init_process_group("gloo")
-dist.destroy_process_group = lambda: None  # one group for all runs
-for values in json.loads(sys.argv[2]):
-    train(Args(**values))
-"""
 VARIANTS = {  # trained by two processes, and by one
     "plain": {},
     "fsdp": {"fsdp": True},
@@ -187,9 +164,7 @@ def two_processes(tmp_path_factory):
     """Folder with the runs of VARIANTS by two processes; all in one go, because starting takes longest."""
     folder = tmp_path_factory.mktemp("two")
     runs = [{**SMALL, "max_steps": 1, "output_dir": str(folder / name), **VARIANTS[name]} for name in VARIANTS]
-    (folder / "driver.py").write_text(DRIVER)
-    process = run(ROOT, json.dumps(runs), processes=2, program=folder / "driver.py")
-    (folder / "stderr").write_text(process.stderr)
+    train_by_two(folder, "igpo", runs)
     return folder
 
 
@@ -387,7 +362,7 @@ def test_bad_flags_get_one_sentence(values, words, capsys, tmp_path):
 
 
 def test_choices_are_refused_by_the_command():
-    process = run("--reward", "f2", program=SCRIPT)
+    process = fork(SCRIPT, "--reward", "f2")
     assert process.returncode == 2 and "f1+ig" in process.stderr and "Traceback" not in process.stderr
 
 

@@ -11,30 +11,18 @@ import threading
 from pathlib import Path
 
 import pytest
-import test_grpo_script
 import torch
 import transformers
 import tyro
+from processes import ROOT, as_flags, begin_and_interrupt, fork, interrupt, run, train_by_two
 from safetensors.torch import load_file
-from test_grpo_script import (
-    SMALL,
-    as_flags,
-    assert_close,
-    assert_same_run,
-    begin_and_interrupt,
-    events,
-    interrupt,
-    run,
-    table,
-)
-from test_grpo_script import signal_handlers as signal_handlers  # a fixture that every test here uses
+from test_grpo_script import SMALL, assert_close, assert_same_run, events, table
 from test_house_rules import page_rows, page_tags, tag_matches
 
 from algorithms import pi_play
 from algorithms.pi_play import Args
 from envs.search_qa import SearchQA, world
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT, PAGE = ROOT / "algorithms" / "pi_play.py", ROOT / "algorithms" / "pi_play.md"
 SMALL = SMALL | {"num_prompts_per_step": 2, "num_documents_per_step": 4, "num_answers": 2, "eval_problems": 4}
 SMALL |= {"examiner_steps": 1, "student_steps": 2, "device": "cpu"}
@@ -83,7 +71,7 @@ def assert_nearly_same_weights(run_dir, other) -> None:
 def whole(tmp_path_factory):
     """Folder and process of two uninterrupted rounds of an examiner step and two student steps."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(*as_flags(LONG), "--output-dir", run_dir, program=SCRIPT)
+    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 
@@ -248,13 +236,11 @@ def test_same_seed_same_run_other_seed_another(whole, tmp_path):
     assert other[2, "train/pi_play/divergence"] != table(whole[0])[2, "train/pi_play/divergence"]
 
 
-def test_kill_9_in_either_phase_and_resume(whole, tmp_path, monkeypatch):
+def test_kill_9_in_either_phase_and_resume(whole, tmp_path):
     """Killed as soon as a step is logged, so in the next: an examiner's, and after resuming a student's."""
-    monkeypatch.setattr(test_grpo_script, "SCRIPT", SCRIPT)
-    monkeypatch.setattr(test_grpo_script, "LONG", LONG)
     run_dir = tmp_path / "run"
-    assert begin_and_interrupt(signal.SIGKILL, "step    3/", run_dir)[0] == -signal.SIGKILL
-    assert interrupt(signal.SIGKILL, "step    4/", "--resume", run_dir)[0] == -signal.SIGKILL
+    assert begin_and_interrupt(signal.SIGKILL, "step    3/", SCRIPT, run_dir, **LONG)[0] == -signal.SIGKILL
+    assert interrupt(signal.SIGKILL, "step    4/", SCRIPT, "--resume", run_dir)[0] == -signal.SIGKILL
     pi_play.train(Args(resume=str(run_dir), device="cpu"))
     assert_same_pi_play_run(run_dir, whole[0])
 
@@ -290,16 +276,6 @@ def test_resume_from_an_older_checkpoint(whole, tmp_path, capsys):
 
 # --- Several processes -----------------------------------------------------------------------------------------------
 
-DRIVER = """\
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-from algorithms.pi_play import Args, train
-dist.init_process_group("gloo")
-dist.destroy_process_group = lambda: None  # one group for all runs
-for values in json.loads(sys.argv[2]):
-    train(Args(**values))
-"""
 VARIANTS = {  # trained by two processes, and by one
     "plain": {"num_documents_per_step": 8},
     "uneven": {"hops": (1, 3), "loss_type": "grpo", "divergence": "jsd", "distill_top_k": 20, "eval_steps": 0},
@@ -315,9 +291,7 @@ def two_processes(tmp_path_factory):
         {**SMALL, "max_steps": 2, "student_steps": 1, "output_dir": str(folder / name), **VARIANTS[name]}
         for name in VARIANTS
     ]
-    (folder / "driver.py").write_text(DRIVER)
-    process = run(ROOT, json.dumps(runs), processes=2, program=folder / "driver.py")
-    (folder / "stderr").write_text(process.stderr)
+    train_by_two(folder, "pi_play", runs)
     return folder
 
 
@@ -487,7 +461,7 @@ def test_bad_commands_exit_with_2(capsys):
     with pytest.raises(SystemExit) as stopped:
         tyro.cli(Args, args=["--divergence", "kl"])
     assert stopped.value.code == 2 and "reverse_kl" in capsys.readouterr().err
-    process = run("--num-answers", "1", "--device", "cpu", program=SCRIPT)
+    process = fork(SCRIPT, "--num-answers", "1", "--device", "cpu")
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == "error: --num-answers 1: expected 2 or more\n"
 

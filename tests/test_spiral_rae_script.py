@@ -8,28 +8,17 @@ import signal
 from pathlib import Path
 
 import pytest
-import test_grpo_script
 import torch
 import tyro
+from processes import ROOT, as_flags, begin_and_interrupt, run, train_by_two
 from safetensors.torch import load_file
-from test_grpo_script import (
-    as_flags,
-    assert_close,
-    assert_same_run,
-    begin_and_interrupt,
-    events,
-    last,
-    run,
-    table,
-)
-from test_grpo_script import signal_handlers as signal_handlers  # a fixture that every test here uses
+from test_grpo_script import assert_close, assert_same_run, events, last, table
 from test_house_rules import page_rows, page_tags, tag_matches
 
 from algorithms import spiral_rae
 from algorithms.spiral_rae import Args
 from envs.game_solvers import kuhn_nash_conv
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT, PAGE = ROOT / "algorithms" / "spiral_rae.py", ROOT / "algorithms" / "spiral_rae.md"
 GAMES = ("tictactoe", "kuhn", "negotiation")
 SMALL = {"games": GAMES, "num_prompts_per_step": 3, "num_generations": 2, "max_completion_length": 32}
@@ -74,7 +63,7 @@ def state(run_dir) -> dict:
 def whole(tmp_path_factory):
     """Folder and process of four uninterrupted steps."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(*as_flags(LONG), "--output-dir", run_dir, program=SCRIPT)
+    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 
@@ -176,12 +165,10 @@ def test_same_seed_same_run_other_seed_another(whole, tmp_path):
     assert other[1, "train/num_tokens"] != table(whole[0])[1, "train/num_tokens"]
 
 
-def test_kill_9_and_resume(whole, tmp_path, monkeypatch):
+def test_kill_9_and_resume(whole, tmp_path):
     """The averages of the roles and of Kuhn's policies continue: the tags of both are in the metrics."""
-    monkeypatch.setattr(test_grpo_script, "SCRIPT", SCRIPT)
-    monkeypatch.setattr(test_grpo_script, "LONG", LONG)
     run_dir = tmp_path / "run"
-    assert begin_and_interrupt(signal.SIGKILL, "step    3/", run_dir)[0] == -signal.SIGKILL
+    assert begin_and_interrupt(signal.SIGKILL, "step    3/", SCRIPT, run_dir, **LONG)[0] == -signal.SIGKILL
     saved = state(run_dir)
     assert saved["progress"]["readouts"] >= 1 and len(saved["baseline"]["values"]) == 6
     spiral_rae.train(Args(resume=str(run_dir), device="cpu"))
@@ -215,16 +202,6 @@ def test_resume_with_a_past_opponent(tmp_path, capsys):
 
 # --- Several processes -----------------------------------------------------------------------------------------------
 
-DRIVER = """\
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-from algorithms.spiral_rae import Args, train
-dist.init_process_group("gloo")
-dist.destroy_process_group = lambda: None  # one group for all runs
-for values in json.loads(sys.argv[2]):
-    train(Args(**values))
-"""
 BOTH = {"num_prompts_per_step": 6, "games": ("tictactoe", "kuhn"), "eval_thoughts": 1}
 VARIANTS = {  # trained by two processes, and by one
     "plain": BOTH | {"max_steps": 2, "eval_steps": 2},
@@ -239,9 +216,7 @@ def two_processes(tmp_path_factory):
     """Folder with the runs of VARIANTS by two processes; all in one go, because starting takes longest."""
     folder = tmp_path_factory.mktemp("two")
     runs = [{**SMALL, "max_steps": 1, "output_dir": str(folder / name), **VARIANTS[name]} for name in VARIANTS]
-    (folder / "driver.py").write_text(DRIVER)
-    process = run(ROOT, json.dumps(runs), processes=2, program=folder / "driver.py")
-    (folder / "stderr").write_text(process.stderr)
+    train_by_two(folder, "spiral_rae", runs)
     return folder
 
 

@@ -1,4 +1,5 @@
-"""Tables in the Markdown files are those that benchmarks/make_tables.py draws from the committed CSVs; its programs."""
+"""Tables in the Markdown files are those that benchmarks/make_tables.py draws from the committed CSVs and the scripts;
+its programs."""
 
 import importlib
 import shlex
@@ -8,7 +9,7 @@ import sys
 import pytest
 import tyro
 
-from benchmarks import learning, make_tables
+from benchmarks import learning, make_tables, tables_diff
 from benchmarks.make_tables import FIGURES, RESULTS, TABLES, drawable, pages, read, redraw
 
 STUDIES = learning.STUDIES
@@ -17,7 +18,7 @@ STUDIES = learning.STUDIES
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
 def test_tables_agree_with_the_csvs(path):
     text = path.read_text()
-    assert redraw(text) == text, f"run python benchmarks/make_tables.py: {path.name} differs from the CSVs"
+    assert redraw(text) == text, f"run python benchmarks/make_tables.py: {path.name} differs from CSVs or scripts"
 
 
 def test_every_table_stands_on_a_page():
@@ -27,12 +28,77 @@ def test_every_table_stands_on_a_page():
 
 def test_a_table_without_its_csv_is_not_wanted(monkeypatch, tmp_path):
     monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
-    assert not any(map(drawable, TABLES))
+    assert not any(map(drawable, TABLES.keys() - tables_diff.TABLES.keys()))  # the scripts are always there
 
 
 def test_a_changed_number_is_noticed():
     page = next(path for path in pages() if "<!-- table:grpo_learning -->" in path.read_text()).read_text()
     assert redraw(page.replace(" ± ", " ± 1")) == page
+
+
+# --- The diffs of the scripts -------------------------------------------------------------------------------------
+
+
+SIBLINGS = [name.removeprefix("diff_") for name in tables_diff.TABLES if name.startswith("diff_")]
+
+
+def test_every_script_has_its_diff_or_says_what_it_shares():
+    """On its own page, directly before the hyper-parameters; only grpo.py, the sibling of others, has none."""
+    names = {path.stem for path in tables_diff.ALGORITHMS.glob("*.py")}
+    assert names - {table.partition("_")[2] for table in tables_diff.TABLES} == {"grpo"}
+    for table, drawn in tables_diff.TABLES.items():
+        kind, _, name = table.partition("_")
+        title = "The diff against grpo.py" if kind == "diff" else "What is the same in other scripts"
+        section = f"## {title}\n\n<!-- table:{table} -->\n{drawn()}\n<!-- end -->\n\n## Hyper-parameters\n"
+        if section not in (tables_diff.ALGORITHMS / f"{name}.md").read_text(encoding="utf-8"):
+            text = f"'## {title}' with '<!-- table:{table} -->' and '<!-- end -->', drawn by benchmarks/make_tables.py"
+            pytest.fail(f"algorithms/{name}.md: before '## Hyper-parameters' stands no {text}", pytrace=False)
+
+
+@pytest.mark.parametrize("table", tables_diff.TABLES)
+def test_a_changed_script_is_noticed(table, monkeypatch):
+    """A definition more or a word in one that is shared, there or in the sibling, and the page is out of date."""
+    (kind, _, name), read = table.partition("_"), tables_diff.read
+    page = f"<!-- table:{table} -->\n{TABLES[table]()}\n<!-- end -->\n"
+    assert redraw(page) == page
+    for changed in [name, "grpo"] if kind == "diff" else [name]:
+        for old, new in (("# === 4", "def new():\n    pass\n\n\n# === 4"), ("code 2 for what", "code 3 for what")):
+            source = read(changed).replace(old, new)
+            assert source != read(changed)
+            sources = {changed: source}
+            monkeypatch.setattr(tables_diff, "read", lambda n, sources=sources: sources.get(n) or read(n))
+            assert redraw(page) != page
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_the_diff_makes_the_script_from_its_sibling(name):
+    """Every definition follows from the sibling's by the lines of the diff, and the table names what differs."""
+    old, new = (tables_diff.blocks(tables_diff.read(script)) for script in ("grpo", name))
+    found = tables_diff.differences(old, new)
+    for n in new:
+        before, after = old[n].lines if n in old else (), new[n].lines
+        rows = tables_diff.unified(before, after, context=1000)
+        assert [row[1:] for row in rows if row[:1] != "-"] == [line for line in after if rows]
+        assert [row[1:] for row in rows if row[:1] != "+"] == [line for line in before if rows]
+        assert bool(rows) == (n in found)
+    assert {n for n, kind in found.items() if kind == "left out"} == old.keys() - new.keys()
+    table = tables_diff.TABLES[f"diff_{name}"]()
+    assert all(f"\n| {n} | " in table for n in found if not n.startswith("Args."))
+    assert all(f"\n@@ {n} @@\n" in table for n, kind in found.items() if kind == "changed")
+
+
+@pytest.mark.parametrize("path", sorted(tables_diff.ALGORITHMS.glob("*.py")), ids=lambda path: path.name)
+def test_definitions_are_those_of_the_house_rules(path):
+    import test_house_rules
+
+    rules = test_house_rules.blocks(path.read_text(encoding="utf-8"))
+    found = tables_diff.blocks(path.read_text(encoding="utf-8"))
+    assert {name: "\n".join(block.lines) for name, block in found.items()} == {
+        name: block.text for name, block in rules.items() if name != "Args"
+    }
+
+
+# --- The runs -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("study", [name for name in STUDIES if learning.runs_file(name).exists()])

@@ -4,26 +4,22 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
-import sys
 import textwrap
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
-import test_grpo_script
 import torch
-from test_grpo_script import as_flags, begin_and_interrupt, events, run, table
-from test_grpo_script import signal_handlers as signal_handlers  # a fixture that every test here uses
+from processes import ROOT, as_flags, begin_and_interrupt, fork, run
+from test_grpo_script import events, table
 from test_house_rules import page_rows, page_tags, tag_matches
 
 from algorithms import unimodal_poisson
 from algorithms.unimodal_poisson import Args, load_policy, load_run, play
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "algorithms" / "unimodal_poisson.py"
 PAGE = (ROOT / "algorithms" / "unimodal_poisson.md").read_text(encoding="utf-8")
 SMALL = {"env_id": "Pendulum-v1", "num_envs": 2, "num_steps": 128, "num_minibatches": 4, "update_epochs": 2}
@@ -86,18 +82,11 @@ def assert_same_run(run_dir, other) -> None:
     assert_same(ours, theirs)
 
 
-@pytest.fixture(autouse=True)
-def this_script(monkeypatch):
-    """For begin_and_interrupt."""
-    monkeypatch.setattr(test_grpo_script, "SCRIPT", SCRIPT)
-    monkeypatch.setattr(test_grpo_script, "LONG", LONG)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Folder and process of eight uninterrupted batches."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(*as_flags(LONG), "--output-dir", run_dir, program=SCRIPT)
+    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 
@@ -150,20 +139,11 @@ def test_tags_are_those_of_the_page(whole):
     assert {row for row in documented if not any(tag_matches(row, tag) for tag in logged)} == set()
 
 
-def command(monkeypatch, *words) -> int:
-    """Exit code of the script with these words, in this process: starting another takes longer than the test."""
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    return stopped.value.code
-
-
-def test_help_lists_every_flag(monkeypatch, capsys):
-    assert command(monkeypatch, "--help") == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
+def test_help_lists_every_flag():
+    process = fork(SCRIPT, "--help")
+    assert process.returncode == 0 and process.stderr == ""
     for name in Args.__dataclass_fields__:
-        assert f"--{name.replace('_', '-')}" in printed.out, name
+        assert f"--{name.replace('_', '-')}" in process.stdout, name
 
 
 def test_evaluation_of_a_run(whole, capsys):
@@ -207,7 +187,7 @@ def test_same_seed_same_run_other_seed_another(whole, tmp_path):
 
 def test_kill_9_and_resume(whole, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    assert begin_and_interrupt(signal.SIGKILL, "step       768/", run_dir)[0] == -signal.SIGKILL
+    assert begin_and_interrupt(signal.SIGKILL, "step       768/", SCRIPT, run_dir, **LONG)[0] == -signal.SIGKILL
     saved = max(int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("*.pt"))
     assert 512 <= saved < 2048
     (run_dir / "checkpoints" / "step_000000002048.pt.tmp").write_bytes(b"half a checkpoint")
@@ -225,7 +205,7 @@ def test_kill_9_and_resume_with_mujoco(tmp_path):
     """Hopper falls after 7 steps or so: checkpoints are in the middle of an episode, and episodes end after them."""
     lengths = column(train_here(tmp_path / "whole", **HOPPER), "charts/episodic_length")
     assert len(lengths) == 8 and max(lengths) < 40
-    status, _ = begin_and_interrupt(signal.SIGKILL, "step       384/", tmp_path / "run", **HOPPER)
+    status, _ = begin_and_interrupt(signal.SIGKILL, "step       384/", SCRIPT, tmp_path / "run", **HOPPER)
     assert status == -signal.SIGKILL
     unimodal_poisson.train(Args(resume=str(tmp_path / "run")))
     assert_same_run(tmp_path / "run", tmp_path / "whole")
@@ -501,12 +481,13 @@ def test_missing_device(capsys, tmp_path):
     assert "--device cuda" in errors and not (tmp_path / "run").exists()
 
 
-def test_bad_commands_exit_with_2(monkeypatch, capsys):
-    assert command(monkeypatch, "--env-id", "NoSuchTask-v0") == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith("error: --env-id NoSuchTask-v0: cannot be made") and errors.count("\n") == 1
-    assert command(monkeypatch, "--policy", "poison") == 2
-    assert "poison_repo" in capsys.readouterr().err.replace("poisson", "poison"), "tyro names the choices"
+def test_bad_commands_exit_with_2():
+    process = fork(SCRIPT, "--env-id", "NoSuchTask-v0")
+    assert process.returncode == 2 and process.stdout == "" and process.stderr.count("\n") == 1
+    assert process.stderr.startswith("error: --env-id NoSuchTask-v0: cannot be made")
+    process = fork(SCRIPT, "--policy", "poison")
+    assert process.returncode == 2
+    assert "poison_repo" in process.stderr.replace("poisson", "poison"), "tyro names the choices"
 
 
 def test_folders_that_are_no_runs(whole, tmp_path, capsys):

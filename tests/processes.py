@@ -1,0 +1,148 @@
+"""Scripts in processes of their own: started as people start them, or forked, which saves seconds of imports.
+
+`run` starts a script as its README says, `torchrun` in two processes. `fork` gives the same result, but its process is
+forked from a server that has imported the libraries, and nothing of this repository: importing them takes longer than
+most runs of a test. The server is this file, started once by whoever first asks for it.
+"""
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": ""}  # the numbers that tests compare are those of a CPU
+SECONDS = 300  # after which a process counts as hung
+LIBRARIES = ["torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.utils.tensorboard"]
+LIBRARIES += ["transformers", "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"]
+LIBRARIES += ["tyro", "imageio", "gymnasium.vector", "mujoco"]  # of one that is missing here, a run takes longer
+DRIVER = """\
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from algorithms.{script} import Args, train
+dist.init_process_group("gloo")
+dist.destroy_process_group = lambda: None  # one group for all runs
+for values in json.loads(sys.argv[2]):
+    train(Args(**values))
+"""
+
+
+def as_flags(values: dict) -> list[str]:
+    """Fields of Args as words of a command line."""
+    words = []
+    for name, value in values.items():
+        words.append(f"--{name.replace('_', '-')}")
+        words += [] if value is True else map(str, value) if isinstance(value, tuple) else [str(value)]
+    return words
+
+
+# --- As people do ----------------------------------------------------------------------------------------------------
+
+
+def run(script: Path, *words, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """`python script words`."""
+    command = [sys.executable, *launcher, str(script), *map(str, words)]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
+
+
+def torchrun(script: Path, *words) -> subprocess.CompletedProcess:
+    """`torchrun --nproc_per_node 2 script words`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = f"-m torch.distributed.run --nproc_per_node 2 --master-port {port}"
+    return run(script, *words, launcher=tuple(flags.split()))
+
+
+def train_by_two(folder: Path, script: str, runs: list[dict], driver: str = DRIVER) -> None:
+    """These runs of train() by two processes, all in one go because starting takes longest; leaves their stderr."""
+    (folder / "driver.py").write_text(driver.format(script=script))
+    (folder / "stderr").write_text(torchrun(folder / "driver.py", ROOT, json.dumps(runs)).stderr)
+
+
+# --- Forked ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def server() -> subprocess.Popen:
+    """It ends with this process, which closes its stdin."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, __file__], env=ENVIRONMENT, bufsize=0, **pipes)
+
+
+def fork(script: Path, *words, number: int = 0, text: str | None = None) -> subprocess.CompletedProcess:
+    """What `run` returns, sooner. A signal of this number is sent as soon as the script prints this text."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "stdout"), Path(folder, "stderr")  # they cannot fill up, as a pipe can that nobody reads
+        request = {"argv": [str(script), *map(str, words)], "cwd": os.getcwd(), "files": [*map(str, files)]}
+        server().stdin.write(json.dumps(request).encode() + b"\n")
+        pid, start, waiting = int(server().stdout.readline()), time.monotonic(), text is not None
+        while not select.select([server().stdout], [], [], 0.004)[0]:  # until it says that the process has ended
+            late = time.monotonic() > start + SECONDS
+            if late or waiting and files[0].exists() and text in files[0].read_text():
+                with contextlib.suppress(ProcessLookupError):  # it ended just now
+                    os.kill(pid, signal.SIGKILL if late else number)
+                waiting = False
+        status = int(server().stdout.readline().removeprefix(b"%d ended with " % pid))
+        output, errors = (path.read_text() for path in files)
+        assert time.monotonic() < start + SECONDS, f"killed, as it took too long: {output}{errors}"
+        return subprocess.CompletedProcess(request["argv"], status, output, errors)
+
+
+def interrupt(number: int, text: str, script: Path, *words) -> tuple[int, str]:
+    """Exit status and stderr of a script that gets this signal as soon as it prints this text."""
+    process = fork(script, *words, number=number, text=text)
+    assert text in process.stdout, process.stdout + process.stderr
+    return process.returncode, process.stderr
+
+
+def begin_and_interrupt(number: int, text: str, script: Path, run_dir, **values) -> tuple[int, str]:
+    """interrupt() for a new run. On a busy machine it may end before the signal comes: then once more."""
+    for _ in range(5):
+        shutil.rmtree(run_dir, ignore_errors=True)
+        status, errors = interrupt(number, text, script, *as_flags(values), "--output-dir", run_dir)
+        if status != 0:
+            break
+    return status, errors
+
+
+def serve() -> dict:
+    """Forks a process for each request, in which it returns; writes down its number, and how it ended."""
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    while line := sys.stdin.readline():
+        if (pid := os.fork()) == 0:
+            os.close(replies)
+            return json.loads(line)
+        os.write(replies, b"%d\n" % pid)
+        os.write(replies, b"%d ended with %d\n" % (pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+    sys.exit()
+
+
+if __name__ == "__main__":  # the rest is what Python does for `python script words`, and so is what happens at the end
+    request = serve()
+    os.chdir(request["cwd"])
+    for number, name in enumerate([os.devnull, *request["files"]]):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv, sys.path[0] = request["argv"], os.path.dirname(request["argv"][0])
+    for library in (sys.modules["torch"], sys.modules["numpy"].random):
+        library.seed()  # by chance, as after an import; Python does so for its own generator
+    runpy.run_path(sys.argv[0], run_name="__main__")
