@@ -119,7 +119,7 @@ def neutral(text: str, folder: Path) -> str:
 
 def call(script: str, words: list[str], seconds: int) -> tuple[int, str]:
     """train() with this command line: exit code and stderr, as a process of its own would have them."""
-    errors = io.StringIO()
+    errors, output = io.StringIO(), io.TextIOWrapper(io.BytesIO(), os.environ.get("PYTHONIOENCODING", "utf-8"))
 
     def expired(number, frame):
         raise NeverEnds
@@ -129,7 +129,7 @@ def call(script: str, words: list[str], seconds: int) -> tuple[int, str]:
     log = transformers.logging.get_logger().handlers or transformers.logging.get_logger("transformers").handlers
     streams = [(handler, handler.setStream(io.StringIO())) for handler in log if hasattr(handler, "setStream")]
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors), warnings.catch_warnings():
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of libraries, which name what the sentence then says
             signal.alarm(seconds)
             try:
@@ -460,6 +460,23 @@ def gives(reward: str, observation: str = "np.zeros(2, np.float32)") -> Callable
     return task(f"def step(self, action): return {observation}, {reward}, False, False, {{}}")
 
 
+def endless(folder: Path, patch) -> None:
+    """A task that has no time limit and never ends by itself."""
+    task("pass")(folder, patch)
+    path = folder / "own_task.py"
+    path.write_text(path.read_text().replace(", max_episode_steps=20", ""))
+
+
+def environment(**variables: str) -> Callable:
+    """Variables of the environment that the script starts in."""
+
+    def prepare(folder: Path, patch) -> None:
+        for variable, value in variables.items():
+            patch.setenv(variable, value)
+
+    return prepare
+
+
 def writes(token: str) -> Callable:
     """A model that writes nothing but this token: `end`, or any other."""
 
@@ -731,6 +748,18 @@ CASES = [
          prepare=gives("float('inf' if (setattr(self, 'steps', self.steps + 1) or self.steps) > 150 else 0)")),
     Case("unimodal_poisson", "a task with observations that are not numbers", OWN, ("not a number",), code=1,
          prepare=gives("0.0", "np.full(2, np.nan, np.float32)"), began=True),
+    Case("unimodal_poisson", "a task that never ends, to be scored", f"{OWN} --eval-episodes 1", ("--env-id", "end"),
+         prepare=endless, seconds=4, gap="the evaluation never ends"),
+    # what scripts find around them
+    Case("grpo", "leftovers of another launcher: WORLD_SIZE=two", "", ("WORLD_SIZE",),
+         prepare=environment(WORLD_SIZE="two"), gap="ValueError"),
+    Case("igpo", "leftovers of another launcher: WORLD_SIZE=2 alone", "", ("torchrun",),
+         prepare=environment(WORLD_SIZE="2"), gap="torch's ValueError"),
+    Case("grpo", "a terminal that knows only ASCII, and questions that need more", f"{FROM_DATA} --eval-steps 1",
+         files=data(lines(*({"question": f"¿{n} + {n}?", "answer": str(2 * n)} for n in range(6)))),
+         prepare=environment(PYTHONIOENCODING="ascii"), gap="UnicodeEncodeError: the run dies"),
+    Case("gdpo", "resume with seed 1, the default, where the run has seed 5", f"{RESUME} --seed 1", ("--seed 5", "1"),
+         run=True, prepare=edit_args(seed=5), gap="a flag given with its default value is not noticed"),
     # what the model writes
     *(Case(script, "a model that writes nothing", "--max-steps 1", prepare=writes("end"), began=True)
       for script in ("grpo", "gdpo", "dr_mas", "igpo", "spiral_rae")),
@@ -876,10 +905,27 @@ def forked(script: str, words: list[str], seconds: float | None) -> bool:
 @pytest.mark.parametrize("script", ["grpo", "fm3q"])
 def test_killed_three_times_at_random_moments(script, tmp_path):
     seed = random.randrange(10**6)  # another one each time; the message names it
-    words = shlex.split(SMALL[script])
+    words = shlex.split(SMALL[script] + (" --max-steps 6 --save-steps 2" if script == "grpo" else ""))
     forked(script, [*words, "--output-dir", str(tmp_path / "warm")], None)  # the first start is slower than all others
     made = kill_and_resume(script, words, 3, seed, tmp_path, start=forked)
     assert [row["equal"] for row in made] == ["yes"] * 3, f"seed {seed}: {made}"
+
+
+def test_a_killed_run_that_differs_is_noticed(tmp_path):
+    """Proof that the comparison can fail: a script that writes something else each time."""
+
+    def forgetful(script: str, words: list[str], seconds: float | None) -> bool:
+        run_dir = Path(words[-1])
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / "args.json").write_text("{}")
+        (run_dir / "metrics.csv").write_text(f"step,tag,value\n{len(started)},tag,{len(started)}\n7,cut")
+        started.append(words)
+        return len(started) != 2  # the second start is killed
+
+    started = []
+    (row,) = kill_and_resume("grpo", ["--max-steps", "1"], 1, 0, tmp_path, start=forgetful)
+    assert row["equal"] == "no" and (row["step_reached"], row["step_saved"], row["steps_repeated"]) == (1, 0, 1)
+    assert started[1][:2] == ["--max-steps", "1"] and started[2] == ["--resume", str(tmp_path / "run_1")]
 
 
 # --- The page --------------------------------------------------------------------------------------------------------
