@@ -13,6 +13,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: the house rules need none
 
 
+def pytest_configure(config):
+    """xdist deals out files in the order of collection, the one below, and not by their numbers of tests."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items):
+    """The files that start scripts come first: they take longest, and what is dealt out last should be short."""
+    items.sort(key=lambda item: not item.path.stem.endswith("_script"))
+
+
 @pytest.fixture(autouse=True)
 def signal_handlers():
     """train() takes Ctrl-C and SIGTERM over for the rest of its process, which here is pytest's."""

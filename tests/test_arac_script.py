@@ -459,7 +459,8 @@ BAD_FLAGS = [  # flags, parts of the sentence
     ({"gamma": 1.0}, ["--gamma 1:", "--alpha"]),
     ({"buffer_size": 31}, ["--buffer-size 31:", "--num-envs 32"]),
     ({"video": True}, ["--video", "--evaluate"]),
-    *(({"graph": name}, [f"--graph {name}:", "cycle_8"]) for name in ("torus_4", "cycle_2", "cycle_8x", "grid_6", "")),
+    *(({"graph": name}, [f"--graph {name}:", "cycle_8"]) for name in ("torus_4", "cycle_2", "cycle_8x", "grid_6")),
+    ({"graph": ""}, ["--graph ''", "a name"]),
     ({"graph": "complete_4"}, ["--graph complete_4:", "not captured"]),
     ({"num_captors": 3}, ["num_captors=3", "num_pursuers=2"]),
     (DUEL | {"graph": "path_3"}, ["--graph path_3:", "4 players"]),
@@ -534,7 +535,7 @@ def test_evaluation_refuses_games_that_cannot_be(name, values, word, request, ca
 
 
 def test_a_loss_that_is_not_a_number(tmp_path, capsys):
-    errors = refusal(capsys, code=1, **SMALL, learning_rate=1e30, output_dir=str(tmp_path / "run"))
+    errors = refusal(capsys, code=1, **SMALL, learning_rate=2e9, output_dir=str(tmp_path / "run"))
     assert "not a number" in errors and not [*(tmp_path / "run" / "checkpoints").iterdir()]
 
 
@@ -545,10 +546,10 @@ def test_contract_of_the_weight(tmp_path):
     """Default flags but for the steps, on a cycle, where the reference never wins: its pull goes, and the team wins.
 
     Sampled success of seeds 1, 2, 3 by steps: all fall to 0.05-0.08, the reference's, at 5,000, and are 1.00 from
-    19,456, 20,672 and 14,592 on; the weight is then below 0.02. It never rises here, as the divergence never exceeds
-    its target, which is that of the uniform policy: tests/test_arac.py has a weight that rises.
+    19,456, 20,672 and 14,592 on; the weight is then below 0.02. The third is run here. The weight never rises, as the
+    divergence never exceeds its target, which is that of the uniform policy: tests/test_arac.py has one that does.
     """
-    values = {name: getattr(Args, name) for name in SMALL} | {"total_timesteps": 22_000, "save_steps": 10**6, "seed": 3}
+    values = {name: getattr(Args, name) for name in SMALL} | {"total_timesteps": 18_000, "save_steps": 10**6, "seed": 3}
     metrics = train_here(tmp_path / "run", **values | {"eval_steps": 5_000})
     beta = column(metrics, "train/arac/beta")
     assert max(beta) <= 0.2 * (1 + 1e-6) and beta[0] > 0.18 and beta[-1] < 0.02

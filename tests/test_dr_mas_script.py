@@ -212,9 +212,9 @@ for values in json.loads(sys.argv[2]):
 """
 VARIANTS = {  # trained by two processes, and by one
     "plain": {},
-    "shared": {"share_model": True, "normalization": "global"},
-    "fsdp": {"fsdp": True},
-    "search": SEARCH,
+    "shared": {"share_model": True, "normalization": "global", "eval_steps": 0},  # the first and the last are evaluated
+    "fsdp": {"fsdp": True, "eval_steps": 0},
+    "search": SEARCH | {"eval_steps": 0},
     "search_fsdp": SEARCH | {"fsdp": True},
 }
 CROSSED = {"crossed": {"crossed": True, "eval_steps": 0}}

@@ -463,7 +463,7 @@ def test_bad_commands_exit_with_2(capsys):
     assert stopped.value.code == 2 and "reverse_kl" in capsys.readouterr().err
     process = fork(SCRIPT, "--num-answers", "1", "--device", "cpu")
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == "error: --num-answers 1: expected 2 or more\n"
+    assert process.stderr == "error: --num-answers 1: expected 2 or more, at most 2147483648\n"
 
 
 @pytest.mark.parametrize("name", ["num_prompts_per_step", "num_documents_per_step"])

@@ -325,7 +325,7 @@ def test_switches_that_change_nothing(values, one_step, tmp_path):
 # --- Bad input -------------------------------------------------------------------------------------------------------
 
 BAD_FLAGS = [  # flags, parts of the sentence
-    ({"games": ()}, ["--games", "a game or more"]),
+    ({"games": ()}, ["--games ()", "a name"]),
     ({"baseline_decay": 1.0}, ["--baseline-decay 1.0", "below 1"]),
     ({"baseline_decay": -0.1}, ["--baseline-decay -0.1", "0 or more"]),
     ({"handicap": math.nan}, ["--handicap nan"]),

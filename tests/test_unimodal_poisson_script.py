@@ -429,7 +429,7 @@ def test_video(own_tasks, tmp_path, capsys):
 
 BAD_FLAGS = [  # flags, parts of the sentence
     ({"env_id": "NoSuchTask-v0"}, ["--env-id NoSuchTask-v0", "cannot be made"]),
-    ({"env_id": ""}, ["--env-id", "cannot be made"]),
+    ({"env_id": ""}, ["--env-id ''", "a name"]),
     ({"env_id": "no_such_module:Task-v0"}, ["--env-id no_such_module:Task-v0", "no_such_module"]),
     ({"env_id": "CartPole-v1"}, ["--env-id CartPole-v1", "Discrete(2)", "Box"]),
     ({"num_minibatches": 3}, ["--num-minibatches 3", "256"]),
@@ -472,7 +472,7 @@ def test_unsuitable_tasks(own_tasks, capsys):
             errors = refusal(capsys, env_id=f"{own_tasks}Unbounded-v0", policy=policy)
             assert f"--policy {policy}: needs bounded actions" in errors
     assert "expected a Box of one dimension" in refusal(capsys, env_id=f"{own_tasks}Square-v0")
-    assert "the robot is not at home" in refusal(capsys, env_id=f"{own_tasks}Broken-v0")
+    assert "OSError('the robot\\nis not at home')" in refusal(capsys, env_id=f"{own_tasks}Broken-v0")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -505,7 +505,8 @@ def test_folders_that_are_no_runs(whole, tmp_path, capsys):
 
 
 def test_a_loss_that_is_not_a_number(tmp_path, capsys):
-    errors = refusal(capsys, code=1, **SMALL, learning_rate=1e30, output_dir=str(tmp_path / "run"))
+    values = SMALL | {"policy": "gaussian", "learning_rate": 2e9, "total_timesteps": 1024, "save_steps": 10**6}
+    errors = refusal(capsys, code=1, **values, output_dir=str(tmp_path / "run"))
     assert "not a number" in errors and not [*(tmp_path / "run" / "checkpoints").iterdir()]
 
 
