@@ -64,7 +64,8 @@ def test_rows_of_a_study_that_has_begun_stay_as_they_are():
     for row in control.read(control.ROOT / "benchmarks/results/unimodal_poisson_runs.csv"):
         steps = int(row["command"].split("--total-timesteps ")[1].split()[0])
         job = control.Job(row["stage"], row["policy"], row["env"], int(row["seed"]), row["learning_rate"], steps)
-        assert job.name == row["run"] and f"python {shlex.join(control.words(study, job, ''))}" == row["command"]
+        extra = "--compile" * row["command"].endswith(" --compile")  # later runs, the same method a fifth faster
+        assert job.name == row["run"] and f"python {shlex.join(control.words(study, job, extra))}" == row["command"]
 
 
 def test_every_head_is_compared():
