@@ -557,10 +557,10 @@ def completion_logprobs(model, packed: Packed, temperature: float) -> Tensor:
     def chunk_logprobs(hidden, targets):
         return -torch.nn.functional.cross_entropy(head(hidden).float() / temperature, targets, reduction="none")
 
-    size = max(1, LOGITS_PER_CHUNK // model.config.vocab_size)
-    first, *rest = zip(hidden.split(size), packed.targets.split(size))
-    rest = [torch.utils.checkpoint.checkpoint(chunk_logprobs, *part, use_reentrant=False) for part in rest]
-    return torch.cat([chunk_logprobs(*first), *rest])
+    parts = (x.split(max(1, LOGITS_PER_CHUNK // model.config.vocab_size)) for x in (hidden, packed.targets))
+    if len(chunks := list(zip(*parts))) == 1:
+        return chunk_logprobs(*chunks[0])
+    return torch.cat([torch.utils.checkpoint.checkpoint(chunk_logprobs, *part, use_reentrant=False) for part in chunks])
 
 
 def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
