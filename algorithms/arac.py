@@ -557,7 +557,8 @@ class Logger:
         """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
         with or_fail(f"{run_dir}: cannot be used as a run folder"):
             os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-            Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            Path(run_dir, "args.tmp").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            os.replace(os.path.join(run_dir, "args.tmp"), os.path.join(run_dir, "args.json"))
             self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
             for file in self.files.values():
                 file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
@@ -697,8 +698,7 @@ def train(args: Args) -> dict[str, float]:
     elif args.opponent == "self":
         sides += sides  # one learner plays both teams
     state = {f"team_{learner.side}": learner for learner in sides} | {"game": game, "progress": progress}
-    name = f"{Path(__file__).stem}__{args.graph}__{args.seed}__{int(time.time())}"
-    run_dir = args.output_dir or os.path.join("runs", name)
+    run_dir = args.output_dir or f"runs/{Path(__file__).stem}__{args.graph}__{args.seed}__{time.time():.0f}"
     if not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
         fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
     loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1

@@ -724,7 +724,8 @@ class Logger:
         """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
         with or_fail(f"{run_dir}: cannot be used as a run folder"):
             os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-            Path(run_dir, "args.json").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            Path(run_dir, "args.tmp").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            os.replace(os.path.join(run_dir, "args.tmp"), os.path.join(run_dir, "args.json"))
             self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
             for file in self.files.values():
                 file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
@@ -823,8 +824,7 @@ def train(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0, fused=True)
     progress = Progress(step=0, problems=0, tokens=0)
     state = {"policy": Trained(model, optimizer), "progress": progress}
-    name = f"{Path(__file__).stem}__{Path(args.dataset or args.env).stem}__{args.seed}__{int(time.time())}"
-    run_dir = args.output_dir or os.path.join("runs", name)
+    run_dir = args.output_dir or f"runs/{Path(__file__).stem}__{args.env}__{args.seed}__{time.time():.0f}"
     if rank == 0 and not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
         fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
     loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1

@@ -2,7 +2,8 @@
 
 `run` starts a script as its README says, `torchrun` in two processes. `fork` gives the same result, but its process is
 forked from a server that has imported the libraries, and nothing of this repository: importing them takes longer than
-most runs of a test. The server is this file, started once by whoever first asks for it.
+most runs of a test. The server is this file, started once by whoever first asks for it. Two forked processes find each
+other as those of torchrun do, by variables of their environment.
 """
 
 import contextlib
@@ -59,19 +60,17 @@ def run(script: Path, *words, launcher: tuple[str, ...] = ()) -> subprocess.Comp
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
 
 
-def torchrun(script: Path, *words) -> subprocess.CompletedProcess:
-    """`torchrun --nproc_per_node 2 script words`."""
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = f"-m torch.distributed.run --nproc_per_node 2 --master-port {port}"
+        return free.getsockname()[1]
+
+
+def torchrun(script: Path, *words) -> subprocess.CompletedProcess:
+    """`torchrun --nproc_per_node 2 script words`."""
+    flags = f"-m torch.distributed.run --nproc_per_node 2 --master-port {free_port()}"
     return run(script, *words, launcher=tuple(flags.split()))
-
-
-def train_by_two(folder: Path, script: str, runs: list[dict], driver: str = DRIVER) -> None:
-    """These runs of train() by two processes, all in one go because starting takes longest; leaves their stderr."""
-    (folder / "driver.py").write_text(driver.format(script=script))
-    (folder / "stderr").write_text(torchrun(folder / "driver.py", ROOT, json.dumps(runs)).stderr)
 
 
 # --- Forked ----------------------------------------------------------------------------------------------------------
@@ -84,23 +83,36 @@ def server() -> subprocess.Popen:
     return subprocess.Popen([sys.executable, __file__], env=ENVIRONMENT, bufsize=0, **pipes)
 
 
-def fork(script: Path, *words, number: int = 0, text: str | None = None) -> subprocess.CompletedProcess:
-    """What `run` returns, sooner. A signal of this number is sent as soon as the script prints this text."""
+def fork(script: Path, *words, number: int = 0, text: str | None = None, processes: int = 1):
+    """What `run` returns, sooner. A signal of this number is sent as soon as the script prints this text.
+
+    Several processes are those of one torchrun; the status is that of the first which failed.
+    """
+    world = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "stdout"), Path(folder, "stderr")  # they cannot fill up, as a pipe can that nobody reads
         request = {"argv": [str(script), *map(str, words)], "cwd": os.getcwd(), "files": [*map(str, files)]}
+        request |= {"environments": ranks if processes > 1 else [{}]}
         server().stdin.write(json.dumps(request).encode() + b"\n")
-        pid, start, waiting = int(server().stdout.readline()), time.monotonic(), text is not None
-        while not select.select([server().stdout], [], [], 0.004)[0]:  # until it says that the process has ended
+        pids, start, waiting = json.loads(server().stdout.readline()), time.monotonic(), text is not None
+        while not select.select([server().stdout], [], [], 0.004)[0]:  # until it says that all have ended
             late = time.monotonic() > start + SECONDS
             if late or waiting and files[0].exists() and text in files[0].read_text():
-                with contextlib.suppress(ProcessLookupError):  # it ended just now
-                    os.kill(pid, signal.SIGKILL if late else number)
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):  # it ended just now
+                        os.kill(pid, signal.SIGKILL if late else number)
                 waiting = False
-        status = int(server().stdout.readline().removeprefix(b"%d ended with " % pid))
+        status = next(filter(None, json.loads(server().stdout.readline())), 0)
         output, errors = (path.read_text() for path in files)
         assert time.monotonic() < start + SECONDS, f"killed, as it took too long: {output}{errors}"
         return subprocess.CompletedProcess(request["argv"], status, output, errors)
+
+
+def train_by_two(folder: Path, script: str, runs: list[dict], driver: str = DRIVER) -> None:
+    """These runs of train() by two processes, one after the other; leaves their stderr."""
+    (folder / "driver.py").write_text(driver.format(script=script))
+    (folder / "stderr").write_text(fork(folder / "driver.py", ROOT, json.dumps(runs), processes=2).stderr)
 
 
 def interrupt(number: int, text: str, script: Path, *words) -> tuple[int, str]:
@@ -121,7 +133,7 @@ def begin_and_interrupt(number: int, text: str, script: Path, run_dir, **values)
 
 
 def serve() -> dict:
-    """Forks a process for each request, in which it returns; writes down its number, and how it ended."""
+    """Forks the processes of each request, in which it returns; writes down their numbers, and how they ended."""
     replies = os.dup(1)
     os.dup2(2, 1)
     for name in LIBRARIES:
@@ -129,19 +141,24 @@ def serve() -> dict:
     gc.collect()
     gc.freeze()
     while line := sys.stdin.readline():
-        if (pid := os.fork()) == 0:
-            os.close(replies)
-            return json.loads(line)
-        os.write(replies, b"%d\n" % pid)
-        os.write(replies, b"%d ended with %d\n" % (pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+        request, pids = json.loads(line), []
+        for environment in request["environments"]:
+            if (pid := os.fork()) == 0:
+                os.close(replies)
+                return request | {"environment": environment}
+            pids.append(pid)
+        os.write(replies, json.dumps(pids).encode() + b"\n")
+        ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        os.write(replies, json.dumps(ends).encode() + b"\n")
     sys.exit()
 
 
 if __name__ == "__main__":  # the rest is what Python does for `python script words`, and so is what happens at the end
     request = serve()
     os.chdir(request["cwd"])
+    os.environ |= request["environment"]
     for number, name in enumerate([os.devnull, *request["files"]]):
-        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
     sys.argv, sys.path[0] = request["argv"], os.path.dirname(request["argv"][0])
     for library in (sys.modules["torch"], sys.modules["numpy"].random):
         library.seed()  # by chance, as after an import; Python does so for its own generator

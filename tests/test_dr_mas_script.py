@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import ROOT, as_flags, begin_and_interrupt, fork, run, train_by_two
+from processes import ROOT, as_flags, begin_and_interrupt, fork, train_by_two
 from safetensors.torch import load_file, save_file
 from test_grpo_script import SMALL, assert_close, events, last, table
 from test_house_rules import page_rows, page_tags, tag_matches
@@ -81,7 +81,7 @@ def assert_nearly_same_weights(run_dir, other, rate: float = 2e-4) -> None:
 def whole(tmp_path_factory):
     """Folder and process of six uninterrupted steps of separate models."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
+    process = fork(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 
@@ -223,7 +223,7 @@ CROSSED["crossed_fsdp"] = CROSSED["crossed"] | {"fsdp": True}
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """Folder with the runs of VARIANTS by two processes; all in one go, because starting takes longest."""
+    """Folder with the runs of VARIANTS by two processes."""
     folder = tmp_path_factory.mktemp("two")
     shutil.copytree(TINY_MODEL, folder / "other")  # else it would not show that weights of two agents were mixed up
     other = {name: 0.8 * weight for name, weight in BASE.items()}

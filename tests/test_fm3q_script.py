@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import ROOT, as_flags, begin_and_interrupt, fork, run
+from processes import ROOT, as_flags, begin_and_interrupt, fork
 from test_grpo_script import events, table
 from test_house_rules import page_rows, page_tags, tag_matches
 
@@ -99,7 +99,7 @@ def short_rallies(monkeypatch):
 def whole(tmp_path_factory):
     """Folder and process of an uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
+    process = fork(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import ROOT, as_flags, begin_and_interrupt, fork, run, train_by_two
+from processes import ROOT, as_flags, begin_and_interrupt, fork, train_by_two
 from test_grpo_script import EXACT, SMALL, assert_close, assert_same_run, assert_same_weights, events, last, table
 from test_house_rules import page_rows, page_tags, tag_matches
 
@@ -39,7 +39,7 @@ def refusal(capsys, **values) -> str:
 def whole(tmp_path_factory):
     """Folder and process of eight uninterrupted steps."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
+    process = fork(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 

