@@ -141,6 +141,7 @@ class Study:
 
 ONE, THREE, FIVE = (1,), (1, 2, 3), (1, 2, 3, 4, 5)
 POLICIES = ("poisson", "poisson_repo", "gaussian", "beta", "categorical", "ordinal", "bang_bang")
+NARROW = ("--temperature", "0.5", "--rate-init", "6")  # begins in the middle of the range, and can stay there
 FM3Q = {name: Arm(("--mixer", name)) for name in ("qmix", "twin", "vdn", "pairwise")}
 FM3Q |= {name: Arm(("--learner", name)) for name in ("selfplay_vdn", "selfplay_qmix", "iql", "joint_minimax")}
 PONG = "--env-id pong --gamma 0.99 --num-envs 256 --exploiter-steps 400000 --eval-steps 250000"
@@ -152,6 +153,7 @@ STUDIES = {
         script="algorithms/unimodal_poisson.py",
         common=("--num-envs", "8", "--num-steps", "256"),  # as many steps a batch as by default, and faster
         arms={name: Arm(("--policy", name)) for name in POLICIES}
+        | {"poisson_narrow": Arm(("--policy", "poisson", *NARROW), THREE, late=True)}
         | {"gaussian_1m": Arm(("--policy", "gaussian"), THREE, "3e-4", (), 1_000_000, late=True)},
         tasks={"InvertedPendulum-v5": Task(100_000), "Hopper-v5": Task(300_000), "HalfCheetah-v5": Task(300_000)},
         tags={"return": RETURN, "entropy": "losses/entropy"}

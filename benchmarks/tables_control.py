@@ -12,6 +12,7 @@ from pathlib import Path
 Read = Callable[[str], list[dict]]
 POLICIES = {
     "poisson": "Poisson (`--policy poisson`, the default)",
+    "poisson_narrow": "Poisson, narrower (`--temperature 0.5 --rate-init 6`)",
     "poisson_repo": "Poisson as in the released code (`poisson_repo`)",
     "gaussian": "Gaussian (`gaussian`)",
     "beta": "Beta (`beta`)",

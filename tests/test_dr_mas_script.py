@@ -156,19 +156,14 @@ def test_tags_are_those_of_the_page(tmp_path):
     assert {row for row in documented if not any(tag_matches(row, tag) for tag in logged)} == set()
 
 
-def test_help_lists_every_flag():
-    process = fork(SCRIPT, "--help")
-    assert process.returncode == 0 and process.stderr == ""
-    for name in Args.__dataclass_fields__:
-        assert f"--{name.replace('_', '-')}" in process.stdout, name
-
-
 # --- Determinism and resuming ----------------------------------------------------------------------------------------
 
 
 def test_same_seed_same_run_other_seed_another(whole, tmp_path):
-    train_here(tmp_path / "again", **LONG)  # here, not in a process of its own
-    assert_same_run(tmp_path / "again", whole[0])
+    values = LONG | {"max_steps": 1, "eval_steps": 100}  # here, not in a process of its own; resuming repeats the rest
+    again, expected = train_here(tmp_path / "again", **values), table(whole[0])
+    same = {key for key in expected if key[0] == 0 or key[0] <= 1 and key[1].startswith("train/")}
+    assert {key: again[key] for key in same} == {key: expected[key] for key in same} and len(same) > 20
     other = train_here(tmp_path / "other", seed=2, eval_steps=0)
     assert other[1, "train/num_tokens"] != table(whole[0])[1, "train/num_tokens"]
 

@@ -79,13 +79,6 @@ def test_tags_are_those_of_the_page(tmp_path):
     assert {row for row in documented if not any(tag_matches(row, tag) for tag in logged)} == set()
 
 
-def test_help_lists_every_flag():
-    process = fork(SCRIPT, "--help")
-    assert process.returncode == 0 and process.stderr == ""
-    for name in Args.__dataclass_fields__:
-        assert f"--{name.replace('_', '-')}" in process.stdout, name
-
-
 # --- Resuming and several processes ----------------------------------------------------------------------------------
 
 

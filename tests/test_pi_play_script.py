@@ -140,15 +140,6 @@ def test_tags_are_those_of_the_page(tmp_path):
     assert {row for row in documented if not any(tag_matches(row, tag) for tag in logged)} == set()
 
 
-def test_help_lists_every_flag(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        tyro.cli(Args, args=["--help"])
-    printed = capsys.readouterr().out
-    assert stopped.value.code == 0
-    for name in Args.__dataclass_fields__:
-        assert f"--{name.replace('_', '-')}" in printed, name
-
-
 # --- Rounds ----------------------------------------------------------------------------------------------------------
 
 ROUNDS = [  # flags, the role of each step, lambda of the student's
@@ -230,8 +221,10 @@ def test_teacher_follows_and_the_other_role_rests(tmp_path):
 
 
 def test_same_seed_same_run_other_seed_another(whole, tmp_path):
-    train_here(tmp_path / "again", **LONG)  # here, not in a process of its own
-    assert_same_pi_play_run(tmp_path / "again", whole[0])
+    values = LONG | {"max_steps": 2, "eval_steps": 100}  # here, not in a process of its own; resuming repeats the rest
+    again, expected = train_here(tmp_path / "again", **values), table(whole[0])
+    same = {key for key in expected if key[0] == 0 or key[0] <= 2 and key[1].startswith("train/")}
+    assert {key: again[key] for key in same} == {key: expected[key] for key in same} and len(same) > 20
     other = train_here(tmp_path / "other", seed=2, eval_steps=0)
     assert other[2, "train/pi_play/divergence"] != table(whole[0])[2, "train/pi_play/divergence"]
 
