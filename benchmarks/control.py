@@ -155,7 +155,8 @@ STUDIES = {
         arms={name: Arm(("--policy", name)) for name in POLICIES}
         | {"poisson_narrow": Arm(("--policy", "poisson", *NARROW), THREE, late=True)}
         | {"gaussian_1m": Arm(("--policy", "gaussian"), THREE, "3e-4", (), 1_000_000, late=True)},
-        tasks={"InvertedPendulum-v5": Task(100_000), "Hopper-v5": Task(300_000), "HalfCheetah-v5": Task(300_000)},
+        tasks={"InvertedPendulum-v5": Task(100_000), "Hopper-v5": Task(300_000), "HalfCheetah-v5": Task(300_000)}
+        | {name: Task(300_000, "", dict.fromkeys(POLICIES, ONE), late=True) for name in ("Walker2d-v5", "Humanoid-v5")},
         tags={"return": RETURN, "entropy": "losses/entropy"}
         | {name: f"train/unimodal_poisson/{name}" for name in ("extreme_mass", "frac_multimodal")},
         scores={"train_return": partial(tail, tag=RETURN)}

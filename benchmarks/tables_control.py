@@ -20,7 +20,7 @@ POLICIES = {
     "ordinal": "ordinal softmax (`ordinal`)",
     "bang_bang": "the two ends only (`bang_bang`)",
 }
-TASKS = ("InvertedPendulum-v5", "Hopper-v5", "HalfCheetah-v5")
+TASKS = ("InvertedPendulum-v5", "Hopper-v5", "HalfCheetah-v5", "Walker2d-v5", "Humanoid-v5")
 FM3Q = {
     "qmix": "FM3Q, one monotone network (`--mixer qmix`, the default)",
     "twin": "FM3Q, one for each team (`--mixer twin`)",
