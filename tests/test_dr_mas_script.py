@@ -426,8 +426,8 @@ def test_a_folder_of_another_script(tmp_path, capsys):
 def test_learning(tmp_path):
     """A short run of the search team, cut to two rounds to be quick: the share of right answers rises."""
     values = {"env": "search_qa", "max_rounds": 2, "num_prompts_per_step": 8, "num_generations": 8}
-    values |= {"max_completion_length": 64, "learning_rate": 4e-4, "max_steps": 12}
-    metrics = train_here(tmp_path / "run", **values, eval_problems=32, num_generations_eval=4)
-    # Seeds 1 to 5: +0.156, 0.148, 0.133, 0.141, 0.125 (mean 0.141, standard deviation 0.012). Seeds 1, 2, 3 with
-    # advantages negated: -0.117 each, which is down to 0; dealt out to other calls: -0.102, -0.102, -0.109.
-    assert metrics[12, "eval/mean_at_4"] - metrics[0, "eval/mean_at_4"] > 0.05
+    values |= {"max_completion_length": 64, "learning_rate": 4e-4, "max_steps": 8}
+    metrics = train_here(tmp_path / "run", **values, eval_problems=32, num_generations_eval=2)
+    # Seeds 1 to 3: +0.125, 0.125, 0.109; seed 1 with advantages negated: -0.141. With 12 steps seeds 1 to 5: 0.125 to
+    # 0.156, and seeds 1 to 3 with advantages dealt out to other calls: -0.102, -0.102, -0.109.
+    assert metrics[8, "eval/mean_at_2"] - metrics[0, "eval/mean_at_2"] > 0.05

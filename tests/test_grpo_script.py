@@ -532,15 +532,12 @@ def test_infinite_reward_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys
 # --- Learning --------------------------------------------------------------------------------------------------------
 
 
-def test_learning_and_its_control(tmp_path):
+def test_learning(tmp_path):
     """A short run on tool calls, which the tiny model learns soonest. Measured with seeds 1, 2, 3: the share of right
-    samples rose from 0.146 by 0.234, 0.219, 0.245; with rewards dealt out anew, so that the update is as large but
-    means nothing, it fell by 0.037, 0.052, 0.000. Other processors round differently, which amounts to another seed."""
+    samples rose from 0.146 by 0.234, 0.219, 0.245; with `advantage` shuffled, so that the update is as large but means
+    nothing, it fell by 0.037, 0.052, 0.000. Other processors round differently, which amounts to another seed."""
     values = {"env": "tool_calls", "num_prompts_per_step": 16, "num_generations": 8, "max_completion_length": 64}
     values |= {"learning_rate": 4e-4, "loss_type": "dapo", "max_steps": 8, "eval_steps": 8}
     values |= {"eval_problems": 48, "num_generations_eval": 4}
-    gain = {}
-    for advantage in ("group", "shuffled"):
-        metrics = train_here(tmp_path / advantage, advantage=advantage, **values)
-        gain[advantage] = metrics[8, "eval/mean_at_4"] - metrics[0, "eval/mean_at_4"]
-    assert gain["group"] > 0.12 and gain["shuffled"] < 0.06, gain
+    metrics = train_here(tmp_path / "run", **values)
+    assert metrics[8, "eval/mean_at_4"] - metrics[0, "eval/mean_at_4"] > 0.12

@@ -373,7 +373,7 @@ def test_a_folder_of_another_script(tmp_path, capsys):
 def test_learning(tmp_path):
     """A short run of the default task: the share of right answers rises."""
     values = {"num_prompts_per_step": 8, "num_generations": 8, "max_completion_length": 64, "learning_rate": 4e-4}
-    metrics = train_here(tmp_path / "run", **values, max_steps=10, eval_problems=32, num_generations_eval=4)
-    # Seeds 1 to 5: +0.250, 0.305, 0.164, 0.289, 0.422 (mean 0.286, standard deviation 0.094). Seeds 1, 2, 3 with
-    # advantages negated: -0.195 each, which is down to 0; dealt out to other episodes: +0.016, -0.148, -0.070.
-    assert metrics[10, "eval/mean_at_4"] - metrics[0, "eval/mean_at_4"] > 0.07
+    metrics = train_here(tmp_path / "run", **values, max_steps=7, eval_problems=32, num_generations_eval=2)
+    # Seeds 1 to 3: +0.125, 0.203, 0.094; seed 1 with advantages negated: -0.234, which is down to 0. With 10 steps
+    # seeds 1 to 5: 0.164 to 0.422; seeds 1 to 3 with advantages dealt out to other episodes: +0.016, -0.148, -0.070.
+    assert metrics[7, "eval/mean_at_2"] - metrics[0, "eval/mean_at_2"] > 0.05

@@ -364,8 +364,8 @@ def test_unknown_words_and_folders(capsys, tmp_path, whole):
 def test_learning(tmp_path):
     """A short run on tic-tac-toe: wins against random rise in both seats together."""
     values = {"games": ("tictactoe",), "num_prompts_per_step": 4, "num_generations": 8, "learning_rate": 6e-4}
-    values |= {"max_completion_length": 40, "max_steps": 6, "eval_steps": 6, "eval_games": 40}
+    values |= {"max_completion_length": 40, "max_steps": 4, "eval_steps": 4, "eval_games": 40}
     metrics = train_here(tmp_path / "run", **values, eval_opponents=("random",))
-    wins = [[metrics[step, f"eval/tictactoe/random/{seat}/win"] for seat in ("first", "second")] for step in (0, 6)]
-    # Seeds 1 to 4: +0.163, +0.188, +0.300, +0.313 from 0.288, each seat 0.125 or more; negated, seed 1: -0.288.
+    wins = [[metrics[step, f"eval/tictactoe/random/{seat}/win"] for seat in ("first", "second")] for step in (0, 4)]
+    # Seeds 1 to 3: +0.188, +0.188, +0.200 from 0.288, each seat 0.125 or more; negated, seed 1, 6 steps: -0.288.
     assert all(after > before for before, after in zip(*wins)) and (sum(wins[1]) - sum(wins[0])) / 2 > 0.08
