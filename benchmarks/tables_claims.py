@@ -82,7 +82,7 @@ METHODS = (
         "unimodal_poisson",
         "PPO with the unimodal Poisson policy",
         "2408.00309",
-        "less variance in the head's own parameters, not in actions; no gain in return so far",
+        "more than twice the return of a softmax or a Gaussian on HalfCheetah, half of it on Hopper",
         "return, HalfCheetah-v5",
         ("charts/episodic_return", "eval/deterministic/return_mean"),
         1.0,
@@ -469,14 +469,15 @@ CLAIMS: tuple[tuple[str, str, str, Callable[[Read], str], str, str], ...] = (
     (
         "Poisson",
         "it returns more",
-        "7 heads, see [returns](../algorithms/unimodal_poisson.md#results)",
-        lambda read: "Hopper-v5: Poisson {}, Gaussian {}, softmax {}".format(
+        "7 heads on 3 tasks, 5 seeds, [all returns](../algorithms/unimodal_poisson.md#results)",
+        lambda read: "HalfCheetah-v5: Poisson {}, Gaussian {}, softmax {}; Hopper-v5: {}, {}, {}".format(
             *(
-                arms(read, "unimodal_poisson", "train_return", arm, digits=0, unit=1.0, env="Hopper-v5")[0]
+                arms(read, "unimodal_poisson", "train_return", arm, digits=0, unit=1.0, env=env)[0]
+                for env in ("HalfCheetah-v5", "Hopper-v5")
                 for arm in ("poisson", "gaussian", "categorical")
             )
         ),
-        "open",
+        "partly: on HalfCheetah, the other way round on Hopper and InvertedPendulum",
         "control.py --study unimodal_poisson",
     ),
     (

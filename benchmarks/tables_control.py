@@ -191,6 +191,18 @@ def unimodal_poisson_evaluation(read: Read) -> str:
     return markdown(["task", "policy", "seeds", "likeliest actions", "sampled actions"], rows)
 
 
+def unimodal_poisson_shape(read: Read) -> str:
+    """Policies over atoms in the last fiftieth of training: mass on both ends, share with several peaks, entropy."""
+    ends = {row["run"]: row for row in rows_of(read, "unimodal_poisson_curves.csv")}  # the last row of a run
+    rows = []
+    for (env, arm), runs in final_runs(read, "unimodal_poisson", POLICIES).items():
+        found = [ends[run["run"]] for run in runs if run["run"] in ends]
+        if numbers(found, "extreme_mass"):
+            cells = [percent(found, name) for name in ("extreme_mass", "frac_multimodal")]
+            rows.append([env, POLICIES[arm], len(found), *cells, mean_std(numbers(found, "entropy"), 2)])
+    return markdown(["task", "policy", "seeds", "mass on the two ends, %", "several peaks, %", "entropy, nats"], rows)
+
+
 def unimodal_poisson_cleanrl(read: Read) -> str:
     """Our Gaussian policy with the default flags beside CleanRL's published returns, on the older version of a task."""
     published = {row["env"]: row for row in rows_of(read, "cleanrl_ppo_v4.csv")}
@@ -348,6 +360,7 @@ TABLES = {
     function.__name__: function
     for function in (
         unimodal_poisson_returns,
+        unimodal_poisson_shape,
         unimodal_poisson_sweep,
         unimodal_poisson_evaluation,
         unimodal_poisson_cleanrl,
