@@ -290,7 +290,7 @@ def load_model(args: Args, tokenizer, device: torch.device):
     model.generation_config.eos_token_id = sorted(ends)
     unfit = f"--model-name-or-path {args.model_name_or_path}: its tokenizer has no chat template, or is another model's"
     with torch.no_grad(), or_fail(unfit):  # the update applies the head itself, so nothing may come after the head
-        ids = torch.tensor([[encode(tokenizer, [{"role": "user", "content": "1"}])[0], len(tokenizer) - 1]]).to(device)
+        ids = torch.tensor([encode(tokenizer, [{"role": "user", "content": "1"}])], device=device)  # (1,S)
         logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
         if not torch.allclose(logits, model(ids).logits, atol=1e-3):
             fail(f"--model-name-or-path {args.model_name_or_path}: changes its logits after the head; not supported")

@@ -630,7 +630,8 @@ CASES = [
          prepare=weights(lambda found: {name: weight * math.nan for name, weight in found.items()})),
     Case("grpo", "a model without a tokenizer", MODEL, ("model",),
          prepare=without("tokenizer.json", "tokenizer_config.json")),
-    Case("grpo", "a model with the tokenizer of another", MODEL, ("model",), prepare=tiny_model(other_tokenizer)),
+    Case("grpo", "a model with the tokenizer of another", MODEL, ("model",), prepare=tiny_model(other_tokenizer),
+         gap="IndexError in the first forward pass, after the run folder was made"),
     Case("gdpo", "a chat template that breaks off", MODEL, ("model",), prepare=template("{% for m in messages %}")),
     Case("igpo", "a chat template that reaches for Python", MODEL, ("model",),
          prepare=template("{{ ''.__class__.__mro__[1].__subclasses__() }}")),
@@ -891,12 +892,12 @@ def forked(script: str, words: list[str], seconds: float | None) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         files = [str(Path(folder, "stdout")), str(Path(folder, "stderr"))]
         request = {"argv": [str(ROOT / "algorithms" / f"{script}.py"), *words], "cwd": folder, "files": files}
-        server.stdin.write(json.dumps(request).encode() + b"\n")
-        pid = int(server.stdout.readline())
+        server.stdin.write(json.dumps(request | {"environments": [{}]}).encode() + b"\n")
+        (pid,) = json.loads(server.stdout.readline())
         if not select.select([server.stdout], [], [], processes.SECONDS if seconds is None else seconds)[0]:
             with contextlib.suppress(ProcessLookupError):  # it ended just now
                 os.kill(pid, signal.SIGKILL)
-        status = int(server.stdout.readline().split()[-1])
+        (status,) = json.loads(server.stdout.readline())
         assert status in (0, -signal.SIGKILL), Path(files[1]).read_text()
     return status == 0
 
