@@ -192,15 +192,21 @@ def unimodal_poisson_evaluation(read: Read) -> str:
 
 
 def unimodal_poisson_shape(read: Read) -> str:
-    """Policies over atoms in the last fiftieth of training: mass on both ends, share with several peaks, entropy."""
-    ends = {row["run"]: row for row in rows_of(read, "unimodal_poisson_curves.csv")}  # the last row of a run
+    """Policies over atoms in the last fiftieth of training: mass on both ends, share with several peaks, and entropy,
+    this in the first fiftieth too."""
+    curves: dict[str, list[dict]] = {}
+    for row in rows_of(read, "unimodal_poisson_curves.csv"):
+        curves.setdefault(row["run"], []).append(row)
     rows = []
     for (env, arm), runs in final_runs(read, "unimodal_poisson", POLICIES).items():
-        found = [ends[run["run"]] for run in runs if run["run"] in ends]
-        if numbers(found, "extreme_mass"):
-            cells = [percent(found, name) for name in ("extreme_mass", "frac_multimodal")]
-            rows.append([env, POLICIES[arm], len(found), *cells, mean_std(numbers(found, "entropy"), 2)])
-    return markdown(["task", "policy", "seeds", "mass on the two ends, %", "several peaks, %", "entropy, nats"], rows)
+        found = [curves[run["run"]] for run in runs if run["run"] in curves]
+        first, last = [points[0] for points in found], [points[-1] for points in found]
+        if numbers(last, "extreme_mass"):
+            cells = [percent(last, name) for name in ("extreme_mass", "frac_multimodal")]
+            cells += [mean_std(numbers(points, "entropy"), 2) for points in (first, last)]
+            rows.append([env, POLICIES[arm], len(found), *cells])
+    header = ["task", "policy", "seeds", "mass on the two ends, %", "several peaks, %"]
+    return markdown([*header, "entropy, nats, at first", "in the end"], rows)
 
 
 def unimodal_poisson_cleanrl(read: Read) -> str:
