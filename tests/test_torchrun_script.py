@@ -17,10 +17,9 @@ VALUES = {
     "gdpo": SMALL,
     "dr_mas": PAIR | {"env": "countdown"},
     "igpo": PAIR,
-    "pi_play": PAIR | {"num_documents_per_step": 4, "num_answers": 2, "examiner_steps": 1, "student_steps": 1},
+    "pi_play": PAIR | {"num_documents_per_step": 4, "num_answers": 2, "examiner_steps": 1, "max_steps": 2},
     "spiral_rae": PAIR | {"games": ("kuhn",)},
 }
-VALUES["pi_play"] |= {"max_steps": 2, "beta": 0.04}
 DRIVER = """\
 import json, runpy, sys
 import torch.distributed as dist
