@@ -32,7 +32,7 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import Literal
+from typing import Literal, get_args
 
 import imageio
 import torch
@@ -493,6 +493,8 @@ def load_checkpoint(run_dir: str, state: dict) -> bool:
 
 def run_args(args: Args) -> Args:
     """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
+    if args.evaluate and args.resume:
+        fail("--evaluate and --resume: one of them, please; a finished run is scored, an unfinished one is continued")
     run_dir = args.evaluate or args.resume
     with or_fail(f"{run_dir}: not a run folder of this script"):
         saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
@@ -607,11 +609,13 @@ def score_run(args: Args) -> dict[str, float]:
 def check_args(args: Args) -> None:
     """One sentence for every flag that cannot work."""
     least = {f.name: int(f.type is int) for f in fields(Args)} | {"exploiter_steps": 0, "eval_steps": 0, "seed": 0}
-    for name, value in vars(args).items():
-        highest = 1 if name in ("gamma", "tau", "start_e", "end_e", "exploration_fraction") else 2**31
-        if value == "" or (type(value) in (int, float) and not least[name] <= value <= highest):
-            wanted = f"a number of {least[name]} or more, to 2**31" if highest > 1 else "a number from 0 to 1"
-            fail(f"--{name.replace('_', '-')} {value!r}: expected {wanted if value != '' else 'a name'}")
+    for f in fields(Args):
+        value, kinds = getattr(args, f.name), [getattr(x, "__name__", x) for x in get_args(f.type) or (f.type,)]
+        highest = 1 if f.name in ("gamma", "tau", "start_e", "end_e", "exploration_fraction") else 2**31
+        unfit = value == "" or (value not in kinds and type(value).__name__ not in (*kinds, "int"))
+        if unfit or (type(value) in (int, float) and not least[f.name] <= value <= highest):
+            wanted = " or ".join(kinds) if unfit else f"a number from {least[f.name]} to {highest:,}"
+            fail(f"--{f.name.replace('_', '-')} {value!r}: expected {'a name' if value == '' else wanted}")
     pong = args.env_id == "pong"
     if (args.exploiter_steps or args.video or (args.num_pro, args.num_ant) != (2, 2)) and not pong:
         fail(f"--exploiter-steps, --video, --num-pro and --num-ant are for --env-id pong, not {args.env_id}")
@@ -690,16 +694,13 @@ def train(args: Args) -> dict[str, float]:
         if not math.isfinite(sum(metrics.values())):
             fail("a loss is not a number any more; the last checkpoint is good, try a smaller --learning-rate", 1)
         memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else getrusage(RUSAGE_SELF).ru_maxrss * 1024
-        perf = {
-            "charts/SPS": size / (now - began),
-            "perf/updates_per_second": (learner.updates - updates) / (now - began),
-        }
+        seconds, updates = now - began, learner.updates - updates
+        perf = {"charts/SPS": size / seconds, "perf/updates_per_second": updates / seconds}
         logger.scalars(step, perf | {"perf/peak_memory_gb": memory / 1e9}, "perf.csv")
         left, done = (now - start) / (step - first) * (end - step), f"step {step:>9,}/{end:,}"
         done += f"  loss {metrics['losses/td_loss']:9.4f}" if "losses/td_loss" in metrics else f"  {'no update':>14}"
         done += f"  {perf['charts/SPS']:7,.0f} steps/s"
         print(f"{done}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
-    logger.board.close()
     if stop and not last:
         fail(f"stopped after step {step}; continue with --resume {run_dir}", 128 + stop)
     return scores

@@ -34,7 +34,7 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import Literal
+from typing import Literal, get_args
 
 import gymnasium as gym
 import imageio
@@ -356,8 +356,8 @@ class Agent(nn.Module):
         super().__init__()
         size, atoms = len(action_space.low), 2 if args.policy == "bang_bang" else args.num_atoms
         self.shape = (args.policy, atoms, args.temperature)  # what the functions of section 3 take
-        kinds = {"poisson": 1, "poisson_repo": 1, "gaussian": 1, "tanh_gaussian": 1, "beta": 2}
-        self.outputs = kinds.get(args.policy, atoms)  # numbers for each action dimension
+        # numbers for each action dimension
+        self.outputs = dict(poisson=1, poisson_repo=1, gaussian=1, tanh_gaussian=1, beta=2).get(args.policy, atoms)
         self.actor = mlp(observation_size, args.hidden_size, size * self.outputs, 0.01)
         self.critic = mlp(observation_size, args.hidden_size, 1, 1.0)
         self.log_std = nn.Parameter(torch.zeros(size)) if args.policy.endswith("gaussian") else None
@@ -503,9 +503,9 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args) -> tuple[
     """Forward pass and loss of one minibatch: (B,...) each."""
     logprobs, entropy = logprob_and_entropy(agent.head(batch["observations"]), batch["actions"], *agent.shape)  # (B,)
     old = batch["logprobs"], batch["advantages"], agent.values(batch["observations"]), batch["values"], batch["returns"]
-    flags = {"clip_coef": args.clip_coef, "ent_coef": args.ent_coef, "vf_coef": args.vf_coef}
-    flags |= {"norm_adv": args.norm_adv, "clip_vloss": args.clip_vloss}
-    return ppo_loss(logprobs, *old, entropy if args.ent_coef else entropy.detach(), **flags)  # or it is only logged
+    flags = {"clip_coef": args.clip_coef, "ent_coef": args.ent_coef, "vf_coef": args.vf_coef, "norm_adv": args.norm_adv}
+    # the entropy is only logged where it has no weight
+    return ppo_loss(logprobs, *old, entropy if args.ent_coef else entropy.detach(), clip_vloss=args.clip_vloss, **flags)
 
 
 def update(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args, loss_function=minibatch_loss) -> dict:
@@ -569,6 +569,8 @@ def load_checkpoint(run_dir: str, state: dict) -> bool:
 
 def run_args(args: Args) -> Args:
     """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
+    if args.evaluate and args.resume:
+        fail("--evaluate and --resume: one of them, please; a finished run is scored, an unfinished one is continued")
     run_dir = args.evaluate or args.resume
     with or_fail(f"{run_dir}: not a run folder of this script"):
         saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
@@ -678,11 +680,13 @@ def check_args(args: Args) -> None:
     """One sentence for every flag that cannot work."""
     least = {f.name: int(f.type is int) for f in fields(Args)} | {"rate_init": 1e-6, "temperature": 1e-6}
     least |= {"seed": 0, "eval_episodes": 0, "eval_steps": 0, "num_atoms": 2}
-    for name, value in vars(args).items():
-        highest = 1 if name in ("gamma", "gae_lambda") else 2**31
-        if value == "" or (type(value) in (int, float) and not least[name] <= value <= highest):
-            wanted = f"a number of {least[name]} or more, to 2**31" if highest > 1 else "a number from 0 to 1"
-            fail(f"--{name.replace('_', '-')} {value!r}: expected {wanted if value != '' else 'a name'}")
+    for f in fields(Args):
+        value, kinds = getattr(args, f.name), [getattr(x, "__name__", x) for x in get_args(f.type) or (f.type,)]
+        highest = 1 if f.name in ("gamma", "gae_lambda") else 2**31
+        unfit = value == "" or (value not in kinds and type(value).__name__ not in (*kinds, "int"))
+        if unfit or (type(value) in (int, float) and not least[f.name] <= value <= highest):
+            wanted = " or ".join(kinds) if unfit else f"a number from {least[f.name]} to {highest:,}"
+            fail(f"--{f.name.replace('_', '-')} {value!r}: expected {'a name' if value == '' else wanted}")
     batch = args.num_envs * args.num_steps
     if batch % args.num_minibatches or batch == args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches}: expected a divisor of --num-envs x --num-steps, {batch}")
@@ -706,15 +710,14 @@ def make_buffer(envs: Environments, agent: Agent) -> dict[str, Tensor]:
 
 def batch_metrics(agent: Agent, batch: dict[str, Tensor], episodes: list, args: Args) -> dict[str, float]:
     """What the steps of a batch say: finished episodes, the value network, and the look of policies over atoms."""
-    unexplained = (batch["returns"] - batch["values"]).var() / batch["returns"].var()
-    metrics = {"losses/explained_variance": 1 - unexplained.item()}
+    out = {"losses/explained_variance": 1 - float((batch["returns"] - batch["values"]).var() / batch["returns"].var())}
     if episodes:
         returns, lengths = np.array(episodes, dtype=float).mean(0).tolist()
-        metrics |= {"charts/episodic_return": returns, "charts/episodic_length": lengths}
+        out |= {"charts/episodic_return": returns, "charts/episodic_length": lengths}
     with torch.no_grad():
         base = agent.distribution(batch["observations"][: 16 * args.num_envs]).base_dist
     looks = atom_metrics(base.probs) if isinstance(base, Categorical) else {}
-    return metrics | {f"train/unimodal_poisson/{name}": value.item() for name, value in looks.items()}
+    return out | {f"train/unimodal_poisson/{name}": value.item() for name, value in looks.items()}
 
 
 def train(args: Args) -> dict[str, float]:
@@ -745,8 +748,7 @@ def train(args: Args) -> dict[str, float]:
         step, last, stop = progress["step"], progress["step"] >= end, max(signals, default=0)
         scoring, saving = (n and step // n > (step - size) // n for n in (args.eval_steps, args.save_steps))
         if step != loaded and args.eval_episodes and (last or scoring):
-            scores = evaluate(agent, envs.observation_stats, args)
-            logger.scalars(step, scores)
+            logger.scalars(step, scores := evaluate(agent, envs.observation_stats, args))
             print("  ".join(f"{tag} {value:.1f}" for tag, value in scores.items()), flush=True)
         if step not in (0, loaded) and (last or stop or saving):
             save_checkpoint(run_dir, step, state)

@@ -430,18 +430,18 @@ INTEGERS += ["num_envs", "buffer_size", "batch_size", "target_network_frequency"
 INTEGERS += ["save_steps"]
 DUEL = {"env_id": "graph_confrontation", "graph": "grid_3x3"}
 BAD_FLAGS = [  # flags, parts of the sentence
-    *(({name: 0}, [f"--{name.replace('_', '-')} 0:", "1 or more"]) for name in INTEGERS),
+    *(({name: 0}, [f"--{name.replace('_', '-')} 0:", "from 1 to"]) for name in INTEGERS),
     *(({name: x}, [f"--{name} {x}:", "from 0 to 1"]) for name in ("gamma", "tau") for x in (-0.1, 1.1, math.nan)),
-    *(({name: -1}, [f"--{name.replace('_', '-')} -1:", "0 or more"]) for name in ("eval_steps", "seed")),
-    ({"learning_starts": -1}, ["--learning-starts -1:", "0 or more"]),
+    *(({name: -1}, [f"--{name.replace('_', '-')} -1:", "from 0 to"]) for name in ("eval_steps", "seed")),
+    ({"learning_starts": -1}, ["--learning-starts -1:", "from 0 to"]),
     *(
-        ({name: -1.0}, [f"--{name.replace('_', '-')} -1.0:", "0 or more"])
+        ({name: -1.0}, [f"--{name.replace('_', '-')} -1.0:", "from 0 to"])
         for name in ("beta_target", "beta_lr", "alpha_lr", "target_entropy", "updates_per_step", "learning_rate")
     ),
     ({"max_grad_norm": math.nan}, ["--max-grad-norm nan:"]),
     ({"learning_rate": math.inf}, ["--learning-rate inf:"]),
-    ({"beta": 0.0}, ["--beta 0.0:", "1e-12 or more"]),
-    ({"alpha": 0.0}, ["--alpha 0.0:", "1e-12 or more"]),
+    ({"beta": 0.0}, ["--beta 0.0:", "from 1e-12 to"]),
+    ({"alpha": 0.0}, ["--alpha 0.0:", "from 1e-12 to"]),
     ({"embed_dim": 9}, ["--embed-dim 9:", "--num-heads 2"]),
     ({"evader": "learned", "asynchronous": True}, ["--asynchronous", "--evader learned"]),
     *((DUEL | values, ["--evader", "graph_pursuit"]) for values in ({"evader": "stay"}, {"num_captors": 2})),
