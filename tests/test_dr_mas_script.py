@@ -21,7 +21,7 @@ from algorithms.dr_mas import Args, Progress, load_players, load_task, rollout
 SCRIPT = ROOT / "algorithms" / "dr_mas.py"
 TINY_MODEL = Path(dr_mas.TINY_MODELS, "countdown")
 SMALL = SMALL | {"env": "countdown", "device": "cpu"}
-LONG = SMALL | {"num_prompts_per_step": 2, "max_steps": 6, "save_steps": 2, "eval_steps": 3, "eval_problems": 4}
+LONG = SMALL | {"num_prompts_per_step": 2, "max_steps": 4, "save_steps": 2, "eval_steps": 2, "eval_problems": 4}
 SEARCH = {"env": "search_qa", "num_prompts_per_step": 2, "max_completion_length": 48, "eval_steps": 0}
 AGENTS = ("solver", "verifier")
 # Without a group whose rewards differ there is no inflation to speak of; what an agent never did has no mean either.
@@ -79,7 +79,7 @@ def assert_nearly_same_weights(run_dir, other, rate: float = 2e-4) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Folder and process of six uninterrupted steps of separate models."""
+    """Folder and process of four uninterrupted steps of separate models."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     process = fork(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
@@ -101,11 +101,11 @@ def test_command_and_its_files(whole):
     run_dir, process = whole
     assert not re.search("warning|traceback|error", process.stderr, re.IGNORECASE), process.stderr
     progress = [line for line in process.stdout.splitlines() if line.startswith("step")]
-    assert len(progress) == 6 and max(map(len, progress)) <= 80
+    assert len(progress) == 4 and max(map(len, progress)) <= 80
     metrics, perf = table(run_dir), table(run_dir, "perf.csv")
-    assert {step for step, tag in metrics if tag.startswith("eval/")} == {0, 3, 6}
+    assert {step for step, tag in metrics if tag.startswith("eval/")} == {0, 2, 4}
     for tag in ("train/reward", *(f"train/dr_mas/{agent}/grad_norm" for agent in AGENTS)):
-        assert [step for step, name in metrics if name == tag] == [*range(1, 7)]
+        assert [step for step, name in metrics if name == tag] == [*range(1, 5)]
     assert {tag for (_, tag), value in metrics.items() if not math.isfinite(value)} <= {
         f"train/dr_mas/{agent}/inflation_factor" for agent in AGENTS
     }
@@ -113,7 +113,7 @@ def test_command_and_its_files(whole):
     logged = {(event.step, tag): event.value for tag in board.Tags()["scalars"] for event in board.Scalars(tag)}
     assert_close(logged, metrics | perf, relative=1e-6)
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    assert names == ["step_00000004.pt", "step_00000006.pt"]
+    assert names == ["step_00000002.pt", "step_00000004.pt"]
 
 
 def test_separate_models_both_learn_and_differ(whole):
@@ -133,7 +133,7 @@ def test_shared_model(tmp_path):
 def test_final_policies_score_the_same(whole, capsys):
     capsys.readouterr()
     scores = dr_mas.train(Args(evaluate=str(whole[0]), device="cpu"))
-    assert scores == {tag: value for (step, tag), value in table(whole[0]).items() if step == 6 and tag in scores}
+    assert scores == {tag: value for (step, tag), value in table(whole[0]).items() if step == 4 and tag in scores}
     printed = capsys.readouterr().out
     assert all(f"{tag} {value:.4f}" in printed for tag, value in scores.items()) and "verifier >>> " in printed
 
@@ -170,7 +170,7 @@ def test_same_seed_same_run_other_seed_another(whole, tmp_path):
 
 def test_terminate_saves_and_resumes(whole, tmp_path):
     values = LONG | {"save_steps": 100}
-    status, errors = begin_and_interrupt(signal.SIGTERM, "step    3/", SCRIPT, tmp_path / "run", **values)
+    status, errors = begin_and_interrupt(signal.SIGTERM, "step    2/", SCRIPT, tmp_path / "run", **values)
     assert status == 128 + signal.SIGTERM and errors.count("\n") == 1, errors
     step = int(re.fullmatch(rf"error: stopped after step (\d+); continue with --resume {tmp_path}/run\n", errors)[1])
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step:08d}.pt"]
@@ -180,11 +180,11 @@ def test_terminate_saves_and_resumes(whole, tmp_path):
 
 def test_resume_from_an_older_checkpoint(whole, tmp_path, capsys):
     shutil.copytree(whole[0], tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "step_00000006.pt").unlink()
+    (tmp_path / "run" / "checkpoints" / "step_00000004.pt").unlink()
     assert "--normalization agent, not global" in refusal(
         capsys, **LONG, resume=str(tmp_path / "run"), normalization="global"
     )
-    dr_mas.train(Args(resume=str(tmp_path / "run"), device="cpu"))  # from step 4
+    dr_mas.train(Args(resume=str(tmp_path / "run"), device="cpu"))  # from step 2
     assert_same_run(tmp_path / "run", whole[0])
 
 
