@@ -172,7 +172,7 @@ STUDIES = {
         arms=FM3Q,
         tasks={
             "arat": Task(40_000, "--env-id arat --eval-steps 1000", rate="1e-3"),
-            "arat_large": Task(100_000, "--env-id arat_large --eval-steps 4000"),
+            "arat_large": Task(150_000, "--env-id arat_large --eval-steps 6000 --buffer-size 150000"),  # keeps all
             "pong": Task(1_000_000, PONG, dict.fromkeys(("qmix", "vdn", "selfplay_qmix", "iql"), THREE), "1e-3", True),
         },
         tags={x: f"eval/{x}" for x in ("nash_conv_mean", "nash_conv_max")} | {"td_loss": "losses/td_loss"},
@@ -189,7 +189,7 @@ STUDIES = {
         }
         | {"exploitability": partial(last, tags=("eval/exploitability",))},
         sweep=("arat_large", 50_000),
-        rates=("3e-4", "1e-3", "3e-3"),
+        rates=("1e-3", "3e-3", "1e-2"),
         best="nash_conv_mean",
         lowest=True,
     ),
