@@ -144,7 +144,7 @@ POLICIES = ("poisson", "poisson_repo", "gaussian", "beta", "categorical", "ordin
 NARROW = ("--temperature", "0.5", "--rate-init", "6")  # begins in the middle of the range, and can stay there
 FM3Q = {name: Arm(("--mixer", name)) for name in ("qmix", "twin", "vdn", "pairwise")}
 FM3Q |= {name: Arm(("--learner", name)) for name in ("selfplay_vdn", "selfplay_qmix", "iql", "joint_minimax")}
-PONG = "--env-id pong --gamma 0.99 --num-envs 256 --exploiter-steps 400000 --eval-steps 250000"
+PONG = "--env-id pong --gamma 0.99 --num-envs 256 --updates-per-step 4 --exploiter-steps 400000 --eval-steps 250000"
 BETA_MODES = ("dual", "performance", "linear", "fixed", "none")
 ADAPTIVE = dict.fromkeys(("dual", "fixed", "none"), THREE)
 CYCLE = "--graph cycle_12 --horizon 24 --eval-steps 20000"
@@ -172,7 +172,7 @@ STUDIES = {
         arms=FM3Q,
         tasks={
             "arat": Task(40_000, "--env-id arat --eval-steps 1000", rate="1e-3"),
-            "arat_large": Task(150_000, "--env-id arat_large --eval-steps 6000 --buffer-size 150000"),  # keeps all
+            "arat_large": Task(100_000, "--env-id arat_large --eval-steps 4000"),
             "pong": Task(1_000_000, PONG, dict.fromkeys(("qmix", "vdn", "selfplay_qmix", "iql"), THREE), "1e-3", True),
         },
         tags={x: f"eval/{x}" for x in ("nash_conv_mean", "nash_conv_max")} | {"td_loss": "losses/td_loss"},

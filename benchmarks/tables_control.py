@@ -465,7 +465,7 @@ def draw_fm3q_learning(read: Read, folder: Path) -> None:
 def draw_arac_learning(read: Read, folder: Path) -> None:
     """Success in training with an adaptive weight, a fixed one and no reference."""
     names = {arm: ARAC[arm] for arm in ("dual", "fixed", "none")}
-    panels = {env: ARAC_TASKS[env][0] for env in ("cycle_12", "grid_6x6")}
+    panels = {env: ARAC_TASKS[env][0] for env in ("cycle_12", "grid_6x6", "confrontation")}
     draw_curves(read, folder, "arac", names, panels, "success", "share of games won in training")
 
 
