@@ -16,7 +16,7 @@ Differs from the paper in:
    update of each fifth iteration
 
     python algorithms/fm3q.py                                              # a Markov game, solved exactly, CPU, 1 min
-    python algorithms/fm3q.py --env-id pong --gamma 0.99 --num-envs 256 --total-timesteps 3000000           # paddles
+    python algorithms/fm3q.py --env-id pong --gamma 0.99 --num-envs 256 --updates-per-step 4 --total-timesteps 1000000
     python algorithms/fm3q.py --learner selfplay_qmix                      # control: two cooperative teams in self-play
 
 E games, B transitions of a batch, n protagonists, m antagonists, N = n + m agents, A actions of an agent, O numbers of
