@@ -23,7 +23,7 @@ SCRIPT, PAGE = ROOT / "algorithms" / "spiral_rae.py", ROOT / "algorithms" / "spi
 GAMES = ("tictactoe", "kuhn", "negotiation")
 SMALL = {"games": GAMES, "num_prompts_per_step": 3, "num_generations": 2, "max_completion_length": 32}
 SMALL |= {"eval_games": 1, "eval_thoughts": 2, "device": "cpu"}
-LONG = SMALL | {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
+LONG = SMALL | {"max_steps": 4, "save_steps": 2, "eval_steps": 4}
 RATE = Args.learning_rate
 
 
@@ -87,7 +87,7 @@ def test_command_and_its_files(whole):
     for game in GAMES:  # a game of each kind is shown first and last
         assert process.stdout.count(f"\n{game}:\nPlayer 0, policy: ") == 2
     metrics, perf = table(run_dir), table(run_dir, "perf.csv")
-    assert {step for step, tag in metrics if tag.startswith("eval/")} == {0, 2, 4}
+    assert {step for step, tag in metrics if tag.startswith("eval/")} == {0, 4}
     names = [f"train/spiral_rae/{game}/baseline_{role}" for game in GAMES for role in (0, 1)]
     for tag in ("train/reward", "train/grad_norm", "train/spiral_rae/advantage_std", *names):
         assert [step for step, name in metrics if name == tag] == [*range(1, 5)]
@@ -120,8 +120,8 @@ def test_averages_are_those_of_the_returns(whole):
 
 def test_kuhn_average_is_the_mean_of_the_readouts(whole):
     progress = state(whole[0])["progress"]
-    assert progress["readouts"] == 3 and progress["step"] == 4
-    bets = [bet / 3 for bet in progress["bets"]]
+    assert progress["readouts"] == 2 and progress["step"] == 4
+    bets = [bet / 2 for bet in progress["bets"]]
     assert table(whole[0])[4, "eval/kuhn/nash_conv_average"] == pytest.approx(kuhn_nash_conv(bets), abs=1e-6)
     assert table(whole[0])[0, "eval/kuhn/nash_conv_average"] == table(whole[0])[0, "eval/kuhn/nash_conv_last"]
 
@@ -199,8 +199,8 @@ BOTH = {"num_prompts_per_step": 6, "games": ("tictactoe", "kuhn"), "eval_thought
 VARIANTS = {  # trained by two processes, and by one
     "plain": BOTH | {"max_steps": 2, "eval_steps": 2},
     "random": BOTH | {"opponent": "random", "num_prompts_per_step": 2, "eval_steps": 0, "games": ("kuhn",)},
-    "mars": BOTH | {"baseline": "mars", "eval_steps": 0},
-    "fsdp": BOTH | {"fsdp": True, "eval_opponents": ("random",)},
+    "mars": BOTH | {"baseline": "mars", "eval_steps": 0, "games": ("kuhn",)},
+    "fsdp": BOTH | {"fsdp": True, "eval_opponents": ("random",), "games": ("kuhn",)},
 }
 
 
@@ -275,16 +275,17 @@ def test_each_method_has_advantages_of_its_own(monkeypatch, tmp_path):
     assert len({json.dumps(row) for row in found}) == len(METHODS)
 
 
+HANDS = {"games": ("kuhn",), "num_prompts_per_step": 2}  # the shortest game, once from either seat
 SWITCHES = [
-    {"opponent": "random", "num_prompts_per_step": 6},
-    {"opponent": "fixed", "num_prompts_per_step": 6, "num_generations": 1},
-    {"opponent": "past", "opponent_lag": 1, "max_steps": 2},
-    {"games": ("kuhn",), "kuhn_variant": "spiral", "eval_steps": 9},
-    {"games": ("kuhn",), "kuhn_variant": "textarena", "baseline": "global"},
-    {"games": ("kuhn",), "eval_thoughts": 0, "eval_steps": 9, "eval_opponents": ("minimax",)},
+    HANDS | {"opponent": "random"},
+    HANDS | {"opponent": "fixed", "num_generations": 1},
+    HANDS | {"opponent": "past", "opponent_lag": 1, "max_steps": 2},
+    HANDS | {"kuhn_variant": "spiral", "eval_steps": 9},
+    HANDS | {"kuhn_variant": "textarena", "baseline": "global"},
+    HANDS | {"eval_thoughts": 0, "eval_steps": 9, "eval_opponents": ("minimax",)},
     {"max_completion_length": 2},  # too short for a move
-    {"beta": 0.04, "loss_type": "dapo", "epsilon_high": 0.28, "num_iterations": 1},
-    {"gradient_checkpointing": True, "bf16": True, "baseline": "mars", "loss_type": "grpo", "games": ("kuhn",)},
+    HANDS | {"beta": 0.04, "loss_type": "dapo", "epsilon_high": 0.28, "num_iterations": 1},
+    HANDS | {"gradient_checkpointing": True, "bf16": True, "baseline": "mars", "loss_type": "grpo"},
 ]
 
 
