@@ -52,7 +52,7 @@ def test_requirements_are_pinned():
 
 
 def test_ci_runs_the_test_command_of_the_readme():
-    command = "python -m pytest -n 3 --dist loadfile"
+    command = "python -m pytest -n 2 --dist loadfile"
     assert command in (ROOT / ".ci" / "run").read_text() and command in (ROOT / "README.md").read_text()
 
 
