@@ -91,7 +91,7 @@ METHODS = (
         "fm3q",
         "FM3Q: two-team minimax Q-learning",
         "2402.00738",
-        "ahead of self-play on games that can be solved; no harder to exploit in pong",
+        "ahead of self-play on games that can be solved; in pong hardly",
         "NashConv",
         ("eval/nash_conv_mean",),
         1.0,
@@ -533,7 +533,7 @@ CLAIMS: tuple[tuple[str, str, str, Callable[[Read], str], str, str], ...] = (
                 env="pong",
             )
         ),
-        "not at this size",
+        "partly: the sums, not the default; exploiters are weak",
         "control.py --study fm3q",
     ),
     (
