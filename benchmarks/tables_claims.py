@@ -515,7 +515,7 @@ CLAIMS: tuple[tuple[str, str, str, Callable[[Read], str], str, str], ...] = (
                 env="arat_large",
             )
         ),
-        "reproduced; below 0.05 in no run",
+        "reproduced, but for `twin`; below 0.05 in no run",
         "control.py --study fm3q",
     ),
     (
