@@ -545,7 +545,9 @@ def run_args(args: Args) -> Args:
     with or_fail(f"{run_dir}: not a run folder of this script"):
         saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
     free = ("resume", "evaluate", "video", "save_steps", "device", "num_threads", "compile", "eval_episodes")
-    given = {name: now for name, now in vars(args).items() if now != getattr(Args, name)}
+    # a flag on the command line counts as given with its default value, too
+    words = {w.split("=")[0].replace("_", "-").replace("--no-", "--") for w in sys.argv if __name__ == "__main__"}
+    given = {x: now for x, now in vars(args).items() if now != getattr(Args, x) or f"--{x.replace('_', '-')}" in words}
     for name, now in given.items():
         if now != (before := getattr(saved, name)) and name not in free:
             fail(f"{run_dir}: the run began with --{name.replace('_', '-')} {before}, not {now}")
@@ -645,8 +647,8 @@ def check_args(args: Args) -> None:
     for f in fields(Args):
         value, kinds = getattr(args, f.name), [getattr(x, "__name__", x) for x in get_args(f.type) or (f.type,)]
         highest = 1 if f.name in ("gamma", "tau") else 2**31
-        unfit = value == "" or (value not in kinds and type(value).__name__ not in (*kinds, "int"))
-        if unfit or (type(value) in (int, float) and not least[f.name] <= value <= highest):
+        unfit = value not in kinds and not {*kinds, "int"} & {kind.__name__ for kind in type(value).__mro__}
+        if value == "" or unfit or (isinstance(value, (int, float)) and not least[f.name] <= value <= highest):
             wanted = " or ".join(kinds) if unfit else f"a number from {least[f.name]} to {highest:,}"
             fail(f"--{f.name.replace('_', '-')} {value!r}: expected {'a name' if value == '' else wanted}")
     pursuit, learned = args.env_id == "graph_pursuit", args.evader == "learned"

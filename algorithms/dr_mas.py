@@ -41,7 +41,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import torch
 import torch.distributed as dist
@@ -223,15 +223,13 @@ def policy_loss(
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages  # (B,1) or (B,T)
     low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
     ratio = (logprobs - old_logprobs).exp()  # (B,T)
-    bounded = ratio if delta is None else ratio.clamp(max=delta)  # (B,T)
-    losses = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)  # (B,T)
+    losses = -torch.min(ratio.clamp(max=delta or math.inf) * advantages, ratio.clamp(low, high) * advantages)  # (B,T)
     tokens = mask.sum().clamp(min=1)  # scalar
     metrics = {"clip_ratio/low_mean": ((ratio < low) & (advantages < 0) & mask).sum() / tokens}  # scalars
     metrics["clip_ratio/high_mean"] = ((ratio > high) & (advantages > 0) & mask).sum() / tokens
     metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
     if beta > 0:
-        weight = ratio if use_bias_correction_kl else 1.0  # (B,T)
-        kl = weight * kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0))  # (B,T)
+        kl = kl_estimate(logprobs, ref_logprobs.where(mask, 0)) * (ratio if use_bias_correction_kl else 1)  # (B,T)
         losses = losses + beta * kl  # (B,T)
         metrics["kl"] = kl.detach().sum() / tokens
     losses = losses.masked_fill(~mask, 0)  # (B,T)
@@ -266,9 +264,8 @@ def setup(args: Args) -> torch.device:
         fail("--device cuda: this machine, or this build of torch, has no CUDA device; use --device auto or cpu")
     torch.manual_seed(args.seed)
     cuda = torch.cuda.is_available() and args.device != "cpu"
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if cuda else -1)  # -1 does nothing
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo")
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
@@ -303,14 +300,15 @@ def load_tokenizer(args: Args):
 def load_model(args: Args, tokenizer, device: torch.device):
     """The policy: any Hugging Face causal language model, in float32 (bf16 is a matter of autocast)."""
     model, log = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32, output_loading_info=True)
-    if log["missing_keys"]:  # they would be drawn at random
-        fail(f"--model-name-or-path {args.model_name_or_path}: has no weights for {sorted(log['missing_keys'])[0]}")
+    # weights that are drawn at random, or tokens that only another model knows
+    if missing := [*sorted(log["missing_keys"]), *range(len(model.get_input_embeddings().weight), len(tokenizer))]:
+        fail(f"--model-name-or-path {args.model_name_or_path}: has no weights or no embedding for {missing[0]}")
     ends = model.to(device).generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     model.generation_config.eos_token_id = sorted(ends)
-    unfit = f"--model-name-or-path {args.model_name_or_path}: its tokenizer has no chat template, or is another model's"
-    with torch.no_grad(), or_fail(unfit):  # the update applies the head itself, so nothing may come after the head
+    with torch.no_grad(), or_fail(f"--model-name-or-path {args.model_name_or_path}: unfit chat template or tokenizer"):
         ids = torch.tensor([encode(tokenizer, [{"role": "user", "content": "1"}])], device=device)  # (1,S)
+        # the update applies the head itself, so nothing may come after the head
         logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
         if not torch.allclose(logits, model(ids).logits, atol=1e-3):
             fail(f"--model-name-or-path {args.model_name_or_path}: changes its logits after the head; not supported")
@@ -640,13 +638,13 @@ def apply_gradients(model, optimizer, args: Args) -> float:
     """Add the gradients of all processes, clip, step. Returns the norm before clipping."""
     for parameter in model.parameters():
         if parameter.grad is None:  # nothing acted: AdamW's momentum still moves the weights, so it gets a zero
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = parameter.detach() * 0  # and NaN for a broken weight, which is noticed below
         if dist.is_initialized() and not args.fsdp:
             dist.all_reduce(parameter.grad)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     grad_norm = (grad_norm.full_tensor() if args.fsdp else grad_norm).item()
     if not math.isfinite(grad_norm):
-        fail(f"the gradient norm is {grad_norm}: lower --learning-rate or check the rewards; checkpoints are kept", 1)
+        fail(f"the gradient norm is {grad_norm}: lower --learning-rate, check rewards and weights; checkpoints stay", 1)
     optimizer.step()
     return grad_norm
 
@@ -663,8 +661,7 @@ class Trained:
 
     def state_dict(self) -> dict:
         """Whole tensors in the memory of process 0; all processes must call."""
-        states = get_state_dict(self.model, self.optimizer, options=WHOLE)
-        return dict(zip(("model_state_dict", "optim_state_dict"), states))
+        return dict(zip(("model_state_dict", "optim_state_dict"), get_state_dict(*vars(self).values(), options=WHOLE)))
 
     def load_state_dict(self, state: dict) -> None:
         """Every process takes what it holds of the whole tensors."""
@@ -702,12 +699,16 @@ def load_checkpoint(run_dir: str, state: dict) -> bool:
 def resume_args(args: Args) -> Args:
     """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
     run_dir = args.evaluate or args.resume
+    if args.evaluate and args.resume:
+        fail("--evaluate and --resume: one of them, please; a finished run is scored, an unfinished one is continued")
     with or_fail(f"{run_dir}: not a run folder of this script, or nothing to --evaluate yet: finish it with --resume"):
         saved = json.loads(Path(run_dir, "args.json").read_text())
         saved = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
         os.stat(os.path.join(run_dir, "final" if args.evaluate else ""))
     free = ["resume", "save_steps", "device", "max_steps", "retriever_url"]
-    given = {name: now for name, now in vars(args).items() if now != getattr(Args, name)}
+    # a flag on the command line counts as given with its default value, too
+    words = {w.split("=")[0].replace("_", "-").replace("--no-", "--") for w in sys.argv if __name__ == "__main__"}
+    given = {x: now for x, now in vars(args).items() if now != getattr(Args, x) or f"--{x.replace('_', '-')}" in words}
     for name, now in given.items():
         if now != (before := getattr(saved, name)) and name not in free and not args.evaluate:
             fail(f"--resume {run_dir}: the run began with --{name.replace('_', '-')} {before}, not {now}")
@@ -763,16 +764,18 @@ def evaluate(players: dict[str, Player], team, args: Args) -> tuple[dict[str, fl
 def check_args(args: Args) -> None:
     """One sentence for every combination of flags that cannot work."""
     ranks, group, micro = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations, args.per_device_train_batch_size
-    least = {"num_generations": 2, "max_rounds": 1, "invalid_penalty": 0, "max_steps": 0, "eval_steps": 0, "seed": 0}
-    for name, x, low in ((f.name, getattr(args, f.name), least.get(f.name, int(f.type is int))) for f in fields(Args)):
-        if x == "" or (isinstance(x, (int, float)) and not low <= x <= 2**31):
-            fail(f"--{name.replace('_', '-')} {x!r}: expected {'a name' if x == '' else f'{low} or more, to 2**31'}")
+    least = {"max_steps": 0, "eval_steps": 0, "seed": 0, "num_generations": 2, "max_rounds": 1, "temperature": 1e-6}
+    for f in fields(Args):
+        x, low = getattr(args, f.name), least.get(f.name, int(f.type is int))
+        kinds = [getattr(k, "__name__", k) for k in get_args(f.type) * (get_origin(f.type) is not tuple) or (f.type,)]
+        unfit = x not in kinds and not {*kinds, "int", "list"} & {kind.__name__ for kind in type(x).__mro__}
+        if x == "" or unfit or (isinstance(x, (int, float)) and not low <= x <= 2**31):
+            wanted = "a name" if x == "" else " or ".join(kinds) if unfit else f"{low} or more, at most {2**31}"
+            fail(f"--{f.name.replace('_', '-')} {x!r}: expected {wanted}")
     if args.num_prompts_per_step % ranks:
         fail(f"--num-prompts-per-step {args.num_prompts_per_step}: not divisible by the {ranks} processes")
     if micro % group and group % micro:
         fail(f"--per-device-train-batch-size {micro}: expected a multiple or a divisor of --num-generations {group}")
-    if args.temperature <= 0:
-        fail(f"--temperature {args.temperature}: expected more than 0")
     if args.fsdp and ranks == 1:
         fail("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
 
@@ -807,6 +810,7 @@ def batch_metrics(batch: Batch, team, args: Args, progress: Progress) -> dict[st
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say, or score a run for --evaluate. Returns the last evaluation. Steps as in dr_mas.md."""
     transformers.logging.disable_progress_bar()
+    getattr(sys.stdout, "reconfigure", dict)(errors="replace")  # a terminal may not know all that a model writes
     args = resume_args(args) if args.resume or args.evaluate else args
     check_args(args)
     device, rank = setup(args), rank_and_world_size()[0]

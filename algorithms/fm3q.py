@@ -30,6 +30,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Literal, get_args
@@ -248,14 +249,21 @@ def make_game(args: Args, num_envs: int, seed: int, device) -> TabularGame | Pon
     """The game of --env-id, `num_envs` copies."""
     if args.env_id == "pong":
         return Pong((args.num_pro, args.num_ant), num_envs, seed, device)
-    return TabularGame(*game_tables(args), num_envs, seed, device)
+    return TabularGame(*game_tables(args.env_id), num_envs, seed, device)
 
 
-def game_tables(args: Args) -> tuple[Tensor, Tensor, tuple[int, int]]:
+@cache
+def game_tables(env_id: str) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Rewards (S,A^n,A^m), transitions (S,A^n,A^m,S) and team sizes of a game that is not pong."""
-    if args.env_id in MATRIX_GAMES:
-        return matrix_game(args.env_id)
-    return arat_game("large" if args.env_id == "arat_large" else "small")
+    if env_id in MATRIX_GAMES:
+        return matrix_game(env_id)
+    return arat_game("large" if env_id == "arat_large" else "small")
+
+
+@cache
+def true_values(env_id: str, gamma: float) -> Tensor:
+    """Value of each state when both teams play at their best. -> (S,)"""
+    return minimax_values(*game_tables(env_id)[:2], gamma)
 
 
 class Networks(nn.Module):
@@ -499,7 +507,9 @@ def run_args(args: Args) -> Args:
     with or_fail(f"{run_dir}: not a run folder of this script"):
         saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
     free = ("resume", "evaluate", "video", "save_steps", "device", "num_threads", "compile", "eval_episodes")
-    given = {name: now for name, now in vars(args).items() if now != getattr(Args, name)}
+    # a flag on the command line counts as given with its default value, too
+    words = {w.split("=")[0].replace("_", "-").replace("--no-", "--") for w in sys.argv if __name__ == "__main__"}
+    given = {x: now for x, now in vars(args).items() if now != getattr(Args, x) or f"--{x.replace('_', '-')}" in words}
     for name, now in given.items():
         if now != (before := getattr(saved, name)) and name not in free:
             fail(f"{run_dir}: the run began with --{name.replace('_', '-')} {before}, not {now}")
@@ -536,7 +546,7 @@ class Logger:
 
 def solve(networks: Networks, args: Args, device) -> dict[str, float]:
     """A game of tables: what both teams could gain against the greedy ones, and how far values are from the truth."""
-    rewards, transitions, teams = game_tables(args)
+    rewards, transitions, teams = game_tables(args.env_id)
     game = TabularGame(rewards, transitions, teams, len(rewards), 0, device)
     game.states = torch.arange(len(rewards), device=device)  # (S,)
     with torch.no_grad():
@@ -545,7 +555,7 @@ def solve(networks: Networks, args: Args, device) -> dict[str, float]:
     found = nash_conv(rewards, transitions, args.gamma, *joint_actions(actions.cpu(), teams, game.num_actions))  # (S,)
     scores = {"eval/nash_conv_mean": found.mean().item(), "eval/nash_conv_max": found.max().item()}
     if values is not None:
-        errors = values.cpu() - minimax_values(rewards, transitions, args.gamma)  # (S,)
+        errors = values.cpu() - true_values(args.env_id, args.gamma)  # (S,)
         scores["eval/value_error_max"] = errors.abs().max().item()
     return scores
 
@@ -612,8 +622,8 @@ def check_args(args: Args) -> None:
     for f in fields(Args):
         value, kinds = getattr(args, f.name), [getattr(x, "__name__", x) for x in get_args(f.type) or (f.type,)]
         highest = 1 if f.name in ("gamma", "tau", "start_e", "end_e", "exploration_fraction") else 2**31
-        unfit = value == "" or (value not in kinds and type(value).__name__ not in (*kinds, "int"))
-        if unfit or (type(value) in (int, float) and not least[f.name] <= value <= highest):
+        unfit = value not in kinds and not {*kinds, "int"} & {kind.__name__ for kind in type(value).__mro__}
+        if value == "" or unfit or (isinstance(value, (int, float)) and not least[f.name] <= value <= highest):
             wanted = " or ".join(kinds) if unfit else f"a number from {least[f.name]} to {highest:,}"
             fail(f"--{f.name.replace('_', '-')} {value!r}: expected {'a name' if value == '' else wanted}")
     pong = args.env_id == "pong"

@@ -39,7 +39,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import torch
 import torch.distributed as dist
@@ -252,15 +252,13 @@ def policy_loss(
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages  # (B,1) or (B,T)
     low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
     ratio = (logprobs - old_logprobs).exp()  # (B,T)
-    bounded = ratio if delta is None else ratio.clamp(max=delta)  # (B,T)
-    losses = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)  # (B,T)
+    losses = -torch.min(ratio.clamp(max=delta or math.inf) * advantages, ratio.clamp(low, high) * advantages)  # (B,T)
     tokens = mask.sum().clamp(min=1)  # scalar
     metrics = {"clip_ratio/low_mean": ((ratio < low) & (advantages < 0) & mask).sum() / tokens}  # scalars
     metrics["clip_ratio/high_mean"] = ((ratio > high) & (advantages > 0) & mask).sum() / tokens
     metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
     if beta > 0:
-        weight = ratio if use_bias_correction_kl else 1.0  # (B,T)
-        kl = weight * kl_estimate(logprobs, ref_logprobs.masked_fill(~mask, 0))  # (B,T)
+        kl = kl_estimate(logprobs, ref_logprobs.where(mask, 0)) * (ratio if use_bias_correction_kl else 1)  # (B,T)
         losses = losses + beta * kl  # (B,T)
         metrics["kl"] = kl.detach().sum() / tokens
     losses = losses.masked_fill(~mask, 0)  # (B,T)
@@ -295,9 +293,8 @@ def setup(args: Args) -> torch.device:
         fail("--device cuda: this machine, or this build of torch, has no CUDA device; use --device auto or cpu")
     torch.manual_seed(args.seed)
     cuda = torch.cuda.is_available() and args.device != "cpu"
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if cuda else -1)  # -1 does nothing
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo")
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
@@ -332,14 +329,15 @@ def load_tokenizer(args: Args):
 def load_model(args: Args, tokenizer, device: torch.device):
     """The policy: any Hugging Face causal language model, in float32 (bf16 is a matter of autocast)."""
     model, log = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32, output_loading_info=True)
-    if log["missing_keys"]:  # they would be drawn at random
-        fail(f"--model-name-or-path {args.model_name_or_path}: has no weights for {sorted(log['missing_keys'])[0]}")
+    # weights that are drawn at random, or tokens that only another model knows
+    if missing := [*sorted(log["missing_keys"]), *range(len(model.get_input_embeddings().weight), len(tokenizer))]:
+        fail(f"--model-name-or-path {args.model_name_or_path}: has no weights or no embedding for {missing[0]}")
     ends = model.to(device).generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     model.generation_config.eos_token_id = sorted(ends)
-    unfit = f"--model-name-or-path {args.model_name_or_path}: its tokenizer has no chat template, or is another model's"
-    with torch.no_grad(), or_fail(unfit):  # the update applies the head itself, so nothing may come after the head
+    with torch.no_grad(), or_fail(f"--model-name-or-path {args.model_name_or_path}: unfit chat template or tokenizer"):
         ids = torch.tensor([encode(tokenizer, [{"role": "user", "content": "1"}])], device=device)  # (1,S)
+        # the update applies the head itself, so nothing may come after the head
         logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
         if not torch.allclose(logits, model(ids).logits, atol=1e-3):
             fail(f"--model-name-or-path {args.model_name_or_path}: changes its logits after the head; not supported")
@@ -460,8 +458,7 @@ def play(model, tokenizer, task, problems: list, num_generations: int, args: Arg
     prompts = [encode(tokenizer, task.prompt(problem)) for problem in problems]
     episodes = [Episode(*pair) for pair in zip(problems, prompts) for _ in range(num_generations)]
     while due := [i for i, episode in enumerate(episodes) if not episode.over]:
-        turn = len(episodes[due[0]].starts)
-        copies = 1 if turn else num_generations
+        copies = 1 if (turn := len(episodes[due[0]].starts)) else num_generations
         names = seeds and [f"{seeds[i // num_generations]} {i % num_generations} {turn}" for i in due]
         generator = names and [torch.Generator().manual_seed(random.Random(x).getrandbits(63)) for x in names[::copies]]
         samples = generate(model, [episodes[i].context() for i in due[::copies]], copies, args, generator)
@@ -723,7 +720,9 @@ def resume_args(args: Args) -> Args:
     with or_fail(f"--resume {args.resume}: not a run folder of this script"):
         saved = json.loads(Path(args.resume, "args.json").read_text())
         saved = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
-    given = {name: now for name, now in vars(args).items() if now != getattr(Args, name)}
+    # a flag on the command line counts as given with its default value, too
+    words = {w.split("=")[0].replace("_", "-").replace("--no-", "--") for w in sys.argv if __name__ == "__main__"}
+    given = {x: now for x, now in vars(args).items() if now != getattr(Args, x) or f"--{x.replace('_', '-')}" in words}
     for name, now in given.items():
         if now != (before := getattr(saved, name)) and name not in ("resume", "save_steps", "device", "max_steps"):
             fail(f"--resume {args.resume}: the run began with --{name.replace('_', '-')} {before}, not {now}")
@@ -795,13 +794,16 @@ def check_args(args: Args) -> None:
     ranks, group, micro = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations, args.per_device_train_batch_size
     least = dict.fromkeys(["max_steps", "eval_steps", "seed", "examiner_steps"], 0) | {"distill_top_k": 1}
     least |= dict.fromkeys(["num_generations", "num_answers"], 2) | dict.fromkeys(["temperature", "top_p"], 1e-6)
-    for name, x, low in ((f.name, getattr(args, f.name), least.get(f.name, int(f.type is int))) for f in fields(Args)):
-        flag, high = f"--{name.replace('_', '-')} {x!r}", 1 if name in ("top_p", "teacher_tau") else 2**31
-        numbers = x if isinstance(x, tuple) else (x,)
-        if x in ("", ()) or not all(low <= n <= high for n in numbers if isinstance(n, (int, float))):
-            fail(f"{flag}: expected {'a name' if x == '' else f'{low} or more, at most {high}'}")
-        if name in ("num_prompts_per_step", "num_documents_per_step") and x % ranks:
-            fail(f"{flag}: not divisible by the {ranks} processes")
+    for f in fields(Args):
+        x, low, flag = getattr(args, f.name), least.get(f.name, int(f.type is int)), f.name.replace("_", "-")
+        high, numbers = 1 if f.name in ("top_p", "teacher_tau") else 2**31, x if isinstance(x, tuple) else (x,)
+        kinds = [getattr(k, "__name__", k) for k in get_args(f.type) * (get_origin(f.type) is not tuple) or (f.type,)]
+        unfit = x not in kinds and not {*kinds, "int", "list"} & {kind.__name__ for kind in type(x).__mro__}
+        if x in ("", ()) or unfit or not all(low <= n <= high for n in numbers if isinstance(n, (int, float))):
+            wanted = "a name" if x == "" else " or ".join(kinds) if unfit else f"{low} or more, at most {high}"
+            fail(f"--{flag} {x!r}: expected {wanted}")
+        if flag in ("num-prompts-per-step", "num-documents-per-step") and x % ranks:
+            fail(f"--{flag} {x}: not divisible by the {ranks} processes")
     if micro % group and group % micro:
         fail(f"--per-device-train-batch-size {micro}: expected a multiple or a divisor of --num-generations {group}")
 
@@ -822,6 +824,7 @@ def batch_metrics(batch: Batch, progress: Progress) -> dict[str, float]:
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the last evaluation. Steps as in pi_play.md."""
     transformers.logging.disable_progress_bar()
+    getattr(sys.stdout, "reconfigure", dict)(errors="replace")  # a terminal may not know all that a model writes
     args = resume_args(args) if args.resume else args
     check_args(args)
     device, (rank, world_size) = setup(args), rank_and_world_size()

@@ -50,6 +50,8 @@ from torch.utils.tensorboard import SummaryWriter
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository root, for envs/
 from envs.simulators import LeanVectorEnv, restore_simulator, simulator_state
 
+LONGEST_EPISODE = 100_000  # steps of an evaluation, which waits for the end
+
 # === 2 Args ===========================================================================================================
 
 
@@ -169,10 +171,9 @@ def ordinal_logits(scores: Tensor) -> Tensor:
 
 def action_logits(head: Tensor, policy: str, num_atoms: int, temperature: float) -> Tensor:
     """Logits of a policy over atoms, from what action_distribution takes. (B,A) or (B,A,K) -> (B,A,K)"""
-    if policy == "poisson":
-        return poisson_logits(F.softplus(head), num_atoms, temperature)
-    if policy == "poisson_repo":
-        return poisson_repo_logits(F.softplus(head), num_atoms, temperature)
+    if policy in ("poisson", "poisson_repo"):
+        logits = poisson_logits if policy == "poisson" else poisson_repo_logits
+        return logits(F.softplus(head), num_atoms, temperature)
     return ordinal_logits(head) if policy == "ordinal" else head  # categorical, bang_bang
 
 
@@ -234,9 +235,7 @@ def environment_actions(actions: Tensor, low: Tensor, high: Tensor, policy: str,
     return low + (high - low) * actions
 
 
-def gae(
-    rewards: Tensor, dones: Tensor, values: Tensor, last_values: Tensor, gamma: float, gae_lambda: float
-) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, dones: Tensor, values: Tensor, last_values: Tensor, gamma: float, gae_lambda: float) -> tuple:
     """Generalised advantage estimation, arXiv 1506.02438 eq. 16. (T,N), (T,N), (T,N), (N,) -> advantages, returns (T,N)
 
     dones[t] says that step t ended an episode, so nothing after it counts.
@@ -575,7 +574,9 @@ def run_args(args: Args) -> Args:
     with or_fail(f"{run_dir}: not a run folder of this script"):
         saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
     free = ("resume", "evaluate", "video", "save_steps", "device", "num_threads", "compile", "eval_episodes")
-    given = {name: now for name, now in vars(args).items() if now != getattr(Args, name)}
+    # a flag on the command line counts as given with its default value, too
+    words = {w.split("=")[0].replace("_", "-").replace("--no-", "--") for w in sys.argv if __name__ == "__main__"}
+    given = {x: now for x, now in vars(args).items() if now != getattr(Args, x) or f"--{x.replace('_', '-')}" in words}
     for name, now in given.items():
         if now != (before := getattr(saved, name)) and name not in free:
             fail(f"{run_dir}: the run began with --{name.replace('_', '-')} {before}, not {now}")
@@ -613,7 +614,7 @@ class Logger:
 @torch.no_grad()
 def play(agent: Agent, stats: RunningMeanStd, args: Args, count: int, deterministic: bool, **options) -> tuple:
     """One episode in each of `count` fresh environments, all at once. -> returns (count,), frames of the first."""
-    envs, returns, frames = make_envs(args, count, **options), np.zeros(count), []  # (count,)
+    envs, returns, frames, steps = make_envs(args, count, **options), np.zeros(count), [], 0  # (count,)
     observations, running = envs.reset(seed=args.seed + 10_000)[0], np.ones(count, dtype=bool)  # (count,O), (count,)
     with torch.random.fork_rng(range(torch.cuda.device_count())):  # evaluating more often changes nothing in training
         torch.manual_seed(args.seed)
@@ -624,6 +625,8 @@ def play(agent: Agent, stats: RunningMeanStd, args: Args, count: int, determinis
             observations, rewards, terminated, truncated, _ = envs.step(agent.to_environment(actions))
             returns += rewards * running
             running &= ~(terminated | truncated)
+            if (steps := steps + 1) > LONGEST_EPISODE:
+                fail(f"--env-id {args.env_id}: an episode did not end in {steps:,} steps; set its max_episode_steps", 1)
     envs.close()
     return returns, frames
 
@@ -683,8 +686,8 @@ def check_args(args: Args) -> None:
     for f in fields(Args):
         value, kinds = getattr(args, f.name), [getattr(x, "__name__", x) for x in get_args(f.type) or (f.type,)]
         highest = 1 if f.name in ("gamma", "gae_lambda") else 2**31
-        unfit = value == "" or (value not in kinds and type(value).__name__ not in (*kinds, "int"))
-        if unfit or (type(value) in (int, float) and not least[f.name] <= value <= highest):
+        unfit = value not in kinds and not {*kinds, "int"} & {kind.__name__ for kind in type(value).__mro__}
+        if value == "" or unfit or (isinstance(value, (int, float)) and not least[f.name] <= value <= highest):
             wanted = " or ".join(kinds) if unfit else f"a number from {least[f.name]} to {highest:,}"
             fail(f"--{f.name.replace('_', '-')} {value!r}: expected {'a name' if value == '' else wanted}")
     batch = args.num_envs * args.num_steps
@@ -712,8 +715,7 @@ def batch_metrics(agent: Agent, batch: dict[str, Tensor], episodes: list, args: 
     """What the steps of a batch say: finished episodes, the value network, and the look of policies over atoms."""
     out = {"losses/explained_variance": 1 - float((batch["returns"] - batch["values"]).var() / batch["returns"].var())}
     if episodes:
-        returns, lengths = np.array(episodes, dtype=float).mean(0).tolist()
-        out |= {"charts/episodic_return": returns, "charts/episodic_length": lengths}
+        out |= dict(zip(["charts/episodic_return", "charts/episodic_length"], np.mean(episodes, 0, float).tolist()))
     with torch.no_grad():
         base = agent.distribution(batch["observations"][: 16 * args.num_envs]).base_dist
     looks = atom_metrics(base.probs) if isinstance(base, Categorical) else {}

@@ -97,6 +97,7 @@ FIGURES = {  # study: names of the arms, the panels of its learning curves (tag,
         (
             ("train/rewards/f1/mean", "training: word F1, %", 100.0),
             ("eval/mean_at_8", "evaluation: right of 8 episodes, %", 100.0),
+            ("train/rewards/f1/mean by train/num_tokens", "training: word F1, %", 100.0),
         ),
     ),
     "pi_play": (
@@ -817,8 +818,8 @@ def pages() -> list[Path]:
 
 
 def draw_learning(study: str, names: dict[str, str], panels: tuple[tuple, ...], x: str = "step") -> None:
-    """Learning curves: mean over seeds with one standard deviation, against steps or steps of the student. A panel is
-    tag, label, factor and its arms (none means all)."""
+    """Learning curves: mean over seeds with one standard deviation, against steps, steps of the student, or the mean
+    over seeds of another tag (`tag by other`). A panel is tag, label, factor and its arms (none means all)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -831,16 +832,21 @@ def draw_learning(study: str, names: dict[str, str], panels: tuple[tuple, ...], 
         curves = [{"run": run, "tag": "eval/mean_at_8", "step": step, "value": value} for run, step, _, value in points]
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.8))
     for axis, (tag, label, scale, *chosen) in zip(axes, panels):
+        tag, _, across = tag.partition(" by ")
         for number, arm in enumerate(dict.fromkeys(arms.values())):
             if arm not in (chosen or names):
                 continue
             found: dict[int, dict[str, float]] = {}
+            places: dict[int, list[float]] = {}
             for row in curves:
                 if arms.get(row["run"]) == arm and row["tag"] == tag:
                     found.setdefault(int(row["step"]), {})[row["run"]] = scale * float(row["value"])
+                if arms.get(row["run"]) == arm and row["tag"] == across:
+                    places.setdefault(int(row["step"]), []).append(float(row["value"]))
             steps, points = sorted(found), {step: list(values.values()) for step, values in found.items()}
             mean = [statistics.mean(points[step]) for step in steps]
             spread = [statistics.stdev(points[step]) if len(points[step]) > 1 else 0.0 for step in steps]
+            steps = [statistics.mean(places[step]) for step in steps] if across else steps
             (line,) = axis.plot(steps, mean, f"C{number}", label=names[arm].partition(" (`")[0], linewidth=1.8)
             low, high = [m - s for m, s in zip(mean, spread)], [m + s for m, s in zip(mean, spread)]
             axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
@@ -851,7 +857,7 @@ def draw_learning(study: str, names: dict[str, str], panels: tuple[tuple, ...], 
                 if row["run"] == "cfr"
             ]
             axis.plot(*zip(*(point for point in cfr if point[0] <= steps[-1])), color="gray", linewidth=1, label="CFR")
-        axis.set_xlabel(x)
+        axis.set_xlabel("tokens that the model wrote" if across else x)
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
         if chosen or axis is axes[0]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from written_once import remembered
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: the house rules need none
@@ -30,6 +31,17 @@ def signal_handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def texts_are_written_once(request):
+    """Where a file runs one script many times in this process, see written_once.py."""
+    name = request.module.__name__.rpartition("test_")[2]
+    script = getattr(request.module, name.removesuffix("_script"), None) if name.endswith("_script") else None
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(script, "generate"):
+            patch.setattr(script, "generate", remembered(script.generate))
+        yield
 
 
 @pytest.fixture

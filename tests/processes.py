@@ -32,13 +32,15 @@ LIBRARIES += ["transformers", "transformers.models.auto.modeling_auto", "transfo
 LIBRARIES += ["tyro", "imageio", "gymnasium.vector", "mujoco"]  # of one that is missing here, a run takes longer
 DRIVER = """\
 import json, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 import torch.distributed as dist
-from algorithms.{script} import Args, train
+from algorithms import {script} as script
+from written_once import remembered
+script.generate = remembered(script.generate)
 dist.init_process_group("gloo")
 dist.destroy_process_group = lambda: None  # one group for all runs
 for values in json.loads(sys.argv[2]):
-    train(Args(**values))
+    script.train(script.Args(**values))
 """
 
 

@@ -291,7 +291,7 @@ BAD_FLAGS = [  # flags, parts of the sentence
     ({"num_iterations": 0}, ["--num-iterations 0", "1 or more"]),
     ({"num_generations": 8, "per_device_train_batch_size": 12}, ["--per-device-train-batch-size 12", "divisor"]),
     ({"reward_weights": (1.0, 0.1)}, ["--reward-weights", "correctness", "length"]),
-    ({"temperature": 0.0}, ["--temperature 0.0", "more than 0"]),
+    ({"temperature": 0.0}, ["--temperature 0.0", "1e-06 or more"]),
     ({"top_p": 0.0}, ["--top-p 0.0"]),
     ({"top_p": 1.5}, ["--top-p 1.5", "at most 1"]),
     ({"overlong_buffer_len": 64}, ["--overlong-buffer-len 64", "--max-completion-length 64"]),
@@ -341,7 +341,7 @@ def test_unusable_models(tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(TINY_MODEL, model)
     (model / "chat_template.jinja").unlink()
-    assert f"--model-name-or-path {model}: its tokenizer has no chat template" in refusal(
+    assert f"--model-name-or-path {model}: unfit chat template or tokenizer" in refusal(
         capsys, model_name_or_path=str(model)
     )
     shutil.copy(TINY_MODEL / "chat_template.jinja", model)

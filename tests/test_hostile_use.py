@@ -124,6 +124,7 @@ def call(script: str, words: list[str], seconds: int) -> tuple[int, str]:
     def expired(number, frame):
         raise NeverEnds
 
+    module, argv, name = SCRIPTS[script], sys.argv, SCRIPTS[script].__name__
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGALRM, expired)
     log = transformers.logging.get_logger().handlers or transformers.logging.get_logger("transformers").handlers
@@ -133,7 +134,8 @@ def call(script: str, words: list[str], seconds: int) -> tuple[int, str]:
             warnings.simplefilter("ignore")  # those of libraries, which name what the sentence then says
             signal.alarm(seconds)
             try:
-                SCRIPTS[script].train(tyro.cli(SCRIPTS[script].Args, args=words))
+                sys.argv, module.__name__ = [f"{script}.py", *words], "__main__"
+                module.train(tyro.cli(module.Args))
                 code = 0
             except SystemExit as stopped:  # with a text it is printed, and the code is 1
                 code = 1 if isinstance(stopped.code, str) else stopped.code
@@ -147,6 +149,7 @@ def call(script: str, words: list[str], seconds: int) -> tuple[int, str]:
             finally:
                 signal.alarm(0)
     finally:
+        sys.argv, module.__name__ = argv, name
         for handler, stream in streams:
             handler.setStream(stream)
         for number, handler in before.items():
@@ -465,6 +468,7 @@ def endless(folder: Path, patch) -> None:
     task("pass")(folder, patch)
     path = folder / "own_task.py"
     path.write_text(path.read_text().replace(", max_episode_steps=20", ""))
+    patch.setattr(SCRIPTS["unimodal_poisson"], "LONGEST_EPISODE", 500)
 
 
 def environment(**variables: str) -> Callable:
@@ -630,8 +634,7 @@ CASES = [
          prepare=weights(lambda found: {name: weight * math.nan for name, weight in found.items()})),
     Case("grpo", "a model without a tokenizer", MODEL, ("model",),
          prepare=without("tokenizer.json", "tokenizer_config.json")),
-    Case("grpo", "a model with the tokenizer of another", MODEL, ("model",), prepare=tiny_model(other_tokenizer),
-         gap="IndexError in the first forward pass, after the run folder was made"),
+    Case("grpo", "a model with the tokenizer of another", MODEL, ("model",), prepare=tiny_model(other_tokenizer)),
     Case("gdpo", "a chat template that breaks off", MODEL, ("model",), prepare=template("{% for m in messages %}")),
     Case("igpo", "a chat template that reaches for Python", MODEL, ("model",),
          prepare=template("{{ ''.__class__.__mro__[1].__subclasses__() }}")),
@@ -651,8 +654,12 @@ CASES = [
     Case("arac", "the folder has checkpoints of the user's", "--output-dir @run",
          files=tuple((f"run/checkpoints/{name}.pt", "mine") for name in ("best", "resnet", "zz"))),
     Case("grpo", "args.json has an unknown flag", RESUME, (NO_RUN,), run=True, prepare=edit_args(lerning_rate=1)),
-    Case("grpo", "args.json has text for a number", RESUME, ("run",), run=True, prepare=edit_args(max_steps="10"),
-         gap="TypeError at the first comparison"),
+    Case("grpo", "args.json has text for a number", RESUME, ("--max-steps '10'", "int"), run=True,
+         prepare=edit_args(max_steps="10")),
+    Case("dr_mas", "args.json has an unknown loss", RESUME, ("--loss-type 'ppo'", "dr_grpo or dapo"), run=True,
+         prepare=edit_args(loss_type="ppo")),
+    Case("spiral_rae", "args.json has a name for a list of games", RESUME, ("--games 'kuhn'", "tuple"), run=True,
+         prepare=edit_args(games="kuhn")),
     Case("unimodal_poisson", "args.json has null for a number", RESUME, ("--total-timesteps None", "int"), run=True,
          prepare=edit_args(total_timesteps=None)),
     Case("fm3q", "args.json has an unknown game", RESUME, ("--env-id 'chess'", "arat_large or pong"), run=True,
@@ -667,8 +674,7 @@ CASES = [
     Case("grpo", "args.json in place of its folder", "--resume @run/args.json", (NO_RUN,), run=True),
     Case("gdpo", "a run of another script", RESUME, (NO_RUN,), run=True,
          prepare=lambda folder, patch: shutil.copy(finished("grpo") / "args.json", "run")),
-    Case("grpo", "resume and evaluate at once", f"{RESUME} --evaluate @run", ("--resume", "--evaluate"), run=True,
-         gap="--resume is ignored"),
+    Case("grpo", "resume and evaluate at once", f"{RESUME} --evaluate @run", ("--resume", "--evaluate"), run=True),
     Case("unimodal_poisson", "resume and evaluate at once", f"{RESUME} --evaluate @run", ("--resume", "--evaluate"),
          run=True),
     Case("fm3q", "resume with another learning rate", f"{RESUME} --learning-rate 1", ("--learning-rate 0.001", "1.0"),
@@ -701,8 +707,7 @@ CASES = [
          prepare=folder_for_checkpoint),
     Case("fm3q", "checkpoints is a file", RESUME, ("run",), run=True, prepare=file_for_checkpoints),
     Case("grpo", "a checkpoint whose weights are not numbers", f"{RESUME} --max-steps 5", ("nan",), code=1,
-         run=True, prepare=not_numbers, began=True,
-         gap="trained on, and it pushes the good checkpoints out"),
+         run=True, prepare=not_numbers, began=True),
     Case("grpo", "a file of the user's among the checkpoints", f"{RESUME} --max-steps 4", run=True, began=True,
          prepare=overwrite("checkpoints/best.pt", "mine")),
     # full disks
@@ -745,17 +750,17 @@ CASES = [
     Case("unimodal_poisson", "a task with observations that are not numbers", OWN, ("not a number",), code=1,
          prepare=gives("0.0", "np.full(2, np.nan, np.float32)"), began=True),
     Case("unimodal_poisson", "a task that never ends, to be scored", f"{OWN} --eval-episodes 1", ("--env-id", "end"),
-         prepare=endless, seconds=4, gap="the evaluation never ends"),
+         code=1, prepare=endless, began=True),
     # what scripts find around them
     Case("grpo", "leftovers of another launcher: WORLD_SIZE=two", "", ("WORLD_SIZE",),
          prepare=environment(WORLD_SIZE="two"), gap="ValueError"),
-    Case("igpo", "leftovers of another launcher: WORLD_SIZE=2 alone", "", ("torchrun",),
-         prepare=environment(WORLD_SIZE="2"), gap="torch's ValueError"),
+    Case("igpo", "leftovers of another launcher: WORLD_SIZE=2 alone", "", prepare=environment(WORLD_SIZE="2"),
+         began=True),
     Case("grpo", "a terminal that knows only ASCII, and questions that need more", f"{FROM_DATA} --eval-steps 1",
          files=data(lines(*({"question": f"¿{n} + {n}?", "answer": str(2 * n)} for n in range(6)))),
-         prepare=environment(PYTHONIOENCODING="ascii"), gap="UnicodeEncodeError: the run dies"),
+         prepare=environment(PYTHONIOENCODING="ascii"), began=True),
     Case("gdpo", "resume with seed 1, the default, where the run has seed 5", f"{RESUME} --seed 1", ("--seed 5", "1"),
-         run=True, prepare=edit_args(seed=5), gap="a flag given with its default value is not noticed"),
+         run=True, prepare=edit_args(seed=5)),
     # what the model writes
     *(Case(script, "a model that writes nothing", "--max-steps 1", prepare=writes("end"), began=True)
       for script in ("grpo", "gdpo", "dr_mas", "igpo", "spiral_rae")),
@@ -971,7 +976,7 @@ def page() -> str:
     text = f"{INTRODUCTION}\n## Refused: {len(refused)} inputs\n\n{table(refused)}"
     text += f"\n## Accepted: {len(accepted)} inputs\n\nThese are no reason to stop.\n\n{table(accepted)}"
     if gaps:
-        text += f"\n## Not yet as it should be: {len(gaps)} inputs\n\n{table(gaps)}"
+        text += f"\n## Not yet as it should be\n\n{table(gaps)}"
     return text
 
 

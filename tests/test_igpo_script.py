@@ -340,7 +340,7 @@ BAD_FLAGS = [  # flags, parts of the sentence
     ({"num_generations": 1}, ["--num-generations 1", "2 or more"]),
     ({"num_prompts_per_step": 0}, ["--num-prompts-per-step 0", "1 or more"]),
     ({"per_device_train_batch_size": 6}, ["--per-device-train-batch-size 6", "--num-generations 4"]),
-    ({"temperature": 0.0}, ["--temperature 0.0", "more than 0"]),
+    ({"temperature": 0.0}, ["--temperature 0.0", "1e-06 or more"]),
     ({"fsdp": True}, ["--fsdp", "torchrun"]),
     ({"model_name_or_path": "no/such/folder"}, ["no/such/folder", "not found"]),
     ({"dataset": "no/such.jsonl"}, ["no/such.jsonl", "--retriever-url"]),

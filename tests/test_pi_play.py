@@ -437,6 +437,7 @@ ARGS = Args(
     num_answers=3,
 )
 CPU = torch.device("cpu")
+ROWS = 16  # of the batch
 
 
 @pytest.fixture(scope="module")
@@ -461,7 +462,7 @@ def models(tokenizer):
 
 @pytest.fixture(scope="module")
 def batch(models, tokenizer, task) -> Batch:
-    return rollout(models, tokenizer, task, range(3, 9), ARGS)
+    return rollout(models, tokenizer, task, range(3, 7), ARGS)
 
 
 @pytest.fixture
@@ -598,7 +599,7 @@ def test_half_of_the_searches_are_partial():
 
 def test_special_tokens_are_masked(models, tokenizer, task, batch):
     """The first end token and the first of each token of <think>: out of the loss, still in the sequence."""
-    found = rollout(models, tokenizer, task, range(3, 9), replace(ARGS, mask_special_tokens=True))
+    found = rollout(models, tokenizer, task, range(3, 7), replace(ARGS, mask_special_tokens=True))
     assert torch.equal(found.completion_ids, batch.completion_ids) and not (found.mask & ~batch.mask).any()
     special = [*tokenizer("<think>", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     for row, before, after in zip(batch.completion_ids.tolist(), batch.mask, found.mask):
@@ -669,8 +670,8 @@ def test_advantages_are_taken_among_equal_hops_and_among_answers(batch):
     first, second = rewards[:3, 0], rewards[3:, 0]
     expected = torch.cat([(x - x.mean()) / (x.var(unbiased=False) + 1e-6).sqrt() for x in (first, second)])
     assert_close(compute_advantages(given, ARGS, Progress()), expected, 1e-5)
-    of_batch = compute_advantages(batch, ARGS, Progress()).view(6, 4)
-    right = batch.rewards[:, 0].view(6, 4)
+    of_batch = compute_advantages(batch, ARGS, Progress()).view(4, 4)
+    right = batch.rewards[:, 0].view(4, 4)
     mixed = right.std(1) > 0
     assert mixed.any() and (of_batch[~mixed] == 0).all() and (of_batch[mixed].sign() == (2 * right[mixed] - 1)).all()
 
@@ -830,10 +831,10 @@ def test_no_context_and_the_same_weights_have_no_divergence(models, batch, token
     """c empty and psi = theta: D is 0 to the bit, its gradient rounding noise, the parameters stay where they are."""
     student = deepcopy(models["student"])
     before, empty = deepcopy(student.state_dict()), replace(batch, private=batch.prompts)
-    metrics = update(student, SGD(student), empty, torch.zeros(24), ARGS, None, models["student"], 1.0)
+    metrics = update(student, SGD(student), empty, torch.zeros(ROWS), ARGS, None, models["student"], 1.0)
     assert metrics["pi_play/divergence"] == 0 == metrics["loss"] and metrics["grad_norm"] < 1e-6  # measured: 2e-7
     assert all((before[name] - value).abs().max() < 1e-7 for name, value in student.state_dict().items())
-    seeing = update(student, SGD(student), batch, torch.zeros(24), ARGS, None, models["student"], 1.0)
+    seeing = update(student, SGD(student), batch, torch.zeros(ROWS), ARGS, None, models["student"], 1.0)
     assert seeing["pi_play/divergence"] > 0.01 and seeing["grad_norm"] > 0.01, "the gap is due to the context alone"
 
 
@@ -859,7 +860,7 @@ def gradients(monkeypatch, models, batch, advantages, args, weight, reference=No
 def advantages(batch) -> torch.Tensor:
     """Random ones, a third of them zero."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(24, generator=generator) * (torch.arange(24) % 3 > 0)
+    return torch.randn(ROWS, generator=generator) * (torch.arange(ROWS) % 3 > 0)
 
 
 @pytest.fixture(scope="module")
@@ -906,7 +907,7 @@ def test_update_gradient_equals_the_naive_one(
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_update_follows_the_divergence_that_is_asked_for(monkeypatch, models, batch, expected_gradients, divergence):
     """All advantages 0: plain RL has exactly no gradient, pi-Play that of its divergence."""
-    args, nothing = replace(ARGS, divergence=divergence), torch.zeros(24)
+    args, nothing = replace(ARGS, divergence=divergence), torch.zeros(ROWS)
     found, metrics = gradients(monkeypatch, models, batch, nothing, args, 0.25)
     assert_same_gradient(found, 0.25 * expected_gradients[divergence])
     assert metrics["loss"] == pytest.approx(0.25 * expected_gradients[f"{divergence} value"], rel=1e-4)
@@ -945,7 +946,7 @@ def test_penalty_and_divergence_together(monkeypatch, models, batch, advantages,
     found, metrics = gradients(monkeypatch, models, batch, advantages, args, 0.5, shifted)
     assert_same_gradient(found, expected)
     assert metrics["kl"] == pytest.approx(kl_estimate(logprobs, ref)[batch.mask].mean().item(), rel=1e-3)
-    _, metrics = gradients(monkeypatch, models, batch, torch.zeros(24), args, 0.0, reference)
+    _, metrics = gradients(monkeypatch, models, batch, torch.zeros(ROWS), args, 0.0, reference)
     assert metrics["kl"] < 1e-6 and metrics["frac_tokens_trained"] == 1
 
 
@@ -962,7 +963,7 @@ def test_what_was_read_gets_no_gradient(monkeypatch, models, batch, advantages):
 
     monkeypatch.setattr(pi_play, "token_logprobs", spy)
     gradients(monkeypatch, models, batch, advantages, ARGS, 0.5)
-    assert sorted(row for rows, *_ in kept for row in rows) == [*range(24)]
+    assert sorted(row for rows, *_ in kept for row in rows) == [*range(ROWS)]
     read = 0
     for rows, logprobs, divergence in kept:
         mask = batch.mask[rows]
@@ -977,21 +978,21 @@ def test_a_row_without_tokens_counts_as_zero(monkeypatch, models, batch, advanta
     """A row whose tokens are all masked adds nothing, but is one of the B rows of the mean."""
     mask = batch.mask.clone()
     mask[5] = False
-    found, metrics = gradients(monkeypatch, models, replace(batch, mask=mask), torch.zeros(24), ARGS, 1.0)
-    rest = [row for row in range(24) if row != 5]
+    found, metrics = gradients(monkeypatch, models, replace(batch, mask=mask), torch.zeros(ROWS), ARGS, 1.0)
+    rest = [row for row in range(ROWS) if row != 5]
     part = replace(batch, prompts=[batch.prompts[i] for i in rest], private=[batch.private[i] for i in rest])
     names = ("completion_ids", "mask", "logprobs", "rewards")
     part = replace(part, **{name: getattr(batch, name)[rest] for name in names})
-    alone, others = gradients(monkeypatch, models, part, torch.zeros(23), ARGS, 1.0)
-    assert_same_gradient(found, alone * 23 / 24)
-    assert metrics["pi_play/divergence"] == pytest.approx(others["pi_play/divergence"] * 23 / 24, rel=1e-5)
+    alone, others = gradients(monkeypatch, models, part, torch.zeros(ROWS - 1), ARGS, 1.0)
+    assert_same_gradient(found, alone * (ROWS - 1) / ROWS)
+    assert metrics["pi_play/divergence"] == pytest.approx(others["pi_play/divergence"] * (ROWS - 1) / ROWS, rel=1e-5)
 
 
 def test_a_step_moves_the_student_towards_its_teacher(models, batch):
     student = deepcopy(models["student"])
-    optimizer = torch.optim.Adam(student.parameters(), 1e-3)
+    optimizer = torch.optim.Adam(student.parameters(), 5e-4)
     values = [
-        update(student, optimizer, batch, torch.zeros(24), ARGS, None, models["teacher"], 1.0)["pi_play/divergence"]
+        update(student, optimizer, batch, torch.zeros(ROWS), ARGS, None, models["teacher"], 1.0)["pi_play/divergence"]
         for _ in range(6)
     ]
     assert all(after < before for before, after in zip(values, values[1:])) and values[-1] < 0.8 * values[0]

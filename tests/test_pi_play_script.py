@@ -475,12 +475,11 @@ def test_folders_that_are_no_runs(whole, tmp_path, capsys):
 
 
 def test_learning(tmp_path):
-    """A step of the examiner and six of the student: right answers become many more, by the teacher."""
-    values = {"num_prompts_per_step": 8, "num_generations": 8, "max_completion_length": 64, "learning_rate": 4e-4}
-    values |= {"num_documents_per_step": 8, "num_answers": 5, "eval_problems": 32, "num_generations_eval": 4}
-    metrics = train_here(tmp_path / "run", **values, student_steps=6, max_steps=7, eval_steps=100)
-    # Seeds 1, 2, 3: +0.461, 0.492, 0.430. --privileged-context none: +0.148, 0.117, 0.156. The contexts of other
-    # questions: +0.133, 0.297, 0.266; advantages negated: +0.438, 0.430, 0.320, without a teacher -0.195 each, which
-    # is down to 0.
-    assert metrics[7, "eval/mean_at_4"] - metrics[0, "eval/mean_at_4"] > 0.35
-    assert metrics[7, "train/pi_play/divergence"] < 0.5 * metrics[2, "train/pi_play/divergence"]
+    """A step of the examiner and four of the student: right answers become many more, by the teacher."""
+    values = {"num_prompts_per_step": 8, "num_generations": 4, "max_completion_length": 64, "learning_rate": 8e-4}
+    values |= {"num_documents_per_step": 4, "num_answers": 5, "eval_problems": 24, "num_generations_eval": 4}
+    metrics = train_here(tmp_path / "run", **values, student_steps=4, max_steps=5, eval_steps=100)
+    # Seeds 1, 2, 3: +0.562, 0.552, 0.490. --privileged-context none: +0.094, 0.094, 0.104. The contexts of other
+    # questions: +0.115, 0.219, 0.167. Advantages negated: +0.521, 0.417, 0.292, so here it is the teacher who counts.
+    assert metrics[5, "eval/mean_at_4"] - metrics[0, "eval/mean_at_4"] > 0.35
+    assert metrics[5, "train/pi_play/divergence"] < 0.5 * metrics[2, "train/pi_play/divergence"]
