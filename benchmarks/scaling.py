@@ -284,25 +284,25 @@ def command(point: Point, model: str) -> list[str]:
 
 
 def make_model(name: str, folder: str) -> None:
-    """Save one of MODELS with random weights, and a tokenizer whose end token such a model cannot write."""
+    """Save one of MODELS with random weights, whose end token is one that it cannot write, and a tokenizer."""
     import torch
     import transformers
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     model, tokenizer = MODELS[name], transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    end = tokenizer.eos_token_id
     if model.vocab < 1000:  # a real vocabulary is so large that an end by chance is rare
         tokenizer.add_tokens([f"<|unused {number}|>" for number in range(model.vocab - len(tokenizer))])
-        tokenizer.add_special_tokens({"eos_token": "<|never|>"})
+        tokenizer.eos_token, end = None, model.vocab
     options = {"hidden_size": model.hidden, "intermediate_size": model.intermediate, "vocab_size": model.vocab}
     options |= {"num_hidden_layers": model.layers, "num_attention_heads": model.heads}
     options |= {"num_key_value_heads": model.kv_heads, "tie_word_embeddings": model.tied}
     options |= {"head_dim": model.head_dim} if model.kind == "qwen3" else {}
     kinds = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
     config = kinds[model.kind](**options, max_position_embeddings=4096, bos_token_id=None, pad_token_id=0)
-    config.eos_token_id = tokenizer.eos_token_id
     network = transformers.AutoModelForCausalLM.from_config(config)
-    network.generation_config.eos_token_id = tokenizer.eos_token_id
+    network.generation_config.eos_token_id = end
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

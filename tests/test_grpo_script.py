@@ -23,7 +23,7 @@ SCRIPT = ROOT / "algorithms" / "grpo.py"
 TINY_MODEL = Path(grpo.TINY_MODELS, "countdown")
 SMALL = {"num_prompts_per_step": 4, "num_generations": 4, "max_completion_length": 32}
 SMALL |= {"eval_problems": 8, "num_generations_eval": 2}
-LONG = SMALL | {"max_steps": 10, "save_steps": 2, "eval_steps": 4}  # ten steps take a second: time enough for a signal
+LONG = SMALL | {"max_steps": 8, "save_steps": 2, "eval_steps": 4}  # these take a second: time enough for a signal
 
 
 # --- Means -----------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def events(run_dir) -> EventAccumulator:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Folder and process of ten uninterrupted steps."""
+    """Folder and process of eight uninterrupted steps."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     process = run(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
     assert process.returncode == 0, process.stderr
@@ -101,19 +101,19 @@ def test_command_and_its_files(whole):
     run_dir, process = whole
     assert not re.search("warning|traceback|error", process.stderr, re.IGNORECASE), process.stderr
     progress = [line for line in process.stdout.splitlines() if line.startswith("step")]
-    assert len(progress) == 10 and max(map(len, progress)) <= 80
+    assert len(progress) == 8 and max(map(len, progress)) <= 80
     assert process.stdout.count(">>>") == 6, "three completions are shown first and last"
     metrics, perf = table(run_dir), table(run_dir, "perf.csv")
-    assert {step for step, tag in metrics if tag.startswith("eval/")} == {0, 4, 8, 10}
+    assert {step for step, tag in metrics if tag.startswith("eval/")} == {0, 4, 8}
     for tag in ("train/reward", "train/grad_norm", "train/learning_rate"):
-        assert [step for step, name in metrics if name == tag] == [*range(1, 11)]
+        assert [step for step, name in metrics if name == tag] == [*range(1, 9)]
     assert {tag for _, tag in perf} == {tag for _, tag in perf if tag.startswith("perf/")}
     assert not [tag for _, tag in metrics if tag.startswith("perf/")], "times differ from run to run"
     board = events(run_dir)
     logged = {(event.step, tag): event.value for tag in board.Tags()["scalars"] for event in board.Scalars(tag)}
     assert_close(logged, metrics | perf, relative=1e-6)
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    assert names == ["step_00000008.pt", "step_00000010.pt"], "two are kept, nothing half-written is left"
+    assert names == ["step_00000006.pt", "step_00000008.pt"], "two are kept, nothing half-written is left"
 
 
 def test_final_policy_scores_the_same(whole, capsys):
@@ -123,7 +123,7 @@ def test_final_policy_scores_the_same(whole, capsys):
     assert tokenizer.chat_template and sum(map(torch.numel, model.parameters())) > 1e5
     capsys.readouterr()
     scores = grpo.train(Args(evaluate=str(run_dir), device="cpu"))
-    assert scores == {tag: value for (step, tag), value in table(run_dir).items() if step == 10 and tag in scores}
+    assert scores == {tag: value for (step, tag), value in table(run_dir).items() if step == 8 and tag in scores}
     printed = capsys.readouterr().out
     assert all(f"{tag} {value:.4f}" in printed for tag, value in scores.items())
 
@@ -160,18 +160,18 @@ def test_same_seed_same_run_other_seed_another(whole, tmp_path):
 def test_kill_9_and_resume(whole, tmp_path):
     run_dir = tmp_path / "run"
     assert begin_and_interrupt(signal.SIGKILL, "step    3/", SCRIPT, run_dir, **LONG)[0] == -signal.SIGKILL
-    (run_dir / "checkpoints" / "step_00000010.pt.tmp").write_bytes(b"half a checkpoint")
+    (run_dir / "checkpoints" / "step_00000008.pt.tmp").write_bytes(b"half a checkpoint")
     # the resumed run dies too, before its first step: what was logged up to the checkpoint must survive that
     interrupt(signal.SIGKILL, "completions a step", SCRIPT, "--resume", run_dir)
     saved = max(int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("*.pt"))
     assert saved >= 2 and {step for step, _ in table(run_dir)} >= {*range(saved + 1)}
     process = fork(SCRIPT, "--resume", run_dir)
     assert process.returncode == 0, process.stderr
-    assert len(re.findall("^step ", process.stdout, re.MULTILINE)) == 10 - saved, "saved steps are not repeated"
+    assert len(re.findall("^step ", process.stdout, re.MULTILINE)) == 8 - saved, "saved steps are not repeated"
     assert_same_run(run_dir, whole[0])
     assert table(run_dir, "perf.csv").keys() == table(whole[0], "perf.csv").keys()
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    assert names == ["step_00000008.pt", "step_00000010.pt"]
+    assert names == ["step_00000006.pt", "step_00000008.pt"]
 
 
 def test_kill_9_before_the_first_checkpoint(whole, tmp_path):
@@ -200,7 +200,7 @@ def test_resume_of_a_finished_run_changes_nothing(whole, tmp_path):
 
 
 def test_damaged_checkpoint(whole, tmp_path, capsys):
-    run_dir, newest = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_00000010.pt"
+    run_dir, newest = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_00000008.pt"
     shutil.copytree(whole[0], run_dir)
     with open(newest, "r+b") as file:
         file.truncate(10_000)
@@ -211,7 +211,7 @@ def test_damaged_checkpoint(whole, tmp_path, capsys):
     assert "of another script" in refusal(capsys, code=1, resume=str(run_dir))
     assert_same_run(run_dir, whole[0])  # refusing destroys nothing
     newest.unlink()
-    grpo.train(Args(resume=str(run_dir), device="cpu"))  # from step 8
+    grpo.train(Args(resume=str(run_dir), device="cpu"))  # from step 6
     assert_same_run(run_dir, whole[0])
 
 
@@ -222,8 +222,8 @@ def test_resume_refuses_changed_flags(whole, tmp_path, capsys):
         errors = refusal(capsys, resume=run_dir, **values)
         assert f"--{name.replace('_', '-')} " in errors and str(value) in errors
     shutil.copytree(run_dir, tmp_path / "run")  # with a constant learning rate a run may be made longer
-    grpo.train(Args(resume=str(tmp_path / "run"), max_steps=11, save_steps=50, device="cpu"))
-    assert max(table(tmp_path / "run"))[0] == 11
+    grpo.train(Args(resume=str(tmp_path / "run"), max_steps=9, save_steps=50, device="cpu"))
+    assert max(table(tmp_path / "run"))[0] == 9
 
 
 # --- Several processes -----------------------------------------------------------------------------------------------

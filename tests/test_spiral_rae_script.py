@@ -198,7 +198,7 @@ def test_resume_with_a_past_opponent(tmp_path, capsys):
 
 BOTH = {"num_prompts_per_step": 6, "games": ("tictactoe", "kuhn"), "eval_thoughts": 1}
 VARIANTS = {  # trained by two processes, and by one
-    "plain": BOTH | {"max_steps": 2, "eval_steps": 2, "eval_opponents": ("random",)},
+    "plain": BOTH | {"max_steps": 2, "eval_steps": 0},
     "random": BOTH | {"opponent": "random", "num_prompts_per_step": 2, "eval_steps": 0, "games": ("kuhn",)},
     "mars": BOTH | {"baseline": "mars", "eval_steps": 0, "games": ("kuhn",)},
     "fsdp": BOTH | {"fsdp": True, "eval_opponents": ("random",), "games": ("kuhn",)},
