@@ -761,6 +761,8 @@ CASES = [
          prepare=environment(PYTHONIOENCODING="ascii"), began=True),
     Case("gdpo", "resume with seed 1, the default, where the run has seed 5", f"{RESUME} --seed 1", ("--seed 5", "1"),
          run=True, prepare=edit_args(seed=5)),
+    Case("fm3q", "resume with the default mixer, where the run has another", f"{RESUME} --mixer qmix",
+         ("--mixer vdn", "qmix"), run=True, prepare=edit_args(mixer="vdn")),
     # what the model writes
     *(Case(script, "a model that writes nothing", "--max-steps 1", prepare=writes("end"), began=True)
       for script in ("grpo", "gdpo", "dr_mas", "igpo", "spiral_rae")),
