@@ -768,7 +768,7 @@ def check_args(args: Args) -> None:
     """One sentence for every combination of flags that cannot work."""
     ranks, group, micro = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations, args.per_device_train_batch_size
     least = dict.fromkeys(["warmup_steps", "max_steps", "eval_steps", "seed"], 0) | {"num_generations": 2}
-    least |= {"temperature": 1e-6, "top_p": 1e-6}
+    least |= {"temperature": 1e-6, "top_p": 1e-6, "delta": 1}
     for f in fields(Args):
         x, low, high = getattr(args, f.name), least.get(f.name, int(f.type is int)), 1 if f.name == "top_p" else 2**31
         kinds = [getattr(k, "__name__", k) for k in get_args(f.type) * (get_origin(f.type) is not tuple) or (f.type,)]

@@ -765,8 +765,8 @@ def evaluate(model, tokenizer, task, args: Args) -> tuple[dict[str, float], str]
 def check_args(args: Args) -> None:
     """One sentence for every combination of flags that cannot work."""
     ranks, group, micro = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations, args.per_device_train_batch_size
-    least = {"max_steps": 0, "eval_steps": 0, "seed": 0, "num_generations": 2, "temperature": 1e-6}
-    least["format_penalty"] = -(2**31)
+    least = {"max_steps": 0, "eval_steps": 0, "seed": 0, "num_generations": 2}
+    least |= {"temperature": 1e-6, "delta": 1, "format_penalty": -(2**31)}
     for f in fields(Args):
         x, low = getattr(args, f.name), least.get(f.name, int(f.type is int))
         kinds = [getattr(k, "__name__", k) for k in get_args(f.type) * (get_origin(f.type) is not tuple) or (f.type,)]

@@ -292,6 +292,7 @@ BAD_FLAGS = [  # flags, parts of the sentence
     ({"num_generations": 8, "per_device_train_batch_size": 12}, ["--per-device-train-batch-size 12", "divisor"]),
     ({"reward_weights": (1.0, 0.1)}, ["--reward-weights", "correctness", "length"]),
     ({"temperature": 0.0}, ["--temperature 0.0", "1e-06 or more"]),
+    ({"delta": 0.5}, ["--delta 0.5", "1 or more"]),  # the ratio itself begins at 1
     ({"top_p": 0.0}, ["--top-p 0.0"]),
     ({"top_p": 1.5}, ["--top-p 1.5", "at most 1"]),
     ({"overlong_buffer_len": 64}, ["--overlong-buffer-len 64", "--max-completion-length 64"]),
