@@ -27,7 +27,12 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from algorithms.gdpo import batch_normalize, condition_rewards, decoupled_advantages, group_advantages
+from algorithms.gdpo import (
+    batch_normalize,
+    condition_rewards,
+    decoupled_advantages,
+    group_advantages,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXTS, DRAWN, GENERATIONS, CHOICES = 64, 16, 4, (4, 32)

@@ -23,7 +23,14 @@ from algorithms.fm3q import (
     td_loss,
     update_target,
 )
-from envs.two_team import MATRIX_GAMES, TabularGame, arat_game, joint_actions, matrix_game, minimax_values
+from envs.two_team import (
+    MATRIX_GAMES,
+    TabularGame,
+    arat_game,
+    joint_actions,
+    matrix_game,
+    minimax_values,
+)
 
 CASES = {case["case"]: case for case in json.loads((Path(__file__).parent / "reference/fm3q.json").read_text())}
 GAMES = dict(

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 from processes import ROOT, as_flags, begin_and_interrupt, fork, train_by_two
-from test_grpo_script import EXACT, SMALL, assert_close, assert_same_run, assert_same_weights, events, last, table
+from test_grpo_script import (
+    EXACT,
+    SMALL,
+    assert_close,
+    assert_same_run,
+    assert_same_weights,
+    events,
+    last,
+    table,
+)
 from test_house_rules import page_rows, page_tags, tag_matches
 
 from algorithms import gdpo

@@ -33,7 +33,14 @@ from algorithms.spiral_rae import (
     rollout,
     update,
 )
-from envs.game_solvers import DEALS, KUHN_INFOSETS, kuhn_decision_points, kuhn_infoset, kuhn_nash_conv, kuhn_return
+from envs.game_solvers import (
+    DEALS,
+    KUHN_INFOSETS,
+    kuhn_decision_points,
+    kuhn_infoset,
+    kuhn_nash_conv,
+    kuhn_return,
+)
 from envs.matches import OPPONENTS
 from envs.text_games import make_game
 
