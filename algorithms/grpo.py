@@ -38,7 +38,7 @@ import time
 import warnings
 import zlib
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MethodType
 from typing import Literal
@@ -63,11 +63,13 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 ROOT = Path(__file__).resolve().parents[1]  # the repository root
 sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
+MASKED_LAYERS = {"full_attention", "sliding_attention"}  # all that they need is a mask
 PACKED_LENGTH = 4096  # longest packed row in tokens: its attention mask is L x L
 LOGITS_AT_ONCE = 2**26  # of the update: 256 MB in float32
 GROUPS_SHOWN = 2  # groups a step that are written to completions.jsonl
@@ -105,7 +107,7 @@ class Args:
     num_generations: int = 8
     """G, completions of each prompt"""
     max_prompt_length: int = 1024
-    """longest prompt in tokens; longer ones are left out"""
+    """longest prompt of a dataset in tokens; longer ones are left out"""
     max_completion_length: int = 64
     """T, longest completion in tokens"""
     temperature: float = 1.0
@@ -250,6 +252,11 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2 and args.advantage != "none":
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
+    for name in ("task_config", "chat_template_kwargs"):
+        try:
+            json.loads(getattr(args, name))
+        except ValueError as error:
+            sys.exit(f"--{name.replace('_', '-')}: expected JSON, found {error}")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -355,6 +362,8 @@ def load_task(args: Args):
     """The env with the rewards of the flags, and the problems that it is evaluated on."""
     if args.eval_dataset and not args.dataset and args.max_steps > 0:
         sys.exit("--eval-dataset: needs --dataset, problems of the same kind to train on")
+    if args.eval_dataset and args.env == "reasoning_gym":
+        sys.exit("--eval-dataset: reasoning_gym makes its own problems")
     task = load_problems(args, args.dataset or args.eval_dataset)
     problems = task.evaluation_problems(args.eval_problems)
     if args.eval_dataset:
@@ -386,18 +395,19 @@ def load_model(args: Args):
         sys.exit(f"--model-name-or-path {path}: cannot be loaded ({error})")
     if tokenizer.chat_template is None:
         sys.exit(f"--model-name-or-path {path}: has no chat template; use an instruct model")
-    refuse_unsupported(model, path)
+    refuse_unsupported(model)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     ends = {tokenizer.eos_token_id, *ends} - {None}
     if not ends:
         sys.exit(f"--model-name-or-path {path}: neither model nor tokenizer names an end token")
     model.generation_config.eos_token_id = sorted(ends)
-    # A method of the model, because FSDP gathers weights only before methods that it knows.
-    model.token_logprobs = MethodType(token_logprobs, model)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    longest = longest_text(model)
     if args.max_prompt_length + args.max_completion_length > longest:
-        sys.exit(f"--max-prompt-length and --max-completion-length: {path} has {longest} positions")
+        sys.exit(
+            f"--max-prompt-length and --max-completion-length: {path} ends at {longest} tokens"
+        )
+    add_methods(model)
     return model, tokenizer
 
 
@@ -430,59 +440,88 @@ def without_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
 # --- What models differ in ----------------------------------------------------------------------
 
 
-def refuse_unsupported(model, path: str) -> None:
-    """Stop unless every layer is attention, whole or windowed."""
+def refuse_unsupported(model) -> None:
+    """Stop if the configuration names what masks cannot say; check_model finds the rest."""
     config = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if model._is_stateful or layers - {"full_attention", "sliding_attention"}:
-        sys.exit(f"--model-name-or-path {path}: has layers that are not attention; not supported")
+    layers = set(getattr(config, "layer_types", None) or [])
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers - MASKED_LAYERS)]
+    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
+        if getattr(config, limit, None):
+            reasons.append(f"limits attention by {limit}")
+    if model._is_stateful:
+        reasons.append("is recurrent")
+    if reasons:
+        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+
+
+def longest_text(model) -> float:
+    """Tokens of prompt and completion that a model can hold.
+
+    Beyond it, learned positions end, and some rotary ones change for all texts of a batch.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
 
 
 def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
-    """What the model takes as its mask, given which keys each query may see, (B,Q,K).
+    """What the model takes as its mask, given which keys each query may see, (B,Q,K) bool.
 
-    Floats, 0 or -inf, are right for every kind of attention; eager attention would add a bool.
-    Models with windows in some layers take a mask for each type of layer.
+    Masks (B,1,Q,K) of 0 and -inf are right for every kind of attention; eager attention would add
+    a bool. A mask replaces the model's own, so windows are ours to draw, by position, not column.
+    Models with two kinds of layers take a dict. Every query must see something, or it is NaN.
     """
-    zeros = torch.zeros(visible.shape, dtype=model.dtype, device=visible.device)
-    full = zeros.masked_fill(~visible, -math.inf)[:, None]  # (B,1,Q,K)
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    if window is None:
-        return full
-    distance = query_positions[:, :, None] - key_positions[:, None, :]  # (B,Q,K)
-    windowed = full.masked_fill((distance >= window)[:, None], -math.inf)
-    if getattr(config, "layer_types", None):
-        return {"full_attention": full, "sliding_attention": windowed}
-    return windowed
+    layers = getattr(config, "layer_types", None)
+    layers = layers or ["sliding_attention" if window else "full_attention"]
+    masks = {}
+    for kind in set(layers):
+        seen = visible
+        if kind == "sliding_attention":
+            distance = query_positions[:, :, None] - key_positions[:, None, :]  # (B,Q,K)
+            seen = visible & (distance < window)
+        mask = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
+        masks[kind] = mask.masked_fill(~seen, -math.inf)[:, None]
+    return masks if len(masks) > 1 else masks[kind]
 
 
-class GivenStates(torch.nn.Module):
-    """Stands for the body of a model: returns the hidden states that it is given."""
+class Hidden(BaseModelOutputWithPast):
+    """Hidden states as a model's layers return them, without anything beside them."""
 
-    def forward(self, *args, inputs_embeds: Tensor, **kwargs):
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def __getattr__(self, name):
+        return None  # router_logits, cross_attentions and the like
 
 
-def logits_of(model, hidden: Tensor) -> Tensor:
-    """The model's own head, with Granite's scale and Gemma's soft cap. (N,H) -> (N,V)"""
-    head = object.__new__(type(model))  # the model without its body
-    head.__dict__ = dict(model.__dict__)
-    head._modules = model._modules | {model.base_model_prefix: GivenStates()}
-    return head.forward(inputs_embeds=hidden[None]).logits[0]
+class GivenHidden(torch.nn.Module):
+    """Takes the place of a model's layers: what it is given counts as what they computed."""
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
+        return Hidden(last_hidden_state=inputs_embeds)
+
+
+def add_methods(model) -> None:
+    """Methods, not functions: copy.deepcopy binds them to the copy, and FSDP can wrap them."""
+    head = copy.copy(model)  # the model without its layers
+    head._modules = {**model._modules, model.base_model_prefix: GivenHidden()}
+    model.head = head.forward  # the model's own: Granite scales its logits, Gemma caps them
+    model.token_logprobs = MethodType(token_logprobs, model)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing. The switch of transformers needs training mode, thus dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
 
 
 @torch.no_grad()
-def check_model(model, prompt: list[int], args: Args) -> None:
-    """Stop unless decoding, packed rows and the plain forward pass agree: else noise is learned."""
-    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
-    prompts = [prompt, prompt[len(prompt) // 2 :]]  # two lengths, so that there is padding
-    try:
-        completions = generate(model, prompts, 2, args, seeds=[1, 2])
-        packed = pack(completions, [0, 1, 2, 3], model.device)
-        learner = model.token_logprobs(packed, args)  # (N,)
-    except (AttributeError, TypeError, ValueError) as error:
-        sys.exit(f"{type(model).__name__}: not supported ({error})")
+def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
+    """Nats by which sampler and learner are off the plain forward pass, largest of all tokens."""
+    completions = generate(model, prompts, 2, args, seeds=range(len(prompts)))
+    packed = pack(completions, list(range(len(completions))), model.device)
     plain = []
     for completion in completions:
         ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
@@ -490,11 +529,32 @@ def check_model(model, prompt: list[int], args: Args) -> None:
         targets = ids[0, len(completion.prompt) :]
         plain.append(-F.cross_entropy(logits, targets, reduction="none"))
     plain = torch.cat(plain)  # (N,)
-    for logprobs in (learner, packed.sampled_logprobs):
-        gap = (logprobs - plain).abs().max().item()
+    learner = model.token_logprobs(packed, args)
+    return {
+        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
+        "packing": (learner - plain).abs().max().item(),
+    }
+
+
+def check_model(model, prompt: list[int], args: Args) -> None:
+    """Stop unless decoding and packing equal the plain forward pass: else noise is learned."""
+    name = type(model).__name__
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
+    prompts = [prompt, prompt[len(prompt) // 2 :]]  # two lengths, so that there is padding
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    try:
+        if window:
+            config.sliding_window = 4  # so that short texts are longer than it
+        gaps = logprob_gaps(model, prompts, args)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        sys.exit(f"{name}: not supported ({type(error).__name__}: {str(error).splitlines()[0]})")
+    finally:
+        if window:
+            config.sliding_window = window
+    for way, gap in gaps.items():
         if not gap < 1e-3:  # NaN too
-            name = type(model).__name__
-            sys.exit(f"{name}: not supported, log-probabilities are {gap:.2g} off the model's own")
+            sys.exit(f"{name}: not supported, {way} is {gap:.2g} nats off the plain forward pass")
 
 
 # --- Rollout ------------------------------------------------------------------------------------
@@ -625,12 +685,8 @@ def complete(
 ) -> list[Completion]:
     """G completions of each problem with their rewards."""
     prompts = [encode(tokenizer, task, problem, args) for problem in problems]
-    longest = max(len(prompt) for prompt in prompts)
-    if longest > args.max_prompt_length:
-        sys.exit(f"a prompt has {longest} tokens, more than --max-prompt-length")
     size = max(1, args.decode_batch_size // num_generations)  # prompts decoded at once
     completions = []
-    sampler.eval()
     for i in range(0, len(prompts), size):
         some = slice(i, i + size)
         some_seeds = seeds[some] if seeds else None
@@ -723,7 +779,7 @@ def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
     positions = packed.position_ids
 
     def chunk_logprobs(hidden, targets):
-        logits = logits_of(model, hidden).float() / args.temperature
+        logits = model.head(inputs_embeds=hidden[None]).logits[0].float() / args.temperature
         return -F.cross_entropy(logits, targets, reduction="none")
 
     with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
@@ -787,7 +843,6 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     num_clipped = torch.zeros((), device=device)
     kl_sum = torch.zeros((), device=device)
     largest_gap = torch.zeros((), device=device)
-    switch_recomputation(model, args.gradient_checkpointing)
     for iteration in range(args.num_iterations):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -824,7 +879,6 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         if not math.isfinite(norm):
             sys.exit(f"the gradient norm is {norm}: lower --learning-rate; checkpoints are kept")
         optimizer.step()
-    switch_recomputation(model, False)
 
     own_sums = torch.stack([loss_sum, num_clipped, kl_sum]) / args.num_iterations
     sums = torch.tensor(gather([own_sums.tolist()])).sum(0).tolist()
@@ -837,16 +891,6 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     if reference is not None:
         metrics["kl"] = sums[2] / num_tokens
     return metrics
-
-
-def switch_recomputation(model, on: bool) -> None:
-    """Gradient checkpointing works in training mode, but dropout would part learner and sampler.
-
-    So only the layers that recompute are set to training mode, not what is inside them.
-    """
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.training = on
 
 
 def shard(model, args: Args) -> None:
@@ -997,7 +1041,7 @@ def train(args: Args) -> dict[str, float]:
     rank, world_size, device = setup(args)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)
-    model.to(device).eval()
+    model.to(device)
     eval_problems = without_long_prompts(eval_problems, tokenizer, task, args)
     if hasattr(task, "train_rows"):
         task.train_rows = without_long_prompts(task.train_rows, tokenizer, task, args)
@@ -1012,7 +1056,7 @@ def train(args: Args) -> dict[str, float]:
         for parameter in sampler.parameters():
             parameter.data = parameter.data.to(torch.bfloat16 if args.bf16 else torch.float32)
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(model)
     if args.fsdp:
         shard(model, args)
         if reference is not None:
@@ -1062,13 +1106,12 @@ def train(args: Args) -> dict[str, float]:
         rewards, lengths, ended, entropy = zip(*table)
         rewards = torch.tensor(rewards)  # (B,K)
         totals = rewards @ torch.tensor(task.reward_weights)  # (B,)
-        if args.advantage == "group":
-            advantages = group_advantages(totals, args.num_generations, args.scale_rewards)
-        elif args.advantage == "shuffled":
+        advantages = totals
+        if args.advantage == "shuffled":
             order = random.Random(f"{args.seed} {step}").sample(range(len(totals)), len(totals))
-            advantages = group_advantages(totals[order], args.num_generations, args.scale_rewards)
-        else:
-            advantages = totals
+            advantages = totals[order]
+        if args.advantage != "none":
+            advantages = group_advantages(advantages, args.num_generations, args.scale_rewards)
         own_advantages = advantages.chunk(world_size)[rank]
 
         # 3. clipped policy-gradient steps

@@ -144,6 +144,7 @@ class MathJsonl:
                 rows = [read_line(raw, f"{path}, line {i}") for i, raw in enumerate(file, 1) if raw.strip()]
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error.strerror}), expected a JSON-lines file") from None
+        self.rows = rows  # all, in the order of the file
         by_hash = {}  # in [0, 1): the rows that share a question
         for row in rows:
             digest = hashlib.sha256(" ".join(row.question.lower().split()).encode()).digest()

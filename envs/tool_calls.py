@@ -137,6 +137,7 @@ class ToolCalls:
         except OSError as error:
             raise ValueError(f"{dataset}: cannot be read ({error.strerror}), expected a JSON-lines file") from None
         rows = sorted(rows, key=lambda row: (not row.held_out, random.Random(repr(row)).random()))
+        self.rows = rows
         self.evaluation_rows = [row for row in rows if row.held_out] or rows[:1]
         self.train_rows = [row for row in rows if not row.held_out and row.query != self.evaluation_rows[0].query]
         if dataset and not self.train_rows:
