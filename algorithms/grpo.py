@@ -39,6 +39,7 @@ import warnings
 import zlib
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from types import MethodType
 from typing import Literal
@@ -477,14 +478,17 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None)
     layers = layers or ["sliding_attention" if window else "full_attention"]
+    dtype = model.dtype
+    if torch.is_autocast_enabled(visible.device.type):
+        dtype = torch.bfloat16  # else every layer makes and keeps a copy
     masks = {}
     for kind in set(layers):
         seen = visible
         if kind == "sliding_attention":
             distance = query_positions[:, :, None] - key_positions[:, None, :]  # (B,Q,K)
             seen = visible & (distance < window)
-        mask = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
-        masks[kind] = mask.masked_fill(~seen, -math.inf)[:, None]
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
     return masks if len(masks) > 1 else masks[kind]
 
 
@@ -734,32 +738,38 @@ class Packed:
 
 
 def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
-    """Some rows of the batch; neighbours with the same prompt share it up to PACKED_LENGTH."""
+    """Some rows of the batch; neighbours with the same prompt share it, up to PACKED_LENGTH."""
     all_tokens, all_positions, all_owners = [], [], []
-    last_prompt = None
-    for row in rows:
-        prompt = completions[row].prompt
-        ids = completions[row].ids
-        if prompt != last_prompt or len(all_tokens[-1]) + len(ids) > PACKED_LENGTH:
-            all_tokens.append(prompt[:-1])
-            all_positions.append(list(range(len(prompt) - 1)))
-            all_owners.append([0] * (len(prompt) - 1))
-            last_prompt = prompt
-            owner = 0
-        owner += 1
-        all_tokens[-1] += [prompt[-1]] + ids[:-1]
-        all_positions[-1] += range(len(prompt) - 1, len(prompt) - 1 + len(ids))
-        all_owners[-1] += [owner] * len(ids)
+    order = []  # the rows as they are packed
+    for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
+        group = list(group)
+        num_tokens = sum(len(completions[row].ids) for row in group)
+        num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
+        for part in range(num_parts):
+            context = prompt[:-1]
+            tokens = list(context)
+            positions = list(range(len(context)))
+            owners = [0] * len(context)
+            for owner, row in enumerate(group[part::num_parts], start=1):
+                ids = completions[row].ids
+                tokens += [prompt[-1]] + ids[:-1]
+                positions += range(len(context), len(context) + len(ids))
+                owners += [owner] * len(ids)
+                order.append(row)
+            all_tokens.append(tokens)
+            all_positions.append(positions)
+            all_owners.append(owners)
 
     width = max(len(tokens) for tokens in all_tokens)
+    width = math.ceil(width / 8) * 8  # attention kernels would copy other masks
 
     def pad(lists: list[list[int]], value: int) -> Tensor:
         return torch.tensor([x + [value] * (width - len(x)) for x in lists])  # (R,L)
 
     owners = pad(all_owners, -1)
-    targets = [token for row in rows for token in completions[row].ids]
-    sampled_logprobs = [logprob for row in rows for logprob in completions[row].logprobs]
-    repeated_rows = [row for row in rows for _ in completions[row].ids]
+    targets = [token for row in order for token in completions[row].ids]
+    sampled_logprobs = [logprob for row in order for logprob in completions[row].logprobs]
+    repeated_rows = [row for row in order for _ in completions[row].ids]
     return Packed(
         input_ids=pad(all_tokens, 0).to(device),
         position_ids=pad(all_positions, 0).to(device),
@@ -879,6 +889,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         if not math.isfinite(norm):
             sys.exit(f"the gradient norm is {norm}: lower --learning-rate; checkpoints are kept")
         optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
 
     own_sums = torch.stack([loss_sum, num_clipped, kl_sum]) / args.num_iterations
     sums = torch.tensor(gather([own_sums.tolist()])).sum(0).tolist()
@@ -899,9 +910,18 @@ def shard(model, args: Args) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in model.modules():
         if type(module).__name__ in model._no_split_modules:
-            fully_shard(module, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+            fully_shard(module, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=True)
     register_fsdp_forward_method(model, "token_logprobs")
+
+
+def copy_model(model, dtype: torch.dtype):
+    """The model with its weights, and only these, in another dtype; not to be trained."""
+    weights = {}
+    for parameter in model.parameters():
+        weight = parameter.detach().to(dtype, copy=True)
+        weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
+    return copy.deepcopy(model, weights)  # deepcopy takes what it finds there as already copied
 
 
 @torch.no_grad()
@@ -1048,13 +1068,11 @@ def train(args: Args) -> dict[str, float]:
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
-    reference = copy.deepcopy(model).requires_grad_(False) if args.beta > 0 else None
+    reference = copy_model(model, torch.float32) if args.beta > 0 else None
     # The sampler is the policy itself, or a copy: whole under FSDP, half the bytes with --bf16.
     sampler = model
     if args.bf16 or args.fsdp:
-        sampler = copy.deepcopy(model).requires_grad_(False)
-        for parameter in sampler.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16 if args.bf16 else torch.float32)
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
     if args.gradient_checkpointing:
         recompute_layers(model)
     if args.fsdp:
