@@ -4,29 +4,32 @@
 # ///
 """DAPO: GRPO with four changes for long answers. Yu et al., arXiv 2503.14476.
 
+    loss of one token   -min(ratio * A, clip(ratio, 1 - 0.2, 1 + 0.28) * A), mean over all tokens
+
 Differs from grpo.py:
-1. Clip-higher: the probability ratio is clipped at 1 - 0.2 and 1 + 0.28. On the first optimizer
-   step of a batch the ratio is 1, so this acts from the second of --num-iterations on.
-2. Dynamic sampling: groups that are all right or all wrong teach nothing. More prompts are drawn
-   until P groups have both, as judged by the first reward function.
+1. Clip-higher: the clip range is wider above than below, so unlikely tokens can become likely. On
+   the first optimizer step of a batch the ratio is 1, so this acts from the second of
+   --num-iterations on.
+2. Dynamic sampling: groups that are all right or all wrong have no gradient. More prompts are
+   drawn until P groups have right and wrong answers, as judged by the first reward function.
 3. The loss is a mean over all tokens of a step, so long answers weigh more.
-4. Answers near the length limit are penalised (soft overlong punishment), or those that reach it
-   are left out of the loss (--mask-truncated-completions, the paper's overlong filtering).
+4. Answers close to the length limit lose reward (soft overlong punishment), or answers that reach
+   it are left out of the loss (--mask-truncated-completions, the paper's overlong filtering).
 
 Differs from the paper:
-1. Every step trains on the whole batch, --num-iterations times; the paper cuts it in 16.
-2. Dynamic sampling gives up after 10 rounds (as verl 0.9) and fills the batch with other groups.
-3. Tokens are averaged over all groups of the step, as in TRL and verl; the paper's eq. 8 is for
-   one group.
+1. Every optimizer step uses the whole batch; the paper makes 16 steps, each on a part of it.
+2. Dynamic sampling stops after 10 rounds, like verl 0.9, and fills the batch with other groups.
+3. Tokens are averaged over the whole step, as in TRL and verl; eq. 8 averages over one group.
 
     python algorithms/dapo.py                                # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/dapo.py --fsdp ...
 
-For your own reward: `--reward FILE.py:function`, a function of (problem, completion text); the
-first one decides which groups are kept.
+Your own reward: `--reward FILE.py:function`, called as function(problem, completion) -> float. The
+first reward function decides which groups are kept.
 
 Letters in shapes: P prompts, G completions of each, B = P G, S prompt tokens, T completion tokens,
-V vocabulary, K reward functions; R packed rows of L tokens, in which N tokens are predicted.
+V vocabulary, H hidden size, K reward functions; R packed rows of L tokens, N predicted tokens.
+In attention masks, Q queries and K keys.
 """
 
 import copy
@@ -73,50 +76,51 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 ROOT = Path(__file__).resolve().parents[1]  # the repository root
 sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
-MASKED_LAYERS = {"full_attention", "sliding_attention"}  # all that they need is a mask
-PACKED_LENGTH = 4096  # longest packed row in tokens: its attention mask is L x L
-LOGITS_AT_ONCE = 2**26  # of the update: 256 MB in float32
+MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
+PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 MAX_ROUNDS = 10  # of dynamic sampling in one step
-GROUPS_SHOWN = 2  # groups a step that are written to completions.jsonl
+GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # of one process
+# Checkpointing says so in a run with one process, where it is harmless.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass
 class Args:
     # model, problems, rewards
     model_name_or_path: str | None = None
-    """policy: a Hugging Face causal language model; None is the env's tiny model"""
+    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
     env: Literal["countdown", "gsm8k", "tool_calls", "reasoning_gym"] = "countdown"
-    """task; with --dataset, countdown stands for questions and answers of any kind"""
+    """kind of problems; with --dataset, the default means questions with answers"""
     task: str = "chain_sum"
-    """reasoning_gym: the task's name"""
+    """reasoning_gym: name of the task"""
     task_config: str = "{}"
-    """reasoning_gym: the task's settings as JSON"""
+    """reasoning_gym: settings of the task as JSON"""
     dataset: str | None = None
     """JSON-lines file of problems"""
     eval_dataset: str | None = None
-    """JSON-lines file to evaluate on, whole; without it, 1 in 16 of --dataset is held out"""
+    """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
     system_prompt: str | None = None
     """system message before every prompt"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
-    """FILE.py:function of (problem, completion), one or several, in place of the env's rewards;
-    with --dataset, a problem is the dict of its JSON line"""
+    """one or more FILE.py:function, called as function(problem, completion) -> float; they replace
+    the rewards of --env. With --dataset, problem is the JSON line as a dict"""
     reward_weights: tuple[float, ...] = ()
-    """weights of the reward functions; () is the env's own, or 1 for each --reward"""
+    """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
     num_prompts_per_step: int = 32
-    """P, prompts in one step over all processes"""
+    """P, prompts in one step, over all processes"""
     num_generations: int = 8
     """G, completions of each prompt"""
     max_prompt_length: int = 1024
-    """longest prompt of a dataset in tokens; longer ones are left out"""
+    """problems of a dataset with a longer prompt, in tokens, are dropped"""
     max_completion_length: int = 64
     """T, longest completion in tokens"""
     temperature: float = 1.0
-    """sampling temperature; log-probabilities are taken at it too"""
+    """sampling temperature, also applied to the log-probabilities in the loss"""
     # method
     dynamic_sampling: bool = True
     """draw prompts until P groups have right and wrong answers (control: --no-dynamic-sampling)"""
@@ -133,44 +137,44 @@ class Args:
     epsilon_high: float = 0.28
     """clip range above"""
     beta: float = 0.0
-    """weight of the KL penalty to the initial model, kept in memory if above 0"""
+    """weight of the KL penalty; above 0, a copy of the initial model is kept"""
     num_iterations: int = 2
     """mu, optimizer steps on each batch of completions"""
     # optimizer
-    learning_rate: float = 2e-4
-    """learning rate of AdamW (tiny model; real models: 1e-6)"""
+    learning_rate: float | None = None
+    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others"""
     warmup_steps: int = 5
-    """steps over which the learning rate rises"""
+    """linear warm-up steps"""
     max_grad_norm: float = 1.0
-    """gradients are scaled down to this norm"""
+    """clip the gradient norm at this value"""
     max_steps: int = 150
-    """steps: batches of completions; 0 evaluates only"""
+    """training steps, one batch of completions each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed, not the result
+    # memory and speed; results change by rounding only
     decode_batch_size: int = 256
-    """completions decoded at once, but at least one group"""
+    """completions sampled at once, in whole groups"""
     micro_batch_size: int = 32
     """completions in one forward pass of the update"""
     bf16: bool = False
-    """compute in bfloat16; weights and optimizer stay float32"""
+    """compute in bfloat16; weights and optimizer stay in float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     fsdp: bool = False
     """shard weights, gradients and optimizer state over the processes of torchrun"""
     # bookkeeping
     eval_steps: int = 25
-    """steps between evaluations; 0 is never"""
+    """steps between evaluations; 0 disables them"""
     eval_problems: int = 128
-    """problems of the evaluation set, unless --eval-dataset is given"""
+    """number of evaluation problems, unless --eval-dataset is given"""
     num_generations_eval: int = 8
-    """k, samples of each evaluation problem beside the greedy one"""
+    """k, samples of each evaluation problem in addition to the greedy completion"""
     save_steps: int = 25
-    """steps between checkpoints; 0 is never"""
+    """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<env>__<seed>__<time>"""
     resume: str | None = None
-    """run folder to continue with its own flags; flags given now win"""
+    """run folder to continue; its flags are used unless given anew"""
 
 
 # --- The method ---------------------------------------------------------------------------------
@@ -185,7 +189,7 @@ def group_advantages(
 ) -> Tensor:
     """Compare each reward with its group, DeepSeekMath sec. 4.1.2. (B,) -> (B,)
 
-    Groups of equal rewards get exactly 0. The defaults are TRL 1.16's (verl 0.9: 1e-6 and 1).
+    Groups of equal rewards get exactly 0. std_epsilon and ddof are TRL 1.16's; verl 0.9 adds 1e-6.
     """
     groups = rewards.float().view(-1, num_generations)  # (P,G)
     advantages = groups - groups.mean(1, keepdim=True)
@@ -193,7 +197,7 @@ def group_advantages(
         advantages = advantages / (groups.std(1, keepdim=True, correction=ddof) + std_epsilon)
     if scale_rewards == "batch":
         advantages = advantages / (groups.std(correction=ddof) + std_epsilon)
-    # Rounding leaves noise in a group of equal rewards, and a tiny std would blow it up.
+    # With equal rewards, a rounding error divided by a tiny std would not be 0.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)  # (P,1)
     return advantages.masked_fill(equal, 0.0).flatten()
 
@@ -214,10 +218,10 @@ def policy_loss(
     beta: float = 0.0,
     ref_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token, DeepSeekMath eq. 3, and whether clipping made it constant.
+    """Loss of each token, DeepSeekMath eq. 3, and whether it was clipped, so has no gradient.
 
-    All tensors have one shape, say (N,), or broadcast to it. The clip range of the probability
-    ratio is 1 - epsilon to 1 + epsilon_high; None is epsilon.
+    Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
     """
     if epsilon_high is None:
         epsilon_high = epsilon
@@ -238,14 +242,14 @@ def token_weights(
     num_tokens: int,
     max_completion_length: int,
 ) -> Tensor:
-    """What a token of each row weighs in the loss of a step, which is a sum over all its tokens.
+    """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
 
-    num_rows and num_tokens count those of all processes and micro-batches. (B,) -> (B,)
+    num_rows and num_tokens count over all processes and micro-batches. (B,) -> (B,)
     """
     ones = torch.ones_like(lengths, dtype=torch.float32)
-    if loss_type == "grpo":  # mean over a row's tokens, then over rows (DeepSeekMath eq. 3)
+    if loss_type == "grpo":  # mean over a completion, then over completions (DeepSeekMath eq. 3)
         return ones / (lengths.clamp(min=1) * num_rows)
-    if loss_type == "dr_grpo":  # a constant, so that length does not matter (Dr. GRPO)
+    if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
         return ones / (num_rows * max_completion_length)
     return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
 
@@ -325,26 +329,30 @@ class JsonLines:
         return texts[0] if isinstance(texts[0], list) else [{"role": "user", "content": texts[0]}]
 
     def train_problem(self, index: int, seed: int) -> dict:
-        """Row number `index` of endless epochs, each in an order of its own."""
+        """Row `index` of an endless stream; every epoch is shuffled anew."""
         epoch, position = divmod(index, len(self.train_rows))
         return self.train_rows[epoch_order(len(self.train_rows), epoch, seed)[position]]
 
     def evaluation_problems(self, count: int) -> list[dict]:
-        """The first of the rows that are held out."""
+        """The first held-out rows."""
         return self.evaluation_rows[:count]
 
 
 @lru_cache(maxsize=2)
 def epoch_order(size: int, epoch: int, seed: int) -> list[int]:
-    """The numbers below size, shuffled."""
+    """The numbers from 0 to size - 1, shuffled."""
     return random.Random(f"{seed} {epoch}").sample(range(size), size)
 
 
 def load_problems(args: Args, dataset: str | None):
-    """An env: train_problem, evaluation_problems, prompt, reward_functions, reward_weights."""
+    """An object with the methods of JsonLines, and with reward_functions and reward_weights."""
     try:
         if dataset and args.reward:
             return JsonLines(dataset)
+        if dataset and args.env == "reasoning_gym":
+            sys.exit(
+                "--dataset: reasoning_gym generates its own problems; leave out one of the two"
+            )
         if args.env == "reasoning_gym":
             from envs.reasoning_gym import ReasoningGym
 
@@ -367,27 +375,27 @@ def load_problems(args: Args, dataset: str | None):
 def load_reward(name: str):
     """The function that FILE.py:function names."""
     path, _, function = name.rpartition(":")
-    sys.path.append(os.path.dirname(path))  # what the file imports may stand beside it
-    try:
-        return runpy.run_path(path)[function]
-    except (OSError, KeyError) as error:
-        sys.exit(f"--reward {name}: expected FILE.py:function, found no {error}")
+    if not os.path.isfile(path):
+        sys.exit(f"--reward {name}: expected FILE.py:function, but there is no file {path!r}")
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    names = runpy.run_path(path)
+    if function not in names:
+        sys.exit(f"--reward {name}: {path} has no function {function!r}")
+    return names[function]
 
 
 def load_task(args: Args):
-    """The env with the rewards of the flags, and the problems that it is evaluated on."""
+    """The problems with their reward functions, and those problems that are for evaluation."""
     if args.eval_dataset and not args.dataset and args.max_steps > 0:
-        sys.exit("--eval-dataset: needs --dataset, problems of the same kind to train on")
-    if args.eval_dataset and args.env == "reasoning_gym":
-        sys.exit("--eval-dataset: reasoning_gym makes its own problems")
+        sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
     task = load_problems(args, args.dataset or args.eval_dataset)
     problems = task.evaluation_problems(args.eval_problems)
     if args.eval_dataset:
         problems = load_problems(args, args.eval_dataset).rows
-        task.train_rows = task.rows  # nothing needs to be held out
+        task.train_rows = task.rows  # nothing has to be held out
     if args.reward:
         task.reward_functions = {name.rpartition(":")[2]: load_reward(name) for name in args.reward}
-        task.reward_weights = (1.0,) * len(task.reward_functions)
+        task.reward_weights = (1.0,) * len(args.reward)
     task.reward_weights = args.reward_weights or task.reward_weights
     if len(task.reward_weights) != len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each of {list(task.reward_functions)}")
@@ -420,9 +428,7 @@ def load_model(args: Args):
     model.generation_config.eos_token_id = sorted(ends)
     longest = longest_text(model)
     if args.max_prompt_length + args.max_completion_length > longest:
-        sys.exit(
-            f"--max-prompt-length and --max-completion-length: {path} ends at {longest} tokens"
-        )
+        sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
     add_methods(model)
     return model, tokenizer
 
@@ -441,23 +447,28 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     return encoded["input_ids"]
 
 
-def without_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
-    """The problems whose prompts fit; how many do not is said."""
-    fitting = []
+def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose prompts fit; prints how many are dropped."""
+    kept = []
     for problem in problems:
         if len(encode(tokenizer, task, problem, args)) <= args.max_prompt_length:
-            fitting.append(problem)
-    left_out = len(problems) - len(fitting)
-    if left_out and os.environ.get("RANK", "0") == "0":
-        print(f"{left_out} of {len(problems)} prompts are left out: over --max-prompt-length")
-    return fitting
+            kept.append(problem)
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
 
 
-# --- What models differ in ----------------------------------------------------------------------
+# --- Model compatibility ------------------------------------------------------------------------
 
 
 def refuse_unsupported(model) -> None:
-    """Stop if the configuration names what masks cannot say; check_model finds the rest."""
+    """Exit if the configuration has layers that an attention mask cannot express.
+
+    check_model finds what the configuration does not tell.
+    """
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or [])
     reasons = [f"has layers of type {kind}" for kind in sorted(layers - MASKED_LAYERS)]
@@ -471,9 +482,9 @@ def refuse_unsupported(model) -> None:
 
 
 def longest_text(model) -> float:
-    """Tokens of prompt and completion that a model can hold.
+    """Most tokens of prompt and completion together.
 
-    Beyond it, learned positions end, and some rotary ones change for all texts of a batch.
+    Beyond that, learned positions end, and longrope changes all positions of a batch.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -483,11 +494,11 @@ def longest_text(model) -> float:
 
 
 def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
-    """What the model takes as its mask, given which keys each query may see, (B,Q,K) bool.
+    """The attention masks of the model, given which keys each query may see, (B,Q,K) bool.
 
-    Masks (B,1,Q,K) of 0 and -inf are right for every kind of attention; eager attention would add
-    a bool. A mask replaces the model's own, so windows are ours to draw, by position, not column.
-    Models with two kinds of layers take a dict. Every query must see something, or it is NaN.
+    A mask (B,1,Q,K) holds 0 and -inf, because eager attention adds it to the scores. It replaces
+    the model's own mask, so it must include the sliding window, measured in positions. Models with
+    two types of layers take a dict. A query that sees no key at all would be NaN.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -495,7 +506,7 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
     layers = layers or ["sliding_attention" if window else "full_attention"]
     dtype = model.dtype
     if torch.is_autocast_enabled(visible.device.type):
-        dtype = torch.bfloat16  # else every layer makes and keeps a copy
+        dtype = torch.bfloat16  # else every layer would convert the mask and keep the result
     masks = {}
     for kind in set(layers):
         seen = visible
@@ -508,29 +519,33 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
 
 
 class Hidden(BaseModelOutputWithPast):
-    """Hidden states as a model's layers return them, without anything beside them."""
+    """A model output that holds hidden states and nothing else."""
 
     def __getattr__(self, name):
-        return None  # router_logits, cross_attentions and the like
+        return None  # some models look for router_logits, cross_attentions and the like
 
 
-class GivenHidden(torch.nn.Module):
-    """Takes the place of a model's layers: what it is given counts as what they computed."""
+class ReturnHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns its input as their hidden states."""
 
     def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
         return Hidden(last_hidden_state=inputs_embeds)
 
 
 def add_methods(model) -> None:
-    """Methods, not functions: copy.deepcopy binds them to the copy, and FSDP can wrap them."""
-    head = copy.copy(model)  # the model without its layers
-    head._modules = {**model._modules, model.base_model_prefix: GivenHidden()}
-    model.head = head.forward  # the model's own: Granite scales its logits, Gemma caps them
+    """Add two methods to the model: logits_from_hidden and token_logprobs.
+
+    logits_from_hidden is the model's own forward pass with its layers left out, so that Granite's
+    scaling and Gemma's soft cap are included. As methods, both follow copy.deepcopy and FSDP.
+    """
+    without_layers = copy.copy(model)
+    without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
+    model.logits_from_hidden = without_layers.forward
     model.token_logprobs = MethodType(token_logprobs, model)
 
 
 def recompute_layers(model) -> None:
-    """Gradient checkpointing. The switch of transformers needs training mode, thus dropout."""
+    """Gradient checkpointing. The model's own would need training mode, which turns on dropout."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
@@ -538,7 +553,7 @@ def recompute_layers(model) -> None:
 
 @torch.no_grad()
 def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
-    """Nats by which sampler and learner are off the plain forward pass, largest of all tokens."""
+    """Largest difference of log-probabilities, in nats, from those of the plain forward pass."""
     completions = generate(model, prompts, 2, args, seeds=range(len(prompts)))
     packed = pack(completions, list(range(len(completions))), model.device)
     plain = []
@@ -556,24 +571,28 @@ def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float
 
 
 def check_model(model, prompt: list[int], args: Args) -> None:
-    """Stop unless decoding and packing equal the plain forward pass: else noise is learned."""
+    """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
     name = type(model).__name__
     args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
     prompts = [prompt, prompt[len(prompt) // 2 :]]  # two lengths, so that there is padding
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = 4  # shorter than the texts of this check
     try:
-        if window:
-            config.sliding_window = 4  # so that short texts are longer than it
         gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        sys.exit(f"{name}: not supported ({type(error).__name__}: {str(error).splitlines()[0]})")
-    finally:
-        if window:
-            config.sliding_window = window
-    for way, gap in gaps.items():
-        if not gap < 1e-3:  # NaN too
-            sys.exit(f"{name}: not supported, {way} is {gap:.2g} nats off the plain forward pass")
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sys.exit(f"{name}: not supported ({reason})")
+    if window:
+        config.sliding_window = window
+    for computation, gap in gaps.items():
+        if not gap < 1e-3:  # also if it is NaN
+            sys.exit(
+                f"{name}: not supported, {computation} is {gap:.2g} nats off the plain forward pass"
+            )
 
 
 # --- Rollout ------------------------------------------------------------------------------------
@@ -581,7 +600,7 @@ def check_model(model, prompt: list[int], args: Args) -> None:
 
 @dataclass
 class Completion:
-    """One answer; those to one prompt stand side by side."""
+    """One answer. In lists, the G completions of a prompt are neighbours."""
 
     prompt: list[int]
     ids: list[int]  # with the end token
@@ -595,17 +614,16 @@ class Completion:
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    target = uniform[:, None] * cumulative[:, -1:]  # rounding lets the last be 0.999999
-    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    return tokens.clamp(max=logprobs.size(1) - 1)
+    total = cumulative[:, -1:] * (1 - 2**-22)  # not 1 after rounding; u * total must stay below
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
 
 @torch.no_grad()
 def generate(model, prompts, num_generations, args: Args, seeds=None) -> list[Completion]:
-    """G completions of each prompt, with one seed a prompt; greedy without seeds.
+    """G completions of each prompt: sampled with one seed for each prompt, greedy without seeds.
 
-    A prompt is computed once and its keys and values are repeated. Finished rows leave the cache.
-    Random numbers belong to (row, position), so nothing depends on which rows have left.
+    A prompt is computed once and its keys and values are repeated. Finished rows are dropped from
+    the cache. Random numbers belong to (row, position), so dropping rows does not change others.
     """
     device = model.device
     size = len(prompts) * num_generations
@@ -616,12 +634,12 @@ def generate(model, prompts, num_generations, args: Args, seeds=None) -> list[Co
         uniform = [torch.rand(num_generations, steps, generator=g) for g in generators]
         uniform = torch.cat(uniform).to(device)  # (B,T)
 
-    # What is written, in the order of the batch.
+    # The result, in the order of the batch.
     written = torch.zeros(size, steps, dtype=torch.long, device=device)  # (B,T)
     logprobs = torch.zeros(size, steps, device=device)  # (B,T)
     entropy = torch.zeros(size, steps, device=device)  # (B,T)
 
-    # The prompts, padded on the left. Padding sees itself, because seeing nothing makes NaN.
+    # The prompts, padded on the left. Padding sees itself, to avoid NaN.
     width = max(len(prompt) for prompt in prompts)
     padded = [[-1] * (width - len(prompt)) + prompt for prompt in prompts]
     ids = torch.tensor(padded, device=device)  # (P,S)
@@ -629,8 +647,8 @@ def generate(model, prompts, num_generations, args: Args, seeds=None) -> list[Co
     positions = (filled.cumsum(1) - 1).clamp(min=0)  # (P,S)
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     itself = torch.eye(width, dtype=torch.bool, device=device)
-    visible = filled[:, None, :] & causal | itself  # (P,S,S)
-    cache = transformers.DynamicCache()  # without a window of its own: the mask has it
+    visible = (filled[:, None, :] & causal) | itself  # (P,S,S)
+    cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
     out = model(
         ids.clamp(min=0),
         attention_mask=attention_masks(model, visible, positions, positions),
@@ -641,10 +659,10 @@ def generate(model, prompts, num_generations, args: Args, seeds=None) -> list[Co
     cache.batch_repeat_interleave(num_generations)
     logits = out.logits[:, -1].repeat_interleave(num_generations, 0)  # (B,V)
 
-    # The rows still in the cache: all at first, fewer later. Columns are those of the end.
+    # The rows still in the cache: all at first, fewer later. Columns already include completions.
     filled = F.pad(filled, (0, steps), value=True).repeat_interleave(num_generations, 0)  # (B,S+T)
     positions = filled.cumsum(1) - 1  # (B,S+T)
-    rows = torch.arange(size, device=device)  # where they stand in the batch
+    rows = torch.arange(size, device=device)  # their indices in the batch
     live = torch.ones(size, dtype=torch.bool, device=device)
 
     for t in range(steps):
@@ -656,29 +674,30 @@ def generate(model, prompts, num_generations, args: Args, seeds=None) -> list[Co
         live = live & ~torch.isin(tokens, ends)
         if t == steps - 1:
             break
-        if device.type == "cpu" or t % 8 == 7:  # counting makes a GPU wait, so only now and then
+        if device.type == "cpu" or t % 8 == 7:  # waits for a GPU, so only every 8 tokens
             keep = live.nonzero()[:, 0]
             if len(keep) == 0:
                 break
-            if len(keep) <= 0.75 * len(live):  # dropping copies the cache, so only if it pays
+            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache
                 cache.batch_select_indices(keep)
                 rows = rows[keep]
                 tokens = tokens[keep]
                 filled = filled[keep]
                 positions = positions[keep]
                 live = live[keep]
-        column = width + t  # where the new tokens stand
-        visible = filled[:, None, : column + 1]  # (B,1,column+1)
-        here = positions[:, column : column + 1]  # (B,1)
+        last = width + t  # column of the new tokens
+        visible = filled[:, None, : last + 1]
+        query = positions[:, last : last + 1]
+        key = positions[:, : last + 1]
         out = model(
             tokens[:, None],
-            attention_mask=attention_masks(model, visible, here, positions[:, : column + 1]),
-            position_ids=here,
+            attention_mask=attention_masks(model, visible, query, key),
+            position_ids=query,
             past_key_values=cache,
         )
         logits = out.logits[:, -1]
 
-    # A row counts up to and including its first end token; a dead row may have been written on.
+    # A completion ends with its first end token; some finished rows were sampled further.
     is_end = torch.isin(written, ends)  # (B,T)
     ends_before = is_end.cumsum(1) - is_end.long()
     lengths = (ends_before == 0).sum(1).tolist()
@@ -728,7 +747,7 @@ def as_groups(completions: list[Completion], num_generations: int) -> list[list[
 
 
 def problem_seed(*names) -> int:
-    """Where a problem's random numbers begin: after a resume, and on any number of processes."""
+    """Seed of a problem's samples: the same after a resume and on any number of processes."""
     return random.Random(" ".join(map(str, names))).getrandbits(63)
 
 
@@ -744,24 +763,24 @@ class Packed:
         positions   0  1 |  2  3  4 |  2  3        as if each completion stood alone
         targets          | a1 a2 a3 | b1 b2
 
-    The prompt's last token is repeated, so that every token behind the prompt predicts one.
+    p3 starts every completion, because it predicts their first tokens.
     """
 
     input_ids: Tensor  # (R,L)
     position_ids: Tensor  # (R,L)
     owners: Tensor  # (R,L) 0 prompt, 1.. completions, -1 padding
-    predicting: Tensor  # (N,) the tokens behind prompts, as indices into R*L
-    targets: Tensor  # (N,) what they predict
-    sampled_logprobs: Tensor  # (N,) what the sampler said of the targets
-    rows: Tensor  # (N,) which completion of the batch each belongs to
+    predicting: Tensor  # (N,) the tokens with owner 1.., as indices into R*L
+    targets: Tensor  # (N,) the tokens that they predict
+    sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
+    completion_index: Tensor  # (N,) the completion of the batch that each target belongs to
     old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
     ref_logprobs: Tensor | None = None  # (N,)
 
 
 def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
-    """Some rows of the batch; neighbours with the same prompt share it, up to PACKED_LENGTH."""
+    """Pack some completions of the batch; neighbours with the same prompt share a packed row."""
     all_tokens, all_positions, all_owners = [], [], []
-    order = []  # the rows as they are packed
+    order = []  # the completions in the order of the packed rows
     for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
         group = list(group)
         num_tokens = sum(len(completions[row].ids) for row in group)
@@ -782,7 +801,7 @@ def pack(completions: list[Completion], rows: list[int], device: torch.device) -
             all_owners.append(owners)
 
     width = max(len(tokens) for tokens in all_tokens)
-    width = math.ceil(width / 8) * 8  # attention kernels would copy other masks
+    width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
 
     def pad(lists: list[list[int]], value: int) -> Tensor:
         return torch.tensor([x + [value] * (width - len(x)) for x in lists])  # (R,L)
@@ -790,7 +809,7 @@ def pack(completions: list[Completion], rows: list[int], device: torch.device) -
     owners = pad(all_owners, -1)
     targets = [token for row in order for token in completions[row].ids]
     sampled_logprobs = [logprob for row in order for logprob in completions[row].logprobs]
-    repeated_rows = [row for row in order for _ in completions[row].ids]
+    completion_index = [row for row in order for _ in completions[row].ids]
     return Packed(
         input_ids=pad(all_tokens, 0).to(device),
         position_ids=pad(all_positions, 0).to(device),
@@ -798,7 +817,7 @@ def pack(completions: list[Completion], rows: list[int], device: torch.device) -
         predicting=(owners > 0).flatten().nonzero()[:, 0].to(device),
         targets=torch.tensor(targets, device=device),
         sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
-        rows=torch.tensor(repeated_rows, device=device),
+        completion_index=torch.tensor(completion_index, device=device),
     )
 
 
@@ -810,8 +829,8 @@ def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
     positions = packed.position_ids
 
     def chunk_logprobs(hidden, targets):
-        logits = model.head(inputs_embeds=hidden[None]).logits[0].float() / args.temperature
-        return -F.cross_entropy(logits, targets, reduction="none")
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(logits / args.temperature, targets, reduction="none")
 
     with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
         hidden = model.base_model(
@@ -821,7 +840,7 @@ def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
             use_cache=False,
         ).last_hidden_state  # (R,L,H)
         hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
-        # A vocabulary of 152,000 makes 10 GB of logits out of 16,000 tokens: never hold them all.
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
         size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
         if len(hidden) <= size:
             return chunk_logprobs(hidden, packed.targets)
@@ -835,22 +854,23 @@ def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
 
 
 def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
-    """The rows, packed. Groups of similar length share a micro-batch, so that little is padded."""
+    """Pack rows of the batch. Groups of similar length share a micro-batch, to avoid padding."""
 
     def group_length(row: int) -> int:
         first = row - row % args.num_generations
         return sum(len(c.ids) for c in completions[first : first + args.num_generations])
 
-    rows = sorted(rows, key=group_length)  # rows of a group stay side by side
-    # A group that does not fit is cut; then its prompt is computed twice, which changes nothing.
+    # Longest first, so that memory runs out at once or never. Rows of a group stay neighbours.
+    rows = sorted(rows, key=group_length, reverse=True)
     size = args.micro_batch_size
     return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
 
 
 def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
-    """num_iterations optimizer steps on the batch of all processes; advantages are those of ours.
+    """num_iterations optimizer steps on the batch of all processes.
 
-    A step's loss is a sum over tokens, so neither micro-batches nor processes change its gradient.
+    completions and advantages are those of this process. The loss of a step is a sum over tokens,
+    so its gradient depends neither on micro-batches nor on the number of processes.
     """
     device = model.device
     lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
@@ -868,21 +888,21 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     weights = torch.where(lengths > 0, weights, 0.0).to(device)
     rows = list(range(len(completions)))
     if args.beta == 0 and not args.fsdp:
-        # Rows without advantage add exactly nothing. FSDP wants as many passes on all processes.
+        # Others have no gradient. Under FSDP all processes must run the same number of passes.
         rows = (advantages * lengths).nonzero()[:, 0].tolist()
     advantages = advantages.to(device)
     batches = micro_batches(completions, rows, args, device)
 
-    loss_sum = torch.zeros((), device=device)
-    num_clipped = torch.zeros((), device=device)
-    kl_sum = torch.zeros((), device=device)
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     largest_gap = torch.zeros((), device=device)
     for iteration in range(args.num_iterations):
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter)  # not None, even without any micro-batch
         for batch in batches:
             logprobs = model.token_logprobs(batch, args)  # (N,)
-            if iteration == 0:  # the weights are still those that sampled: the ratio is exactly 1
+            if iteration == 0:
+                # The weights are still those that sampled, so the learner's own log-probabilities
+                # are the old ones; the sampler's differ by rounding, which is logged.
                 batch.old_logprobs = logprobs.detach()
                 gap = (batch.old_logprobs - batch.sampled_logprobs).abs().max()
                 largest_gap = torch.maximum(largest_gap, gap)
@@ -892,17 +912,17 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
             losses, clipped = policy_loss(
                 logprobs,
                 batch.old_logprobs,
-                advantages[batch.rows],
+                advantages[batch.completion_index],
                 epsilon=args.epsilon,
                 epsilon_high=args.epsilon_high,
                 beta=args.beta,
                 ref_logprobs=batch.ref_logprobs,
             )
-            loss = (losses * weights[batch.rows]).sum()
-            loss_sum += loss.detach()
-            num_clipped += clipped.sum()
+            loss = (losses * weights[batch.completion_index]).sum()
+            sums[0] += loss.detach()
+            sums[1] += clipped.sum()
             if reference is not None:
-                kl_sum += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
             if args.fsdp:
                 loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
             loss.backward()
@@ -912,46 +932,48 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         norm = (norm.full_tensor() if args.fsdp else norm).item()
         if not math.isfinite(norm):
-            sys.exit(f"the gradient norm is {norm}: lower --learning-rate; checkpoints are kept")
+            sys.exit(
+                f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
+            )
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
-    own_sums = torch.stack([loss_sum, num_clipped, kl_sum]) / args.num_iterations
-    sums = torch.tensor(gather([own_sums.tolist()])).sum(0).tolist()
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
     metrics = {
-        "loss": sums[0],
-        "clip_ratio": sums[1] / num_tokens,
+        "loss": loss,
+        "clip_ratio": num_clipped / num_tokens,
         "grad_norm": norm,
         "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
     }
     if reference is not None:
-        metrics["kl"] = sums[2] / num_tokens
+        metrics["kl"] = kl / num_tokens
     return metrics
 
 
 def shard(model, args: Args) -> None:
     """FSDP2 in place: every layer, then the rest."""
     dtype = torch.bfloat16 if args.bf16 else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in model.modules():
         if type(module).__name__ in model._no_split_modules:
-            fully_shard(module, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mp_policy=policy, reshard_after_forward=True)
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
     register_fsdp_forward_method(model, "token_logprobs")
 
 
 def copy_model(model, dtype: torch.dtype):
-    """The model with its weights, and only these, in another dtype; not to be trained."""
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype."""
     weights = {}
     for parameter in model.parameters():
         weight = parameter.detach().to(dtype, copy=True)
         weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
-    return copy.deepcopy(model, weights)  # deepcopy takes what it finds there as already copied
+    return copy.deepcopy(model, weights)  # deepcopy uses these in place of copies of its own
 
 
 @torch.no_grad()
 def refresh(sampler, model, args: Args) -> None:
-    """Give the model that decodes the weights of the policy."""
+    """Copy the weights of the policy into the sampler."""
     if sampler is model:
         return
     weights = dict(model.named_parameters())
@@ -969,9 +991,9 @@ def checkpoints(run_dir: str) -> list[Path]:
 
 
 def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
-    """Every process writes its shard; the newest two are kept.
+    """Every process writes its shard; the newest two checkpoints are kept.
 
-    Nothing else is needed: problems and sampling follow from the seed and the progress.
+    No random state is saved: problems and samples depend on the seed and the progress alone.
     """
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "progress": progress}
@@ -984,7 +1006,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # at once: asking a new AdamW for its state would count a step
+        return  # before get_state_dict, which would make a new AdamW take a step
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
@@ -995,7 +1017,7 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
 
 
 def save_final(run_dir: str, model, tokenizer, args: Args, rank: int) -> None:
-    """The trained model in Hugging Face format and in its own dtype."""
+    """Write the trained model in Hugging Face format, in the dtype that it was published in."""
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=whole)  # all processes take part
     if rank == 0:
@@ -1011,7 +1033,7 @@ def open_run(args: Args, rank: int) -> str:
     run_dir = args.resume or args.output_dir
     if run_dir is None:
         run_dir = f"runs/{Path(__file__).stem}__{args.env}__{args.seed}__{time.time():.0f}"
-        run_dir = gather([run_dir])[0]  # clocks differ
+        run_dir = gather([run_dir])[0]  # the clocks of processes differ
     path = Path(run_dir, "args.json")
     if rank == 0:
         if path.exists() and not args.resume:
@@ -1022,7 +1044,7 @@ def open_run(args: Args, rank: int) -> str:
 
 
 def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
-    """Add to TensorBoard and metrics.csv; where a resume repeats a step, the last row counts."""
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
     with open(f"{run_dir}/metrics.csv", "a") as file:
         if file.tell() == 0:
             file.write("step,tag,value\n")
@@ -1033,7 +1055,7 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
 
 
 def log_completions(run_dir: str, step: int, completions, advantages, tokenizer, task, args: Args):
-    """Add the first groups of a step to completions.jsonl, for reading."""
+    """Add the first groups of a step to completions.jsonl, for people to read."""
     shown = completions[: GROUPS_SHOWN * args.num_generations]
     with open(f"{run_dir}/completions.jsonl", "a") as file:
         for completion, advantage in zip(shown, advantages.tolist()):
@@ -1048,7 +1070,7 @@ def log_completions(run_dir: str, step: int, completions, advantages, tokenizer,
 
 
 def report(step: int, metrics: dict, task, args: Args) -> None:
-    """One line on a step, under 80 columns."""
+    """Print a summary of under 80 columns."""
     name = next(iter(task.reward_functions))
     left = metrics["seconds/step"] * (args.max_steps - step)
     line = f"step {step:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
@@ -1064,8 +1086,8 @@ def report(step: int, metrics: dict, task, args: Args) -> None:
 def evaluate(
     sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
 ) -> tuple[dict[str, float], str]:
-    """First reward on problems that training never sees: of the greedy completion, and mean and
-    best of k samples. Also the first problem with its greedy completion, for reading."""
+    """Score problems that are not trained on by the first reward function: the greedy completion,
+    and the mean and the best of k samples. Also returns some greedy completions as text."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
     seeds = [problem_seed("evaluation", i) for i in mine]
@@ -1078,23 +1100,29 @@ def evaluate(
         scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
         scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
     means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
-    return means, f"{task.prompt(problems[0])[-1]['content']}\n>>> {greedy[0].text}"
+    examples = []
+    for problem, completion in zip(problems[:3], greedy):
+        prompt = task.prompt(problem)[-1]["content"]
+        examples.append(f"{prompt}\n>>> {completion.text}\n(reward {completion.rewards[0]:g})\n")
+    return means, "\n".join(examples)
 
 
 def train(args: Args) -> dict[str, float]:
-    """Sample, compare, update, log; again. Returns the last evaluation."""
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        args = replace(args, learning_rate=1e-6 if args.model_name_or_path else 2e-4)
     rank, world_size, device = setup(args)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)
     model.to(device)
-    eval_problems = without_long_prompts(eval_problems, tokenizer, task, args)
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
     if hasattr(task, "train_rows"):
-        task.train_rows = without_long_prompts(task.train_rows, tokenizer, task, args)
+        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
     reference = copy_model(model, torch.float32) if args.beta > 0 else None
-    # The sampler is the policy itself, or a copy: whole under FSDP, half the bytes with --bf16.
+    # The sampler is the policy itself, or a copy: unsharded for --fsdp, in bfloat16 for --bf16.
     sampler = model
     if args.bf16 or args.fsdp:
         sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
@@ -1120,13 +1148,13 @@ def train(args: Args) -> dict[str, float]:
         last = step >= args.max_steps
         refresh(sampler, model, args)
         if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores, example = evaluate(
+            scores, examples = evaluate(
                 sampler, tokenizer, task, eval_problems, args, rank, world_size
             )
             if rank == 0:
                 log(run_dir, board, step, scores)
                 if last or step == 0:
-                    print(example)
+                    print(examples)
                 print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
         if last:
             break
@@ -1220,13 +1248,14 @@ def parse_args() -> Args:
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
     saved = Args(**saved | lists)  # JSON has no tuples
     args = tyro.cli(Args, default=saved)
+    fixed = "seed env task task_config dataset eval_dataset model_name_or_path num_prompts_per_step"
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name == "resume":
+        if now == before or name in ("resume", "output_dir"):
             continue
         flag = "--" + name.replace("_", "-")
-        if name in ("seed", "env", "task", "dataset", "model_name_or_path", "num_prompts_per_step"):
-            sys.exit(f"{flag} {now}: the run began with {before}, and this cannot change")
+        if name in fixed.split():
+            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
         if os.environ.get("RANK", "0") == "0":
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
