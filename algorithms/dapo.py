@@ -191,7 +191,7 @@ def group_advantages(
 
     Groups of equal rewards get exactly 0. std_epsilon and ddof are TRL 1.16's; verl 0.9 adds 1e-6.
     """
-    groups = rewards.float().view(-1, num_generations)  # (P,G)
+    groups = 1.0 * rewards.view(-1, num_generations)  # (P,G)
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True, correction=ddof) + std_epsilon)
@@ -785,6 +785,7 @@ def pack(completions: list[Completion], rows: list[int], device: torch.device) -
         group = list(group)
         num_tokens = sum(len(completions[row].ids) for row in group)
         num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
+        num_parts = min(num_parts, len(group))
         for part in range(num_parts):
             context = prompt[:-1]
             tokens = list(context)
@@ -877,7 +878,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     if args.mask_truncated_completions:
         lengths = lengths * torch.tensor([c.ended for c in completions])
     all_lengths = gather(lengths.tolist())
-    num_tokens = sum(all_lengths)
+    num_tokens = max(1, sum(all_lengths))
     weights = token_weights(
         lengths,
         args.loss_type,
@@ -920,9 +921,10 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
             )
             loss = (losses * weights[batch.completion_index]).sum()
             sums[0] += loss.detach()
-            sums[1] += clipped.sum()
+            counted = weights[batch.completion_index] > 0
+            sums[1] += (clipped & counted).sum()
             if reference is not None:
-                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+                sums[2] += (kl_estimate(logprobs.detach(), batch.ref_logprobs) * counted).sum()
             if args.fsdp:
                 loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
             loss.backward()

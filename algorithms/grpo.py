@@ -189,7 +189,7 @@ def group_advantages(
 
     Groups of equal rewards get exactly 0. std_epsilon and ddof are TRL 1.16's; verl 0.9 adds 1e-6.
     """
-    groups = rewards.float().view(-1, num_generations)  # (P,G)
+    groups = 1.0 * rewards.view(-1, num_generations)  # (P,G)
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True, correction=ddof) + std_epsilon)
@@ -772,6 +772,7 @@ def pack(completions: list[Completion], rows: list[int], device: torch.device) -
         group = list(group)
         num_tokens = sum(len(completions[row].ids) for row in group)
         num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
+        num_parts = min(num_parts, len(group))
         for part in range(num_parts):
             context = prompt[:-1]
             tokens = list(context)

@@ -1,6 +1,6 @@
-"""Runs of a script that are killed by SIGKILL again and again, at random moments: results/kill_and_resume.csv.
+"""Runs of an older script that are killed by SIGKILL again and again, at random moments: results/kill_and_resume.csv.
 
-    python benchmarks/kill_and_resume.py --script grpo --kills 20    # minutes; replaces the rows of this script
+    python benchmarks/kill_and_resume.py --script fm3q --kills 20    # minutes; replaces the rows of this script
 
 First one run without a kill. Then the same run in a folder of its own: it is started, killed after a random time, and
 continued with `--resume`, until it has been killed often enough; a run that ends before its kill is compared, and the
@@ -30,7 +30,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 FLAGS = {  # a few seconds of steps, many of them and many checkpoints, so that kills meet every part of a run
-    "grpo": "--num-prompts-per-step 4 --num-generations 4 --max-completion-length 32 --eval-problems 8 "
+    "gdpo": "--num-prompts-per-step 4 --num-generations 4 --max-completion-length 32 --eval-problems 8 "
     "--num-generations-eval 2 --max-steps 24 --save-steps 3 --eval-steps 8 --device cpu",
     "unimodal_poisson": "--env-id Pendulum-v1 --num-envs 4 --num-steps 128 --num-minibatches 8 --update-epochs 4 "
     "--eval-episodes 2 --total-timesteps 51200 --save-steps 2048 --eval-steps 8192",
@@ -46,7 +46,7 @@ COLUMNS = (
 
 @dataclass
 class Args:
-    script: str = "grpo"
+    script: str = "fm3q"
     """script in algorithms/ without .py"""
     kills: int = 20
     """kills, over as many runs as it takes"""

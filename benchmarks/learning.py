@@ -1,7 +1,6 @@
 """Does a method learn what its paper says, at a size that a laptop reruns: every arm, several seeds, raw rows in CSVs.
 
-    python benchmarks/learning.py --study grpo --jobs 2      # about half an hour on 2 cores; takes up where it stopped
-    python benchmarks/learning.py --study gdpo --jobs 2
+    python benchmarks/learning.py --study gdpo --jobs 2      # takes up where it stopped
     python benchmarks/learning.py --study dr_mas --jobs 2
     python benchmarks/learning.py --study igpo --jobs 2
     python benchmarks/learning.py --study pi_play --jobs 2
@@ -14,7 +13,7 @@ A sweep with a seed of its own (SWEEP_SEED) chooses the learning rate of an arm:
 `Study.best`. An arm may take the rate of another arm's sweep, or a fixed one. Then every arm runs on its seeds, one
 process a run, one thread a process. Two files are written: results/<study>_runs.csv has one row a run (command, commit,
 versions, device, minutes, memory, final scores), results/<study>_curves.csv evaluations and some training metrics as
-they were logged (run, step, tag, value).
+they were logged (run, step, tag, value). GRPO's study is study.py's.
 """
 
 import csv
@@ -41,7 +40,6 @@ COLUMNS = "minutes peak_memory_gb device threads torch transformers python commi
 AGENT_COLUMNS = ("norm_mean", "norm_p99", "norm_max", "inflation", "calls")
 RATES = ("1e-4", "2e-4", "4e-4")
 SWEEP_SEED = 100
-DAPO = ("--loss-type", "dapo")
 SCALED = (  # a driver in place of the script: the correctness reward of tool_calls, times a factor
     "import tyro; from algorithms import {script} as script; functions = script.ToolCalls.reward_functions; "
     "original = functions['correctness']; functions['correctness'] = lambda *x: {scale} * original(*x); "
@@ -116,19 +114,6 @@ SPIRAL_KUHN = (*MICRO_BATCH, "--games", "kuhn", "--num-prompts-per-step", "16", 
 SPIRAL_KUHN += ("--max-steps", "25", "--eval-steps", "5", "--eval-thoughts", "32", "--eval-games", "1")
 SPIRAL_GAMES = (*MICRO_BATCH, "--num-prompts-per-step", "3", "--max-steps", "20", "--eval-steps", "0")
 STUDIES = {
-    "grpo": Study(
-        script="algorithms/grpo.py",
-        common=("--max-steps", "100"),  # two thirds of the default run
-        arms={
-            "grpo": Arm(("--loss-type", "grpo"), rate="dapo_loss"),
-            "dapo_loss": Arm(DAPO),
-            "reinforce": Arm((*DAPO, "--advantage", "none")),
-            "shuffled": Arm((*DAPO, "--advantage", "shuffled"), rate="dapo_loss"),
-            "dr_grpo": Arm(("--loss-type", "dr_grpo", "--scale-rewards", "none"), rate="dapo_loss"),
-        },
-        scores=PASS,
-        tags=(*COMMON_TAGS, "train/entropy", "train/num_tokens"),
-    ),
     "gdpo": Study(
         script="algorithms/gdpo.py",
         common=TOOL_CALLS,
@@ -266,8 +251,8 @@ STUDIES = {
 
 @dataclass
 class Args:
-    study: str = "grpo"
-    """which study to run: grpo, gdpo, dr_mas, igpo, pi_play, spiral_rae, spiral_kuhn or spiral_games"""
+    study: str = "gdpo"
+    """which study to run: gdpo, dr_mas, igpo, pi_play, spiral_rae, spiral_kuhn or spiral_games"""
     jobs: int = 2
     """runs at the same time, one thread each"""
     arms: tuple[str, ...] = ()

@@ -1,11 +1,11 @@
-"""Redraw every table and figure of the README and the pages from the CSVs in benchmarks/results, and their diffs.
+"""Redraw every table and figure of the README and the pages from the CSVs in benchmarks/results.
 
     python benchmarks/make_tables.py                # writes the tables between their markers, and the figures
-    python benchmarks/make_tables.py --no-figures   # the tables alone, e.g. after a change of a script
+    python benchmarks/make_tables.py --no-figures   # the tables alone
     python benchmarks/make_tables.py --check        # exit code 1 if a table is not up to date (a test compares them)
 
-A table stands between `<!-- table:name -->` and `<!-- end -->` in a Markdown file; TABLES maps names to functions.
-Those of tables_diff.py are read from the scripts.
+A table stands between `<!-- table:name -->` and `<!-- end -->` in a Markdown file; TABLES maps names to functions. A
+table or figure whose CSV is not there, or not finished, stays as it is, and the program says so.
 """
 
 import csv
@@ -19,17 +19,10 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import tables_claims, tables_control, tables_diff, tables_scaling
+from benchmarks import tables_claims, tables_control, tables_scaling, tables_study
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
-ARM_NAMES = {
-    "grpo": "GRPO, loss averaged row by row (`--loss-type grpo`, the default)",
-    "dapo_loss": "GRPO, loss averaged over tokens (`--loss-type dapo`)",
-    "reinforce": "no baseline: REINFORCE (`--loss-type dapo --advantage none`)",
-    "shuffled": "shuffled rewards (`--loss-type dapo --advantage shuffled`)",
-    "dr_grpo": "Dr. GRPO (`--loss-type dr_grpo --scale-rewards none`)",
-}
 GDPO_ARM_NAMES = {
     "grpo": "GRPO (`--advantage grpo`)",
     "grpo_no_std": "GRPO without std (`--advantage grpo_no_std`)",
@@ -78,13 +71,6 @@ SPIRAL_FAST = ("fast_role", "fast_none", "fast_global")
 SPIRAL_SLOW = tuple(name for name in SPIRAL_KUHN_ARM_NAMES if name not in SPIRAL_FAST)
 GAMES = {"tictactoe": "tic-tac-toe", "kuhn": "Kuhn poker", "negotiation": "negotiation"}
 FIGURES = {  # study: names of the arms, the panels of its learning curves (tag, label, factor, arms: none means all), x
-    "grpo": (
-        ARM_NAMES,
-        (
-            ("eval/mean_at_8", "evaluation: right of 8 samples, %", 100.0),
-            ("train/completions/mean_length", "training: tokens a completion", 1.0),
-        ),
-    ),
     "gdpo": (
         GDPO_ARM_NAMES,
         (
@@ -141,12 +127,6 @@ TABULAR_STUDIES = {
     "small": "Kuhn, 16 hands, 2000 steps",
     "handicap": "handicap 3, 16 hands, 2000 steps",
 }
-SPEED_CASES = {
-    "A": "short, even completions, 64 x 8",
-    "B": "long-tailed completions, 64 x 8",
-    "C": "long-tailed completions, 8 x 8",
-    "D": "prompts of about 150 tokens, 8 x 8",
-}
 
 
 @dataclass
@@ -175,24 +155,10 @@ def markdown(header: list[str], rows: list[list]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def final_runs(study: str = "grpo", names: dict[str, str] = ARM_NAMES) -> dict[str, list[dict]]:
+def final_runs(study: str, names: dict[str, str]) -> dict[str, list[dict]]:
     """Runs of the comparison by arm, in the order of the names."""
     rows = [row for row in read(f"{study}_runs.csv") if row["stage"] == "final"]
     return {arm: found for arm in names if (found := [row for row in rows if row["arm"] == arm])}
-
-
-def table_grpo_learning() -> str:
-    """Final scores of every arm."""
-    first = [float(row["first_mean_at_8"]) for runs in final_runs().values() for row in runs]
-    base = read("tiny_countdown.csv")[0]
-    rows = [
-        ["before training", "", "", *(f"{100 * float(base[k]):.1f}" for k in ("pass_at_1", "mean_at_8", "pass_at_8"))]
-    ]
-    assert max(first) == min(first), "all runs start from the same model"
-    for arm, runs in final_runs().items():
-        scores = [mean_std([float(row[k]) for row in runs]) for k in ("pass_at_1", "mean_at_8", "pass_at_8")]
-        rows.append([ARM_NAMES[arm], runs[0]["learning_rate"], len(runs), *scores])
-    return markdown(["arm", "learning rate", "seeds", "pass@1 greedy, %", "right of 8 samples, %", "pass@8, %"], rows)
 
 
 def sweep_table(study: str, names: dict[str, str], score: str = "mean_at_8", digits: int = 1, scale=100.0) -> str:
@@ -202,11 +168,6 @@ def sweep_table(study: str, names: dict[str, str], score: str = "mean_at_8", dig
     cells = {(row["arm"], row["learning_rate"]): f"{scale * float(row[score]):.{digits}f}" for row in sweep}
     arms = [arm for arm in names if any(row["arm"] == arm for row in sweep)]
     return markdown(["arm", *rates], [[names[arm], *(cells.get((arm, rate), "") for rate in rates)] for arm in arms])
-
-
-def table_grpo_sweep() -> str:
-    """Learning-rate sweep of GRPO's arms."""
-    return sweep_table("grpo", ARM_NAMES)
 
 
 def table_gdpo_sweep() -> str:
@@ -223,11 +184,6 @@ def runs_table(runs: list[dict]) -> str:
     table = [["runs", len(runs)], ["minutes a run", mean_std(minutes, 1, 1)], ["peak memory", f"{memory:.2f} GB"]]
     table += [["device", "; ".join(device)], ["versions", "; ".join(versions)], ["commit", ", ".join(commits)]]
     return markdown(["", ""], table)
-
-
-def table_grpo_runs() -> str:
-    """Cost of the runs of GRPO's comparison."""
-    return runs_table([row for rows in final_runs().values() for row in rows])
 
 
 def table_gdpo_runs() -> str:
@@ -694,24 +650,6 @@ def table_spiral_head_to_head() -> str:
     return markdown(["points against, %; trained on", *header], table)
 
 
-def table_grpo_speed() -> str:
-    """Ratios against TRL."""
-    rows = []
-    for row in read("speed_grpo.csv"):
-        ratio = f"{float(row['ratio_median']):.2f} ({float(row['ratio_min']):.2f}-{float(row['ratio_max']):.2f})"
-        ours = f"{float(row['rollout_ms']):.0f} + {float(row['update_ms']):.0f}"
-        share, length = (
-            f"{100 * float(row['zero_share']):.0f} %",
-            f"{float(row['mean_length']):.0f} ± {float(row['std_length']):.0f}",
-        )
-        arm = row["arm"].replace("default", "as shipped").replace("no_skip", "`--no-skip-equal-groups`")
-        rows.append(
-            [SPEED_CASES[row["case"]], arm, f"**{ratio}**", f"{float(row['peer_ms']):.0f}", ours, share, length]
-        )
-    header = ["case", "arm", "times as fast as TRL", "TRL, ms", "ours, ms: rollout + update"]
-    return markdown([*header, "rows without advantage", "tokens a completion"], rows)
-
-
 def table_tiny_countdown() -> str:
     """Scores of the shipped model."""
     row = read("tiny_countdown.csv")[0]
@@ -787,9 +725,8 @@ def table_tiny_text_games() -> str:
 TABLES = {
     name.removeprefix("table_"): function for name, function in list(globals().items()) if name.startswith("table_")
 }
-TABLES |= {n: functools.partial(table, read) for n, table in (tables_control.TABLES | tables_claims.TABLES).items()}
-TABLES |= {name: functools.partial(table, read) for name, table in tables_scaling.TABLES.items()}
-TABLES |= tables_diff.TABLES
+for module in (tables_control, tables_claims, tables_scaling, tables_study):
+    TABLES |= {name: functools.partial(table, read) for name, table in module.TABLES.items()}
 
 
 def drawable(name: str) -> bool:
@@ -800,10 +737,19 @@ def drawable(name: str) -> bool:
         return False
 
 
-def redraw(text: str) -> str:
-    """The text with every table drawn anew; unknown names are an error."""
-    pattern = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-    return pattern.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+def redraw(text: str, missing: list[str] | None = None) -> str:
+    """The text with every table drawn anew. One without its CSV stays as it is, and `missing` gets the reason; unknown
+    names are an error."""
+
+    def draw(match: re.Match) -> str:
+        try:
+            return f"{match[1]}{TABLES[match[2]]()}\n{match[3]}"
+        except FileNotFoundError as error:
+            if missing is not None:
+                missing.append(f"{match[2]}: {error}")
+            return match[0]
+
+    return re.sub(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", draw, text, flags=re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -905,13 +851,10 @@ def draw_spiral_tabular() -> None:
 
 
 def main(args: Args) -> None:
-    different = []
+    different, missing = [], []
     for path in pages():
         old = path.read_text()
-        try:
-            new = redraw(old)
-        except FileNotFoundError as error:
-            sys.exit(f"{path.relative_to(ROOT)}: {error.filename} is missing, which a table on this page is drawn from")
+        new = redraw(old, missing)
         if new != old:
             different.append(str(path.relative_to(ROOT)))
             if not args.check:
@@ -922,9 +865,15 @@ def main(args: Args) -> None:
                 draw_learning(study, *figure)
         if (RESULTS / "tabular_spiral_runs.csv").exists():
             draw_spiral_tabular()
-        for draw in (*tables_control.FIGURES, *tables_claims.FIGURES, *tables_scaling.FIGURES):
-            draw(read, RESULTS)
-    print("\n".join(different) or "all tables agree with the CSVs and the scripts")
+        for module in (tables_control, tables_claims, tables_scaling, tables_study):
+            for draw in module.FIGURES:
+                try:
+                    draw(read, RESULTS)
+                except FileNotFoundError as error:
+                    missing.append(f"{draw.__name__}: {error}")
+    for line in missing:
+        print(f"not drawn: {line}")
+    print("\n".join(different) or "nothing has changed")
     sys.exit(int(args.check and bool(different)))
 
 

@@ -2,22 +2,22 @@ r"""How the cost of a step grows, measured in small; and how much memory a large
 
     python benchmarks/scaling.py                               # 15 minutes on one core; nothing else should run
     python benchmarks/scaling.py --points 'grpo.py/size/*'     # some points: script/axis/value, as --list prints them
-    python benchmarks/scaling.py --device cuda                 # larger models, bf16; has never been run
     python benchmarks/scaling.py --memory                      # writes the computed table into benchmarks/scale.md
 
 A point is a run of the script itself, as a user starts it, in a process of its own and on one thread, so that its peak
-memory is its own; what it says is read from its perf.csv. One row of results/scaling.csv is a point. Points that the
-CSV has are skipped, so the program can be stopped and started again.
+memory is its own. One row of results/scaling.csv is a point. Points that the CSV has are skipped, so the program can be
+stopped and started again. Its rows were measured at commit ddff464, with the scripts of then.
 
 language: grpo.py and dr_mas.py with random weights (the models of CPU_MODELS, Qwen3, with the tokenizer of the shipped
 one). Their end token is outside the vocabulary, so that every completion has exactly T tokens, and all are trained on
-(--no-skip-equal-groups): the work depends on the flags alone. The first step of a run does not count, of the others the
-median does. The process is killed behind its last step: what it would save then is no part of a step.
+(grpo.py: --advantage none with a reward of 1; dr_mas.py: --no-skip-equal-groups): the work depends on the flags alone.
+The first step of a run does not count, of the others the median does. The process is killed behind its last step: what
+it would save then is no part of a step.
 control: unimodal_poisson.py, fm3q.py and arac.py; the first half of a run, with all that happens once, does not count.
 limit: the floating-point operations a second of torch.matmul, which is what a language model is compared with.
 
-The memory of a large model is that of `memory`, which has every kind of tensor that grpo.py holds; a test counts the
-tensors of small models, on one process and on two under FSDP.
+The memory of a large model is that of `memory_model`, for grpo.py and dapo.py. What it says was compared with the bytes
+of all tensors of small models on CPUs: on one process test_scaling.py does it, under FSDP2 it was done by hand.
 """
 
 import csv
@@ -35,6 +35,7 @@ from fnmatch import fnmatch
 from importlib.metadata import version
 from math import ceil, prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import tyro
@@ -44,7 +45,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "benchmarks/scale.md"
 TOKENIZER = ROOT / "envs/tiny_lm/countdown"
-LOGITS_PER_CHUNK = 2**26  # of the scripts
+LOGITS_AT_ONCE, PACKED_LENGTH = 2**26, 4096  # of grpo.py
 COLUMNS = "part script axis value on parameters tokens rollout_seconds update_seconds step_seconds".split()
 COLUMNS += "rollout_tokens_per_second update_tokens_per_second steps_per_second updates_per_second".split()
 COLUMNS += "flops_per_second peak_memory_gb steps minutes threads load device".split()
@@ -54,7 +55,7 @@ KEY = ("part", "script", "axis", "value", "on")
 
 @dataclass(frozen=True)
 class Model:
-    """The shape of a Qwen2.5 or Qwen3."""
+    """The shape of a Llama, or of one of its kin with biases (Qwen2.5) or with norms of queries and keys (Qwen3)."""
 
     layers: int
     hidden: int
@@ -64,7 +65,7 @@ class Model:
     head_dim: int
     vocab: int = 416
     tied: bool = True  # the head is the embedding
-    kind: Literal["qwen2", "qwen3"] = "qwen3"
+    kind: Literal["llama", "qwen2", "qwen3"] = "qwen3"
 
 
 CPU_MODELS = {
@@ -74,13 +75,20 @@ CPU_MODELS = {
     "120M": Model(10, 1024, 2816, 16, 8, 64),
     "500M": Model(18, 1536, 4608, 24, 8, 64),
 }
-LARGE_MODELS = {
-    "0.5B": Model(24, 896, 4864, 14, 2, 64, 151_936, True, "qwen2"),
-    "1.5B": Model(28, 1536, 8960, 12, 2, 128, 151_936, True, "qwen2"),
-    "3B": Model(36, 2048, 11008, 16, 2, 128, 151_936, True, "qwen2"),
-    "7B": Model(28, 3584, 18944, 28, 4, 128, 152_064, False, "qwen2"),
+PUBLIC_MODELS = {
+    "Qwen2.5-0.5B-Instruct": Model(24, 896, 4864, 14, 2, 64, 151_936, True, "qwen2"),
+    "Qwen2.5-1.5B-Instruct": Model(28, 1536, 8960, 12, 2, 128, 151_936, True, "qwen2"),
+    "Qwen2.5-3B-Instruct": Model(36, 2048, 11008, 16, 2, 128, 151_936, True, "qwen2"),
+    "Qwen2.5-7B-Instruct": Model(28, 3584, 18944, 28, 4, 128, 152_064, False, "qwen2"),
+    "Qwen3-0.6B": Model(28, 1024, 3072, 16, 8, 128, 151_936, True, "qwen3"),
+    "Qwen3-1.7B": Model(28, 2048, 6144, 16, 8, 128, 151_936, True, "qwen3"),
+    "Qwen3-4B": Model(36, 2560, 9728, 32, 8, 128, 151_936, True, "qwen3"),
+    "SmolLM2-135M-Instruct": Model(30, 576, 1536, 9, 3, 64, 49_152, True, "llama"),
+    "SmolLM2-360M-Instruct": Model(32, 960, 2560, 15, 5, 64, 49_152, True, "llama"),
+    "SmolLM2-1.7B-Instruct": Model(24, 2048, 8192, 32, 32, 64, 49_152, True, "llama"),
+    "Llama-3.2-1B-Instruct": Model(16, 2048, 8192, 32, 8, 64, 128_256, True, "llama"),
+    "Llama-3.2-3B-Instruct": Model(28, 3072, 8192, 24, 8, 128, 128_256, True, "llama"),
 }
-MODELS = CPU_MODELS | LARGE_MODELS
 
 
 @dataclass
@@ -89,8 +97,6 @@ class Args:
     """what to measure"""
     points: tuple[str, ...] = ("*",)
     """patterns of script/axis/value"""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """cuda: larger models in bf16; never run so far"""
     csv: str = "benchmarks/results/scaling.csv"
     """CSV to which rows are appended"""
     list: bool = False
@@ -102,82 +108,159 @@ class Args:
 # --- Memory, computed -------------------------------------------------------------------------------------------------
 
 
-def shapes(model: Model) -> dict[str, list[tuple[int, ...]]]:
-    """Shapes of all parameters, a tied head counted once: of the embedding, of linear layers, of norms."""
+def shape_of(name: str) -> Model | None:
+    """The shape of a public model, given its name or a folder with that name; None if it is not known here."""
+    name = Path(name).name.lower()
+    return next((shape for known, shape in PUBLIC_MODELS.items() if known.lower() in (name, f"{name}-instruct")), None)
+
+
+def layer_shapes(model: Model) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes of the parameters of one layer: of linear maps with their biases, and of norms."""
     hidden, query, key = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     linear = [(query, hidden), (key, hidden), (key, hidden), (hidden, query)]
     linear += [(model.intermediate, hidden)] * 2 + [(hidden, model.intermediate)]
     linear += [(query,), (key,), (key,)] * (model.kind == "qwen2")  # biases
-    norms = [(hidden,)] * 2 + [(model.head_dim,)] * 2 * (model.kind == "qwen3")
-    head = [] if model.tied else [(model.vocab, hidden)]
-    found = {"embedding": [(model.vocab, hidden)], "linear": linear * model.layers + head}
-    return found | {"norms": norms * model.layers + [(hidden,)]}
+    return {"linear": linear, "norms": [(hidden,)] * 2 + [(model.head_dim,)] * 2 * (model.kind == "qwen3")}
+
+
+def shapes(model: Model) -> list[tuple[int, ...]]:
+    """Shapes of all parameters, a tied head counted once."""
+    layer = [shape for kind in layer_shapes(model).values() for shape in kind]
+    return layer * model.layers + [(model.hidden,)] + [(model.vocab, model.hidden)] * (1 if model.tied else 2)
 
 
 def parameters(model: Model, processes: int = 1) -> int:
     """Number of parameters, or of those that the first of several processes keeps of them under FSDP2, which cuts every
     tensor along its first dimension into equal pieces, rounded up."""
-    return sum(ceil(shape[0] / processes) * prod(shape[1:]) for kind in shapes(model).values() for shape in kind)
+    return sum(ceil(shape[0] / processes) * prod(shape[1:]) for shape in shapes(model))
 
 
-def memory(
-    model: Model,
-    processes: int = 1,
-    *,
-    bf16: bool = True,
-    reference: bool = False,
-    rows: int = 64,
-    tokens: int = 1536,
-    packed_tokens: int = 4096,
-    checkpointing: bool = True,
-) -> dict[str, int]:
-    """Bytes that a process of grpo.py holds, by kind of tensor; `rollout` and `update` are what they add up to.
+def packed_shape(flags) -> tuple[int, int, int]:
+    """R, L and N of the largest micro-batch: all prompts and completions as long as the flags allow, groups whole."""
+    prompt, length, group = flags.max_prompt_length - 1, flags.max_completion_length, flags.num_generations
+    in_row = max(1, (PACKED_LENGTH - prompt) // length)
+    groups, rest = divmod(flags.micro_batch_size, group)
+    rows = groups * ceil(group / in_row) + ceil(rest / in_row)
+    width = prompt + min(in_row, group if groups else rest) * length
+    return rows, width, flags.micro_batch_size * length
 
-    Several processes mean --fsdp. rows: completions that this process writes at a time, P G / processes; tokens:
-    prompt and completion of each, S + T; packed_tokens: tokens of a micro-batch of the update, R L, all of which are
-    counted as predicted. Without --gradient-checkpointing activations are much more than what is counted here.
+
+def memory_model(shape: Model | str, flags, world_size: int = 1) -> dict[str, float]:
+    """GB (10^9 bytes) on each device of grpo.py or dapo.py: what is held all the time, what `rollout` (evaluation too) and
+    `update` add at their worst moment, and the sums `start`, `rollout`, `update` and, with `runtime`, `peak`.
+
+    flags: the Args of the script. Every prompt has --max-prompt-length tokens and every completion
+    --max-completion-length. Left out are the fragments of the allocator.
     """
-    kinds, whole, kept = shapes(model), parameters(model), parameters(model, processes)
-    tensors, fsdp = sum(map(len, kinds.values())), processes > 1
-    # bf16 on one process is autocast, which keeps a copy of every weight of a linear layer while it is on
-    cast = sum(map(prod, kinds["linear"])) + model.tied * prod(kinds["embedding"][0])
-    copy = whole * (2 if bf16 else 4) if fsdp else 2 * cast * bf16
-    small = 2 if bf16 and fsdp else 4  # bytes of a hidden state, a key and a value: autocast leaves them in float32
-    # a tied head's gradient waits for the embedding's, and their sum is a third; under FSDP it is that of a group
-    head = model.vocab * model.hidden * (3 * small if model.tied or fsdp else 6 if bf16 else 4)
-    width = 8 * model.hidden + 6 * model.intermediate + 6 * model.heads * model.head_dim  # about, of a layer
-    chunk = min(packed_tokens, max(1, LOGITS_PER_CHUNK // model.vocab)) * model.vocab
-    found = {
+    shape = shape_of(shape) if isinstance(shape, str) else shape
+    fsdp, bf16 = flags.fsdp and world_size > 1, flags.bf16
+    whole, kept = parameters(shape), parameters(shape, world_size if fsdp else 1)
+    compute = 2 if bf16 else 4  # bytes of what linear maps take and give
+    parts = {
         "weights": 4 * kept,
-        "gradients": 4 * kept,  # stay through the rollout, until the next update
-        "moments": 8 * kept + 4 * tensors,  # and a step count for every tensor
-        "copy": copy,  # what the layers are computed with
-        "reference": 4 * whole * reference,  # never cut
-        "cache": rows * tokens * model.layers * 2 * model.kv_heads * model.head_dim * small,
-        "sampling": rows * model.vocab * (5 * 4 + (2 if bf16 else 4)),  # logits, and float32 tensors made of them
-        "checkpoints": packed_tokens * model.layers * model.hidden * small * checkpointing,
-        # of a chunk, their logarithms and their gradient, in float32; of several chunks the first keeps its logarithms
-        "logits": chunk * (12 if chunk == packed_tokens * model.vocab else 16),
-        "backward": max(head, packed_tokens * width * small),  # gradients on their way, or a layer computed again
+        "gradients": 4 * kept,  # they stay through the rollout
+        "moments": 8 * kept,
+        "decoding copy": compute * whole * (bf16 or fsdp),  # whole on each process
+        "reference": 4 * kept * (flags.beta > 0),
     }
-    always = sum(found[name] for name in ("weights", "gradients", "moments", "copy", "reference"))
-    found["rollout"] = always + found["cache"] + found["sampling"]
-    found["update"] = always + found["checkpoints"] + found["logits"] + found["backward"]
-    return found
+    held = sum(parts.values())
+    rollout = max(rollout_moments(shape, flags, compute), key=lambda moment: sum(moment.values()))
+    update = max(update_moments(shape, flags, compute, world_size if fsdp else 1), key=lambda moment: sum(moment.values()))
+    copies = 1 + (flags.beta > 0) + (bf16 or fsdp)  # in float32, before they are cast and cut
+    sums = {"start": 4 * whole * copies, "rollout": held + sum(rollout.values()), "update": held + sum(update.values())}
+    found = {name: value / 1e9 for name, value in {**parts, **rollout, **update, **sums}.items()}
+    found["runtime"] = 1.0  # Python and torch, or CUDA with its libraries
+    return found | {"peak": found["runtime"] + max(found[name] for name in sums)}
+
+
+def rollout_moments(shape: Model, flags, compute: int) -> list[dict[str, float]]:
+    """Bytes by part: of the last token, and of the forward pass of the prompts, in training and in evaluation."""
+    S, T, G, size = flags.max_prompt_length, flags.max_completion_length, flags.num_generations, flags.decode_batch_size
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    cell = shape.layers * 2 * key * compute  # of a token in the cache
+    groups = {G: max(1, size // G)}  # completions of a prompt: prompts
+    if flags.eval_steps:
+        groups |= {k: max(1, size // k) for k in (1, flags.num_generations_eval) if k}
+    moments = []
+    for group, prompts in groups.items():
+        rows = prompts * group
+        # one layer's keys are there twice while they grow; logits and three float32 tensors made of them
+        cache = rows * (S + T) * cell * (1 + 0.5 / shape.layers)
+        moments.append({"cache": cache, "sampling": rows * shape.vocab * (compute + 12)})
+        mlp = 3 * shape.intermediate * compute + shape.hidden * (2 * compute + 4)
+        attention = (6 * query + 2 * shape.hidden) * compute
+        prefill = prompts * S * max(mlp, attention) + prompts * S * S * (2 + compute)
+        moments.append({"cache": prompts * S * cell, "prefill": prefill})
+    return moments
+
+
+def update_moments(shape: Model, flags, compute: int, shards: int) -> list[dict[str, float]]:
+    """Bytes by part, of the largest micro-batch: at the end of the forward pass; in the backward pass at its logits, in
+    its last layer, and where the gradients of a tied head and the embedding meet."""
+    R, L, N = packed_shape(flags)
+    fsdp = shards > 1
+    tokens, hidden, vocab, layers = R * L, shape.hidden, shape.vocab, shape.layers
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    linear = sum(map(prod, layer_shapes(shape)["linear"]))  # parameters of a layer
+    head = vocab * hidden
+    # Autocast leaves the residual stream in float32 and casts what it needs; FSDP's mixed precision casts the weights.
+    autocast = compute == 2 and not fsdp
+    stream = compute if fsdp else 4
+
+    # What autograd keeps of a layer, for each token: of two norms their input and the normalised (float32 again); inputs
+    # of linear maps (autocast makes one for each); gate, up, their product and the activation; query, key, value
+    # (repeated for all heads), output; the logarithm of the softmax's sum.
+    saved = hidden * (2 * (4 + stream) + (10 if autocast else 2 * compute))
+    saved += 4 * compute * (shape.intermediate + query) + 4 * shape.heads
+    if shape.kind == "qwen3":  # norms of queries and keys
+        saved += (4 + compute) * (query + key)
+    layer = tokens * saved + 2 * R * L * L * autocast  # autocast casts the mask in every layer
+
+    inputs = tokens * hidden * stream * (layers + 3) + N * hidden * compute  # of layers, last norm and head
+    activations = inputs if flags.gradient_checkpointing else inputs - tokens * hidden * stream * layers + layer * layers
+    base = {"masks": R * L * L * (1 + stream), "activations": activations}
+    chunk = min(N, max(1, LOGITS_AT_ONCE // vocab)) * vocab
+    chunks = ceil(N * vocab / chunk)
+
+    # Weights in bfloat16, with gradients: autocast keeps those of a forward pass until it ends, without checkpointing
+    # until they are used again. FSDP has the head and embedding, the layer, and the next or last one, with gradients.
+    gathered = compute * head * (1 if shape.tied else 2) * fsdp
+    cast = 2 * linear * layers * autocast
+    cast_later = 0 if flags.gradient_checkpointing else cast
+    head_cast = 2 * head * autocast
+    if chunks == 1:
+        logits = 12 * chunk
+    else:  # the sum of the head's gradients grows beside a chunk
+        logits = max(12 * chunk + compute * head, 3 * compute * head)
+    waiting = (compute if fsdp else 4) * head * shape.tied
+    in_layer = layer if flags.gradient_checkpointing else tokens * shape.intermediate * compute
+    in_layer += 2 * linear * autocast + (3 * compute + 4) * linear * fsdp
+    if fsdp and shape.tied:  # what FSDP reduces is a float32 copy, made after it lets the weights go
+        meeting = max(4 * compute, compute + 4 + 4 / shards) * head
+    elif fsdp:
+        meeting = (compute + 8 + 8 / shards) * head
+    else:
+        meeting = 12 * head * shape.tied
+    return [
+        base | {"cast weights": cast + head_cast + gathered + 2 * compute * linear * fsdp, "logits": 8 * chunk},
+        base | {"cast weights": cast_later + head_cast + gathered, "logits": logits},
+        base | {"cast weights": cast_later + gathered, "layer": in_layer, "head gradient": waiting},
+        {"head gradient": meeting},
+    ]
 
 
 def memory_table() -> str:
-    """GB a GPU of grpo.py with --bf16 and --gradient-checkpointing, 64 completions of 512 + 1024 tokens on each."""
-    names = ("weights", "gradients", "moments", "copy", "cache", "sampling", "checkpoints", "logits", "backward")
-    header = ["model", "GPUs", "parameters", *names, "**rollout**", "**update**", "reference", "at the start"]
-    rows = [header, ["---"] * len(header)]
-    for name, model in LARGE_MODELS.items():
+    """GB a GPU of grpo.py with --bf16 and --gradient-checkpointing, for some models and numbers of GPUs."""
+    given = {"max_prompt_length": 512, "max_completion_length": 1024, "num_generations": 8, "num_generations_eval": 8}
+    given |= {"eval_steps": 25, "decode_batch_size": 128, "micro_batch_size": 8, "bf16": True, "beta": 0.0}
+    names = ("weights", "gradients", "moments", "decoding copy", "start", "rollout", "update", "peak")
+    rows = [["model", "GPUs", "parameters", *names], ["---"] * (3 + len(names))]
+    for name in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct"):
         for processes in (1, 8):
-            found = memory(model, processes)
-            cells = [f"{found[key] / 1e9:.1f}" for key in names]
-            cells += [f"**{found[key] / 1e9:.1f}**" for key in ("rollout", "update")]
-            whole = f"{4 * parameters(model) / 1e9:.1f}"  # of the reference; and of the policy before it is cut
-            rows.append([name, processes, f"{parameters(model) / 1e9:.2f} billion", *cells, f"+ {whole}", whole])
+            flags = SimpleNamespace(**given, gradient_checkpointing=True, fsdp=processes > 1)
+            found = memory_model(name, flags, processes)
+            cells = [f"{found[key]:.1f}" for key in names]
+            rows.append([name, processes, f"{parameters(PUBLIC_MODELS[name]) / 1e9:.2f} billion", *cells])
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
 
 
@@ -199,7 +282,7 @@ class Point:
     axis: str
     value: str
     flags: str = ""
-    model: str = ""  # of MODELS, random weights
+    model: str = ""  # of CPU_MODELS, random weights
     steps: int = 0  # language: steps of the run
     on: str = "cpu"
 
@@ -257,40 +340,33 @@ def steps_flags(num_envs: int) -> str:
     return f"--num-envs {num_envs} --total-timesteps {total} --learning-starts {total // 4} --eval-steps 0"
 
 
-def cuda_points() -> list[Point]:
-    """For one GPU with 80 GB. Never run so far."""
-    found = [Point("limit", "torch.matmul", "size", str(size), on="cuda") for size in (4096, 8192)]
-
-    def grpo(axis: str, value, prompts: int, length: int, model: str) -> Point:
-        flags = f"{language_flags(prompts, 8, length)} --bf16 --gradient-checkpointing --per-device-train-batch-size 8"
-        return Point("language", "grpo.py", axis, str(value), flags, model, 4, "cuda")
-
-    found += [grpo("prompts", n, n, 256, "0.5B") for n in (4, 8, 16, 32)]
-    found += [grpo("length", n, 8, n, "0.5B") for n in (256, 512, 1024, 2048)]
-    found += [grpo("size", name, 8, 256, name) for name in ("120M", "500M", "0.5B", "1.5B")]
-    return found
-
-
 def command(point: Point, model: str) -> list[str]:
     """Words behind `python`; `model` is the name of the model, or the folder that it lies in."""
     words = [f"algorithms/{point.script}", *point.flags.split()]
     if point.part != "language":
         return words if point.part == "control" else ["benchmarks/scaling.py", "--points", point.name]
-    words += ["--model-name-or-path", model, "--no-skip-equal-groups", "--max-steps", str(point.steps)]
-    return [*words, "--eval-steps", "0", "--device", point.on]
+    words += ["--model-name-or-path", model, "--max-steps", str(point.steps), "--eval-steps", "0"]
+    if point.script == "grpo.py":
+        return [*words, "--advantage", "none", "--reward", "benchmarks/scaling.py:one"]
+    return [*words, "--no-skip-equal-groups", "--device", "cpu"]
+
+
+def one(problem, completion: str) -> float:
+    """The reward of grpo.py's points: with it and without a baseline, all rows are trained on."""
+    return 1.0
 
 
 # --- In processes of their own ----------------------------------------------------------------------------------------
 
 
 def make_model(name: str, folder: str) -> None:
-    """Save one of MODELS with random weights, whose end token is one that it cannot write, and a tokenizer."""
+    """Save one of CPU_MODELS with random weights, whose end token is one that it cannot write, and a tokenizer."""
     import torch
     import transformers
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
-    model, tokenizer = MODELS[name], transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    model, tokenizer = CPU_MODELS[name], transformers.AutoTokenizer.from_pretrained(TOKENIZER)
     end = tokenizer.eos_token_id
     if model.vocab < 1000:  # a real vocabulary is so large that an end by chance is rare
         tokenizer.add_tokens([f"<|unused {number}|>" for number in range(model.vocab - len(tokenizer))])
@@ -298,28 +374,24 @@ def make_model(name: str, folder: str) -> None:
     options = {"hidden_size": model.hidden, "intermediate_size": model.intermediate, "vocab_size": model.vocab}
     options |= {"num_hidden_layers": model.layers, "num_attention_heads": model.heads}
     options |= {"num_key_value_heads": model.kv_heads, "tie_word_embeddings": model.tied}
-    options |= {"head_dim": model.head_dim} if model.kind == "qwen3" else {}
-    kinds = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
-    config = kinds[model.kind](**options, max_position_embeddings=4096, bos_token_id=None, pad_token_id=0)
+    options |= {"head_dim": model.head_dim}
+    config = transformers.Qwen3Config(**options, max_position_embeddings=4096, bos_token_id=None, pad_token_id=0)
     network = transformers.AutoModelForCausalLM.from_config(config)
     network.generation_config.eos_token_id = end
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def matmul(size: int, device: str, seconds: float = 3.0) -> float:
-    """Floating-point operations a second of the product of two square matrices, the fastest of many: float32 on the
-    CPU, bfloat16 on a GPU."""
+def matmul(size: int, seconds: float = 3.0) -> float:
+    """Floating-point operations a second of the product of two square float32 matrices, the fastest of many."""
     import torch
 
     torch.set_num_threads(1)
-    a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    a, b = torch.randn(2, size, size)
     times, end = [], time.perf_counter() + seconds
     while len(times) < 5 or time.perf_counter() < end:
         began = time.perf_counter()
         a @ b
-        if device == "cuda":
-            torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     return 2 * size**3 / min(times)
 
@@ -335,28 +407,42 @@ def in_child(expression: str) -> str:
 
 
 def perf_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Step -> tag -> value."""
+    """Step -> tag -> value, of perf.csv; what the new grpo.py writes into metrics.csv has the same names afterwards."""
     found: dict[int, dict[str, float]] = {}
-    with (run_dir / "perf.csv").open() as file:
+    path = run_dir / "perf.csv"
+    with (path if path.exists() else run_dir / "metrics.csv").open() as file:
         for row in csv.DictReader(file):
-            found.setdefault(int(row["step"]), {})[row["tag"].removeprefix("perf/")] = float(row["value"])
+            tag = row["tag"].removeprefix("perf/").removeprefix("train/")
+            found.setdefault(int(row["step"]), {})[tag] = float(row["value"])
+    if not path.exists():
+        before = 0.0
+        for row in found.values():
+            row["step_seconds"], row["rollout_seconds"] = row["seconds/step"], row["seconds/rollout"]
+            row["tokens_per_second"] = (row["num_tokens"] - before) / row["seconds/step"]
+            before = row["num_tokens"]
     return found
 
 
 def run_script(words: list[str], run_dir: Path, steps: int) -> dict[int, dict[str, float]]:
     """Run a script; with `steps` kill it as soon as it has printed so many lines of a step, each behind its row."""
-    environment, lines = os.environ | {"OMP_NUM_THREADS": "1"}, []
+    environment, lines, peak = os.environ | {"OMP_NUM_THREADS": "1"}, [], 0.0
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment, "cwd": ROOT}
     words = [sys.executable, "-u", *words, "--output-dir", str(run_dir)]
     with subprocess.Popen(words, **options) as process:
         for line in process.stdout:
             lines.append(line)
+            if line.startswith("step "):
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                peak = int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) / 1e6
             if steps and sum(line.startswith("step ") for line in lines) == steps:
                 process.kill()
                 break
     if process.returncode and not steps or steps and sum(line.startswith("step ") for line in lines) < steps:
         raise RuntimeError("".join(lines[-20:]))
-    return perf_of(run_dir)
+    perf = perf_of(run_dir)
+    for row in perf.values():
+        row.setdefault("peak_memory_gb", peak)  # grpo.py does not say it
+    return perf
 
 
 def language_metrics(perf: dict[int, dict[str, float]], size: int) -> dict[str, float]:
@@ -385,16 +471,16 @@ def control_metrics(perf: dict[int, dict[str, float]], updates: int = 0) -> dict
 def measure(point: Point, models: str) -> dict:
     """The columns of a point that are measured; the folder `models` keeps models that several points have."""
     if point.part == "limit":
-        return {"flops_per_second": float(in_child(f"matmul({point.value}, {point.on!r})"))}
+        return {"flops_per_second": float(in_child(f"matmul({point.value})"))}
     with tempfile.TemporaryDirectory() as folder:
         if point.model and not Path(models, point.model).exists():
             in_child(f"make_model({point.model!r}, {f'{models}/{point.model}'!r})")
         perf = run_script(command(point, f"{models}/{point.model}"), Path(folder, "run"), point.steps)
     rows = perf.values()
     found = {"steps": len(perf) if point.part == "language" else max(perf)}
-    found["peak_memory_gb"] = max(row["peak_memory_gb"] for row in rows)
+    found["peak_memory_gb"] = max(row["peak_memory_gb"] for row in rows)  # of the process, from the kernel
     if point.part == "language":
-        return found | language_metrics(perf, parameters(MODELS[point.model]))
+        return found | language_metrics(perf, parameters(CPU_MODELS[point.model]))
     return found | control_metrics(perf, 320 * (point.script == "unimodal_poisson.py"))  # 10 epochs, 32 minibatches
 
 
@@ -432,18 +518,16 @@ def short(value) -> str:
 def due(args: Args) -> list[Point]:
     """The points that were asked for and that the CSV does not have."""
     done = {key_of(row) for row in read(ROOT / args.csv)}
-    points = cuda_points() if args.device == "cuda" else cpu_points()
-    wanted = [p for p in points if p.part in args.parts and any(fnmatch(p.name, x) for x in args.points)]
+    wanted = [p for p in cpu_points() if p.part in args.parts and any(fnmatch(p.name, x) for x in args.points)]
     return [point for point in wanted if key_of(vars(point)) not in done]
 
 
-def how(device: str) -> dict[str, str | int]:
+def how() -> dict[str, str | int]:
     """Columns that are the same for all points of a call."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     found = {name: version(name) for name in ("torch", "transformers", "gymnasium", "numpy")}
-    gpu = in_child("__import__('torch').cuda.get_device_name()") if device == "cuda" else ""
-    found["device"] = gpu or f"CPU ({os.cpu_count()} cores, {platform.machine()})"
-    return found | {"python": platform.python_version(), "commit": commit.strip(), "threads": 1, "on": device}
+    found["device"] = f"CPU ({os.cpu_count()} cores, {platform.machine()})"
+    return found | {"python": platform.python_version(), "commit": commit.strip(), "threads": 1, "on": "cpu"}
 
 
 def main(args: Args) -> None:
@@ -462,7 +546,7 @@ def main(args: Args) -> None:
 
 def run_points(points: list[Point], args: Args, models: str) -> list[str]:
     """Append a row for each point; returns the names of those that failed."""
-    same, failed = how(args.device) if points else {}, []
+    same, failed = how() if points else {}, []
     for number, point in enumerate(points, 1):
         load, began = os.getloadavg()[0], time.perf_counter()
         try:

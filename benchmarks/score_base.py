@@ -46,27 +46,27 @@ def score_verifier(model, tokenizer, task: Countdown, problems: list, flags) -> 
         right = [text for text in attempts if correctness(problem, text)]
         wrong = [text for text in attempts if not correctness(problem, text)]
         cases += [(problem, pool[0], pool is right) for pool in (right, wrong) if pool and right and wrong]
-    prompts = [task.prompt(problem, "verifier", (("Solver", text),)) for problem, text, _ in cases]
-    prompts = [grpo.encode(tokenizer, messages) for messages in prompts]
-    generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
-    samples = grpo.generate(model, prompts, 1, flags, generators)
-    lengths = samples.mask.sum(1).tolist()
-    texts = tokenizer.batch_decode([ids[:n] for ids, n in zip(samples.completion_ids.tolist(), lengths)])
+    chats = [task.prompt(problem, "verifier", (("Solver", text),)) for problem, text, _ in cases]
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
+    samples = grpo.generate(model, prompts, 1, flags, range(len(prompts)))
+    texts = tokenizer.batch_decode([sample.ids for sample in samples])
     return sum(verdict(text) is right for text, (_, _, right) in zip(texts, cases)) / len(cases)
 
 
 def main(args: Args) -> None:
     flags = grpo.Args(env=args.env, model_name_or_path=args.model, eval_problems=128, num_generations_eval=8)
-    tokenizer = grpo.load_tokenizer(flags)
-    model = grpo.load_model(flags, tokenizer, torch.device("cpu"))
-    task = grpo.load_task(flags)
-    scores, _ = grpo.evaluate(model, tokenizer, task, flags)
-    problems = task.evaluation_problems(flags.eval_problems)
-    seeds = [f"evaluation {i}" for i in range(len(problems))]
-    rewards = grpo.complete(model, tokenizer, task, problems, 8, flags, seeds)[2].mean(0).tolist()
+    task, problems = grpo.load_task(flags)
+    model, tokenizer = grpo.load_model(flags)
+    greedy = grpo.complete(model, tokenizer, task, problems, 1, flags)
+    seeds = [grpo.problem_seed("evaluation", i) for i in range(len(problems))]
+    samples = grpo.complete(model, tokenizer, task, problems, 8, flags, seeds)
+    right = torch.tensor([sample.rewards[0] for sample in samples]).view(-1, 8)
+    rewards = torch.tensor([sample.rewards for sample in samples]).mean(0).tolist()
     rewards = dict(zip(task.reward_functions, rewards))
 
-    row = {name: f"{scores[f'eval/{name}']:.4f}" for name in ("pass_at_1", "mean_at_8", "pass_at_8")}
+    scores = {"pass_at_1": sum(one.rewards[0] for one in greedy) / len(greedy), "mean_at_8": right.mean().item()}
+    scores |= {"pass_at_8": right.amax(1).mean().item()}
+    row = {name: f"{value:.4f}" for name, value in scores.items()}
     row |= {"format": f"{rewards['format']:.4f}"}
     if args.env == "countdown":
         row |= {"verifier": f"{score_verifier(model, tokenizer, task, problems, flags):.4f}"}

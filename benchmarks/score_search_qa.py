@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,18 +40,16 @@ class Player:
 
     def __init__(self, path: Path):
         self.flags = grpo.Args(model_name_or_path=str(path), max_completion_length=40)
-        self.tokenizer = grpo.load_tokenizer(self.flags)
-        self.model = grpo.load_model(self.flags, self.tokenizer, torch.device("cpu"))
+        self.model, self.tokenizer = grpo.load_model(self.flags)
 
     def write(self, chats: list[list[dict]], greedy: bool = False) -> list[str]:
         texts = []
         for start in range(0, len(chats), 128):
-            prompts = [grpo.encode(self.tokenizer, chat) for chat in chats[start : start + 128]]
-            seeds = [random.Random(f"{len(chat)} {i}") for i, chat in enumerate(chats[start : start + 128], start)]
-            generators = [torch.Generator().manual_seed(seed.getrandbits(63)) for seed in seeds]
-            samples = grpo.generate(self.model, prompts, 1, self.flags, None if greedy else generators)
-            rows = [row[:n] for row, n in zip(samples.completion_ids.tolist(), samples.mask.sum(1).tolist())]
-            texts += self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+            batch = chats[start : start + 128]
+            prompts = self.tokenizer.apply_chat_template(batch, add_generation_prompt=True, return_dict=True)["input_ids"]
+            seeds = [grpo.problem_seed(len(chat), i) for i, chat in enumerate(batch, start)]
+            samples = grpo.generate(self.model, prompts, 1, self.flags, None if greedy else seeds)
+            texts += self.tokenizer.batch_decode([sample.ids for sample in samples], skip_special_tokens=True)
         return texts
 
     def play(self, task: SearchQA, chats: list[list[dict]], greedy: bool = False) -> list[list[str]]:

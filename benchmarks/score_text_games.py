@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -56,18 +55,17 @@ class Writer:
 
     def __init__(self, path: Path):
         self.flags = grpo.Args(model_name_or_path=str(path), max_completion_length=48)
-        self.tokenizer = grpo.load_tokenizer(self.flags)
-        self.model = grpo.load_model(self.flags, self.tokenizer, torch.device("cpu"))
+        self.model, self.tokenizer = grpo.load_model(self.flags)
         self.tokens = self.turns = 0
 
     def __call__(self, games: list[Game], generator: random.Random) -> list[str]:
         texts = []
         for start in range(0, len(games), 128):
             batch = games[start : start + 128]
-            prompts = [grpo.encode(self.tokenizer, game.prompt(game.player)) for game in batch]
-            generators = [torch.Generator().manual_seed(generator.getrandbits(63)) for _ in batch]
-            samples = grpo.generate(self.model, prompts, 1, self.flags, generators)
-            rows = [row[:n] for row, n in zip(samples.completion_ids.tolist(), samples.mask.sum(1).tolist())]
+            chats = [game.prompt(game.player) for game in batch]
+            prompts = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
+            seeds = [generator.getrandbits(63) for _ in batch]
+            rows = [sample.ids for sample in grpo.generate(self.model, prompts, 1, self.flags, seeds)]
             self.tokens, self.turns = self.tokens + sum(map(len, rows)), self.turns + len(rows)
             texts += self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         return texts

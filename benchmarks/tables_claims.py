@@ -1,18 +1,20 @@
 """The table of methods and the curves of the README, and the table of all claims; make_tables.py draws them.
 
-Numbers are read from the CSVs, verdicts are written here: `reproduced`, `partly`, `not at this size`, `not run`.
+Numbers are read from the CSVs, verdicts are written here: `reproduced`, `partly`, `not at this size`, `open`, `not run`.
 Every function takes `read`, which returns the rows of a CSV in benchmarks/results.
 """
 
-import ast
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.tables_control import Read, between, markdown, mean_std, pyplot
+from benchmarks import tables_study
+from benchmarks.tables_control import Read, markdown, mean_std, pyplot
 
-ROOT = Path(__file__).resolve().parents[1]
+# Of the README's table of methods, in a few words: what the method's study shows.
+GRPO_SHOWS = "the study is running"
+DAPO_SHOWS = "runs on the tiny model; not compared with GRPO yet"
 
 
 @dataclass(frozen=True)
@@ -22,88 +24,111 @@ class Method:
     script: str
     title: str
     paper: str  # arXiv id
-    verdict: str  # what of the paper shows here
-    result: str  # what the default run teaches, and the unit
+    shows: str  # what of the paper shows here
+    result: str  # what the default run teaches
+    unit: str
     tags: tuple[str, ...]  # the metric; its first row is the beginning, the last row of the last tag the end
     scale: float = 100.0
     digits: int = 0
+    x: str = "steps"
 
 
 METHODS = (
     Method(
         "grpo",
-        "GRPO, with Dr. GRPO and DAPO as flags",
+        "GRPO, with Dr. GRPO as two flags",
         "2402.03300",
-        "learns; the group's baseline by itself buys nothing",
-        "number games solved, %",
+        GRPO_SHOWS,
+        "number games solved",
+        "%",
+        ("eval/mean_at_8",),
+    ),
+    Method(
+        "dapo",
+        "DAPO: clip-higher, dynamic sampling, token-level loss, overlong penalty",
+        "2503.14476",
+        DAPO_SHOWS,
+        "number games solved",
+        "%",
         ("eval/mean_at_8",),
     ),
     Method(
         "gdpo",
-        "GDPO: several rewards, normalised apart",
+        "GDPO: several rewards, each normalised by itself",
         "2601.05242",
-        "indifferent to the unit of a reward, exactly; no gain in training",
-        "tool calls right, %",
+        "exactly indifferent to the scale of a reward; training is no better",
+        "tool calls right",
+        "%",
         ("eval/mean_at_8",),
     ),
     Method(
         "dr_mas",
         "Dr. MAS: teams of language-model agents",
         "2602.08847",
-        "a rare agent's gradient no longer spikes; no gain in success",
-        "questions right, %",
+        "no more gradient spikes of a rarely called agent; same success",
+        "questions right",
+        "%",
         ("eval/mean_at_8",),
     ),
     Method(
         "igpo",
         "IGPO: information-gain turn rewards",
         "2510.14967",
-        "groups without a difference in outcome teach; a little sooner, no better",
-        "questions right, %",
+        "equal-outcome groups still yield gradients; slightly faster, same final score",
+        "questions right",
+        "%",
         ("eval/mean_at_8",),
     ),
     Method(
         "spiral_rae",
         "SPIRAL: self-play with a baseline for each role",
         "2506.24119",
-        "less noise, exactly; without it play falls apart at a fast rate; else no gain",
-        "wins against random, %",
+        "less gradient noise; stable at rates where play collapses without it; otherwise no better",
+        "wins against random",
+        "%",
         ("eval/tictactoe/random/first/win",),
     ),
     Method(
         "pi_play",
         "pi-Play: self-play with privileged distillation (a reconstruction)",
         "2604.14054",
-        "far better where the control is never rewarded, a little sooner elsewhere",
-        "questions right, %",
+        "far better where the control hardly ever gets a reward; elsewhere slightly faster",
+        "questions right",
+        "%",
         ("eval/mean_at_8",),
     ),
     Method(
         "unimodal_poisson",
         "PPO with the unimodal Poisson policy",
         "2408.00309",
-        "more than twice the return of a softmax or a Gaussian on HalfCheetah, half of it on Hopper",
-        "return, HalfCheetah-v5",
+        "twice the return of Gaussian and softmax on HalfCheetah, half of it on Hopper",
+        "HalfCheetah-v5 return",
+        "",
         ("charts/episodic_return", "eval/deterministic/return_mean"),
         1.0,
+        x="thousand environment steps",
     ),
     Method(
         "fm3q",
         "FM3Q: two-team minimax Q-learning",
         "2402.00738",
-        "ahead of self-play on games that can be solved; in pong hardly",
+        "better than self-play in games with exact answers; hardly in pong",
         "NashConv",
+        "",
         ("eval/nash_conv_mean",),
         1.0,
         1,
+        x="thousand environment steps",
     ),
     Method(
         "arac",
         "ARAC: soft actor-critic on graphs (a reconstruction)",
         "2511.08412",
-        "sooner where the reference is good, without its faults elsewhere; no better in the end",
-        "evaders caught, %",
+        "faster with a good reference, not held back by a bad one; same final success",
+        "evaders caught",
+        "%",
         ("eval/sampled/success",),
+        x="thousand environment steps",
     ),
 )
 
@@ -118,29 +143,14 @@ def curve(read: Read, method: Method, tag: str) -> list[tuple[int, float]]:
 
 
 def default_minutes(read: Read, script: str) -> float:
-    """Minutes that the default run has trained: neither start nor evaluations are in perf.csv."""
-    rows = read(f"{script}_default_perf.csv")
-    if seconds := [float(row["value"]) for row in rows if row["tag"] == "perf/step_seconds"]:
-        return sum(seconds) / 60
+    """Minutes that the default run has trained, without start and evaluations. Older scripts have them in perf.csv."""
+    steps = [row for row in read(f"{script}_default_metrics.csv") if row["tag"] == "train/seconds/step"]
+    rows = steps or read(f"{script}_default_perf.csv")
+    steps = steps or [row for row in rows if row["tag"] == "perf/step_seconds"]
+    if steps:
+        return sum(float(row["value"]) for row in steps) / 60
     speeds = [(int(row["step"]), float(row["value"])) for row in rows if row["tag"] == "charts/SPS"]
     return sum((step - before) / speed for (before, _), (step, speed) in zip([(0, 0), *speeds], speeds)) / 60
-
-
-def lines_of_code(script: str) -> int:
-    """Lines without blank ones, comments and docstrings."""
-    source = (ROOT / f"algorithms/{script}.py").read_text()
-    skipped = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            skipped.update(range(node.lineno, node.end_lineno + 1))
-    lines = enumerate(source.splitlines(), 1)
-    return sum(bool(text.strip()) and not text.strip().startswith("#") and n not in skipped for n, text in lines)
-
-
-def test_functions(script: str) -> int:
-    """Test functions of a script; many of them run dozens of cases."""
-    files = [ROOT / f"tests/test_{script}{end}.py" for end in ("", "_script")]
-    return sum(line.startswith("def test_") for file in files for line in file.read_text().splitlines())
 
 
 def methods(read: Read) -> str:
@@ -151,31 +161,32 @@ def methods(read: Read) -> str:
         name = method.script
         links = f"[{name}.py](algorithms/{name}.py), [page](algorithms/{name}.md)"
         paper = f"[{method.paper}](https://arxiv.org/abs/{method.paper})"
-        result = f"{first[0][1]:,.{method.digits}f} → {last[-1][1]:,.{method.digits}f} {method.result}"
-        cost = f"{default_minutes(read, name):.1f}"
-        rows.append([method.title, links, paper, lines_of_code(name), test_functions(name), cost, result])
-        rows[-1].append(method.verdict)
-    header = ["method", "script", "arXiv", "lines", "tests", "minutes", "default run: first → last", "what shows"]
-    return markdown(header, rows)
+        result = f"{method.result}: {first[0][1]:,.{method.digits}f} → {last[-1][1]:,.{method.digits}f} {method.unit}"
+        minutes = f"{default_minutes(read, name):.1f}"
+        rows.append([method.title, links, paper, minutes, result.strip(), method.shows])
+    return markdown(["method", "script", "arXiv", "minutes", "default run: first → last", "what shows"], rows)
 
 
 def draw_default_runs(read: Read, folder: Path) -> None:
-    """A small learning curve of every default run."""
-    figure, axes = pyplot().subplots(3, 3, figsize=(10, 7.2))
-    for axis, method in zip(axes.flat, METHODS):
-        points = curve(read, method, method.tags[0])
+    """A small learning curve of every default run: the language scripts above, the control scripts below."""
+    figure, axes = pyplot().subplots(3, 4, figsize=(11, 7.2))
+    for axis in axes[1:, 3]:
+        axis.set_visible(False)
+    for axis, method in zip((axis for axis in axes.flat if axis.get_visible()), METHODS):
+        unit = 1000 if method.x.startswith("thousand") else 1
+        points = [(step / unit, value) for step, value in curve(read, method, method.tags[0])]
         axis.plot(*zip(*points), color="C0", linewidth=1.8, marker="o" if len(points) < 20 else "", markersize=4)
         if method.script == "arac":
-            axis.plot(*zip(*curve(read, method, "eval/reference/success")), "--", color="gray", linewidth=1)
+            (_, reference), *_ = curve(read, method, "eval/reference/success")
+            axis.axhline(reference, linestyle="--", color="gray", linewidth=1)
             axis.annotate("the reference", (0.97, 0.08), xycoords="axes fraction", ha="right", color="gray", fontsize=8)
         axis.set_title(f"{method.script}.py", fontsize=10, loc="left", family="monospace")
-        axis.set_ylabel(method.result, fontsize=8)
-        axis.set_xlabel("environment steps" if "charts" in method.tags[0] or method.scale == 1 else "steps", fontsize=8)
+        axis.set_ylabel(f"{method.result}, {method.unit}".removesuffix(", "), fontsize=8)
+        axis.set_xlabel(method.x, fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
-    axes.flat[-1].set_xlabel("environment steps", fontsize=8)
     figure.tight_layout()
-    figure.savefig(folder / "default_runs.png", dpi=100, metadata={"Software": None})
+    figure.savefig(folder / "default_runs.png", dpi=110, metadata={"Software": None})
 
 
 # --- Claims -----------------------------------------------------------------------------------------------------------
@@ -197,16 +208,6 @@ def arms(read: Read, study: str, column: str, *names: str, digits: int = 1, unit
     rows = final(read, study)
     key = "arm" if "arm" in rows[0] else "policy"
     return [scores(rows, column, digits, unit, **{key: name}, **chosen) for name in names]
-
-
-def ratio(read: Read, name: str, column: str, ours: dict, theirs: dict) -> str:
-    """Median, lowest and highest ratio of two arms of a speed CSV, repeat by repeat."""
-    rows, values = read(name), []
-    for row in rows:
-        if all(row[k] == v for k, v in ours.items()):
-            peers = [p for p in rows if p["repeat"] == row["repeat"] and all(p[k] == v for k, v in theirs.items())]
-            values += [float(row[column]) / float(peer[column]) for peer in peers[:1]]
-    return between(values, 1) if values else "not run"
 
 
 def silent_groups(read: Read, tag: str) -> str:
@@ -259,46 +260,49 @@ def variance(read: Read, arm: str, column: str) -> str:
     return scores(read("variance_poisson.csv"), column, 0, 1.0, arm=arm, num_atoms="11")
 
 
-def speed_marl(read: Read, mixer: str, **chosen: str) -> str:
-    """Our steps a second of CPU time over CleanMARL's, at its own rate of updates or without any."""
-    own = {"vdn": {"every": "5", "batch": "32"}, "qmix": {"every": "20", "batch": "200"}}[mixer]
-    case = {"mixer": mixer, "part": "whole"} | own | chosen
-    return ratio(
-        read, "speed_marl.csv", "steps_per_cpu_second", case | {"side": "fm3q", "games": "2048"}, case | THEIRS
-    )
+def study_score(read: Read, study: str, arm: str) -> str:
+    """mean@8 before and after training, in percent."""
+    runs = tables_study.final_runs(read, study, arm)
+    first = tables_study.percent(runs, "first_mean_at_8")[0]
+    return f"{first:.1f} → {mean_std(tables_study.percent(runs, 'mean_at_8'), 1)}"
 
 
-THEIRS = {"side": "cleanmarl", "games": "1"}
-STEPPING = {"part": "stepping", "every": "", "batch": ""}
+def ahead(read: Read, study: str, arm: str, other: str, column: str = "mean_at_8") -> tuple[float, float, float]:
+    """By how much an arm's mean@8 is above another's score, with its interval."""
+    runs, others = (tables_study.final_runs(read, study, name) for name in (arm, other))
+    return tables_study.difference(tables_study.percent(runs, "mean_at_8"), tables_study.percent(others, column))
 
 
-def speed_ppo(read: Read, arm: str, case: str) -> str:
-    """Our steps a second of CPU time over CleanRL's."""
-    ours, theirs = {"case": case, "arm": arm}, {"case": case, "arm": "cleanrl"}
-    return ratio(read, "speed_ppo.csv", "steps_per_cpu_second", ours, theirs)
+def by_interval(found: tuple[float, float, float]) -> str:
+    """The verdict on a difference: reproduced only if its interval is above 0."""
+    return "reproduced" if found[1] > 0 else "not at this size"
 
 
-def speed_grpo(read: Read, arm: str) -> str:
-    """Ratios to TRL of the four cases."""
-    return ", ".join(f"{float(row['ratio_median']):.1f}" for row in read("speed_grpo.csv") if row["arm"] == arm)
-
-
-CLAIMS: tuple[tuple[str, str, str, Callable[[Read], str], str, str], ...] = (
+Text = Callable[[Read], str]
+CLAIMS: tuple[tuple[str, str, str, Text, str | Text, str], ...] = (
     (
         "GRPO",
         "rewards compared in a group teach a language model to solve problems",
-        "Countdown, 3 seeds",
-        lambda read: "13.3 → {} % of samples right".format(*arms(read, "grpo", "mean_at_8", "grpo")),
-        "reproduced",
-        "learning.py --study grpo",
+        "Countdown, 5 seeds, 0.8 M parameters",
+        lambda read: f"{study_score(read, 'grpo', 'grpo')} % of samples right",
+        lambda read: by_interval(ahead(read, "grpo", "grpo", "grpo", "first_mean_at_8")),
+        "study.py grpo",
     ),
     (
         "GRPO",
-        "the group's mean as a baseline is what does it",
-        "the same loss without a baseline, 3 seeds",
-        lambda read: "{} %, without {} %".format(*arms(read, "grpo", "mean_at_8", "dapo_loss", "reinforce")),
-        "not at this size",
-        "learning.py --study grpo",
+        "the group's mean is a baseline that helps",
+        "the same without a baseline, each at its best rate: paired difference, points",
+        lambda read: tables_study.show(ahead(read, "grpo", "grpo", "no_baseline")),
+        lambda read: by_interval(ahead(read, "grpo", "grpo", "no_baseline")),
+        "study.py grpo",
+    ),
+    (
+        "DAPO",
+        "its changes to GRPO raise AIME 2024 from 30 to 50 points (32B)",
+        "",
+        lambda read: "",
+        "not run",
+        "",
     ),
     (
         "GDPO",
@@ -577,41 +581,19 @@ CLAIMS: tuple[tuple[str, str, str, Callable[[Read], str], str, str], ...] = (
         "partly: on smaller cycles and paths, not on large grids",
         "transfer_arac.py",
     ),
-    (
-        "speed",
-        "GRPO: at least twice TRL's (our goal)",
-        "one step, same work, 4 cases",
-        lambda read: f"{speed_grpo(read, 'default')} times; without leaving out rows {speed_grpo(read, 'no_skip')}",
-        "reached",
-        "speed_grpo.py",
-    ),
-    (
-        "speed",
-        "PPO: 2.5 and 2 times CleanRL's (our goal)",
-        "HalfCheetah-v5, 1 and 8 environments",
-        lambda read: "{}; {} times, with `--compile` {}; {}".format(
-            *(speed_ppo(read, arm, case) for arm in ("gaussian", "compile") for case in ("1 x 2048", "8 x 256"))
-        ),
-        "reached with `--compile`; without it the floors of 2 and 1.5",
-        "speed_ppo.py",
-    ),
-    (
-        "speed",
-        "FM3Q: ten times CleanMARL's (our goal)",
-        "additive game of 50 states, at its rate of updates",
-        lambda read: "`qmix.py` {}, `vdn.py` {}; stepping alone {}, {}".format(
-            *(speed_marl(read, mixer, **chosen) for chosen in ({}, STEPPING) for mixer in ("qmix", "vdn"))
-        ),
-        "missed: nine tenths of our time are gradient steps",
-        "speed_marl.py",
-    ),
 )
 HEADS = ("poisson", "categorical", "ordinal")
 
 
 def claims(read: Read) -> str:
-    """What the papers say, what was run, what came out."""
-    rows = [[*said, numbers(read), verdict, f"`{program}`"] for *said, numbers, verdict, program in CLAIMS]
+    """What the papers say, what was run, what came out; `open` as long as a study is not finished."""
+    rows = []
+    for *said, numbers, verdict, program in CLAIMS:
+        try:
+            found = [numbers(read), verdict(read) if callable(verdict) else verdict]
+        except tables_study.Unfinished:
+            found = ["", "open"]
+        rows.append([*said, *found, f"`{program}`" if program else ""])
     return markdown(["method", "the paper says", "we ran", "result", "verdict", "program"], rows)
 
 

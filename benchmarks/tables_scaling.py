@@ -19,7 +19,7 @@ GRPO_CASES = {  # case: in words, and completions of a step
     "D": ("prompts of about 150 tokens, 8 x 8", 64),
 }
 GRPO_ARMS = {"default": "as shipped", "no_skip": "`--no-skip-equal-groups`", "compile": "`--compile`"}
-GRPO_GOALS = {  # of speed_grpo.py, which cannot be imported without TRL
+GRPO_GOALS = {  # of the rows of speed_grpo.csv, which the grpo.py before its rewriting made
     ("A", "default"): 2.0,
     ("A", "no_skip"): 1.5,
     ("A", "compile"): 2.3,

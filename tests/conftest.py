@@ -12,17 +12,21 @@ import pytest
 from written_once import remembered
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: the house rules need none
+os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch
 
 
 def pytest_configure(config):
     """xdist deals out files in the order of collection, the one below, and not by their numbers of tests."""
+    config.addinivalue_line("markers", "quick: the reference numbers and one short run of each script")
     config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items):
     """The files that start scripts come first: they take longest, and what is dealt out last should be short."""
     items.sort(key=lambda item: not item.path.stem.endswith("_script"))
+    for item in items:
+        if item.name.startswith("test_reference") or item.name == "test_command_and_its_files":
+            item.add_marker("quick")
 
 
 @pytest.fixture(autouse=True)

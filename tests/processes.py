@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": ""}  # the numbers that tests compare are those of a CPU
 SECONDS = 300  # after which a process counts as hung
-LIBRARIES = ["torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.utils.tensorboard"]
+LIBRARIES = ["torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.utils.tensorboard"]
 LIBRARIES += ["transformers", "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"]
 LIBRARIES += ["tyro", "imageio", "gymnasium.vector", "mujoco"]  # of one that is missing here, a run takes longer
 DRIVER = """\
@@ -38,9 +38,28 @@ from algorithms import {script} as script
 from written_once import remembered
 script.generate = remembered(script.generate)
 dist.init_process_group("gloo")
-dist.destroy_process_group = lambda: None  # one group for all runs
+dist.init_process_group = lambda backend: None  # one group for all runs
+dist.destroy_process_group = lambda: None
 for values in json.loads(sys.argv[2]):
     script.train(script.Args(**values))
+"""
+KILLER = """\
+import os, sys
+root, script, name, number = sys.argv[1:5]
+sys.argv[1:5] = []
+sys.path.insert(0, root)
+import importlib
+from torch.distributed.checkpoint import FileSystemWriter
+script = importlib.import_module("algorithms." + script)
+owner = script if hasattr(script, name) else FileSystemWriter
+original, calls = getattr(owner, name), []
+def deadly(*words, **named):
+    calls.append(name)
+    if len(calls) == int(number):
+        os.kill(os.getpid(), 9)
+    return original(*words, **named)
+setattr(owner, name, deadly)
+script.train(script.parse_args())
 """
 
 
@@ -115,6 +134,13 @@ def train_by_two(folder: Path, script: str, runs: list[dict], driver: str = DRIV
     """These runs of train() by two processes, one after the other; leaves their stderr."""
     (folder / "driver.py").write_text(driver.format(script=script))
     (folder / "stderr").write_text(fork(folder / "driver.py", ROOT, json.dumps(runs), processes=2).stderr)
+
+
+def kill_at(folder: Path, script: str, name: str, number: int, *words) -> None:
+    """This command, killed by SIGKILL when it calls a function of the script, or of torch's writer, for that time."""
+    (folder / "killer.py").write_text(KILLER)
+    process = fork(folder / "killer.py", ROOT, script, name, number, *words)
+    assert process.returncode == -signal.SIGKILL, process.stdout + process.stderr
 
 
 def interrupt(number: int, text: str, script: Path, *words) -> tuple[int, str]:

@@ -1,35 +1,48 @@
-"""Carry a fix of a shared block from one script into its siblings: `python tests/sync_shared_blocks.py grpo`.
+"""Carry shared blocks from one script to the others of its family: `python tests/sync_shared_blocks.py grpo`.
 
-Every definition and flag that a sibling has under the same name, and that no essay declares as different, gets the text
-of the script named. It prints what it replaced; look at `git diff` before committing.
+It prints what it replaced; look at `git diff` before committing.
 """
 
+import ast
 import sys
+from pathlib import Path
 
-from test_house_rules import FREE, ROOT, SCRIPTS, Script, blocks, declared_differences
+ALGORITHMS = Path(__file__).resolve().parents[1] / "algorithms"
 
 
-def shared_text(origin: Script, script: Script) -> tuple[str, list[str]]:
-    """The script with the shared blocks of the origin, and the names that were replaced."""
-    here, there = blocks(script.source), blocks(origin.source)
-    kept = declared_differences(origin)[1] | declared_differences(script)[1] | FREE[script.family]
-    free_flags = script.family == "control"  # their Args have nothing in common
-    names = [name for name in here if name in there and here[name].text != there[name].text]
-    names = [name for name in names if name.removeprefix("Args.") not in kept]
-    names = [name for name in names if not (free_flags and name.startswith("Args."))]
-    lines = script.source.splitlines()
-    for name in sorted(names, key=lambda name: -here[name].first):  # from below, so that line numbers above stay true
-        lines[here[name].first - 1 : here[name].last] = there[name].text.splitlines()
-    return "\n".join(lines) + "\n", names
+def blocks(source: str) -> dict[str, tuple[int, int]]:
+    """First and last line, counted from 0 and exclusive, of every function and class with its decorators."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min(n.lineno for n in [node, *node.decorator_list]) - 1
+            found[node.name] = (first, node.end_lineno)
+    return found
+
+
+def texts(script: str) -> dict[str, str]:
+    """Name and source of every block of algorithms/<script>.py."""
+    source = (ALGORITHMS / f"{script}.py").read_text(encoding="utf-8")
+    lines = source.splitlines()
+    return {name: "\n".join(lines[slice(*span)]) for name, span in blocks(source).items()}
+
+
+def carry(origin: str, script: str, names: list[str]) -> list[str]:
+    """Give a script the blocks of the origin; the names of those that were replaced."""
+    new, old = texts(origin), texts(script)
+    source = (ALGORITHMS / f"{script}.py").read_text(encoding="utf-8")
+    replaced = [name for name in names if name in new and name in old and new[name] != old[name]]
+    for name in replaced:
+        source = source.replace(old[name], new[name])
+    (ALGORITHMS / f"{script}.py").write_text(source, encoding="utf-8")
+    return replaced
 
 
 if __name__ == "__main__":
-    known = {script.name: script for script in SCRIPTS}
-    if len(sys.argv) != 2 or sys.argv[1] not in known:
-        sys.exit(f"usage: python tests/sync_shared_blocks.py {{{','.join(known)}}}")
-    start = known[sys.argv[1]]
-    for script in SCRIPTS:
-        if script.family == start.family and script is not start:
-            text, names = shared_text(start, script)
-            (ROOT / "algorithms" / f"{script.name}.py").write_text(text)
-            print(f"{script.name}.py: {', '.join(names) or 'nothing to do'}")
+    from test_shared_blocks import FAMILIES
+
+    origin = sys.argv[-1]
+    for scripts, names in FAMILIES:
+        if origin in scripts:
+            for script in scripts:
+                print(f"{script}.py: {', '.join(carry(origin, script, names)) or 'nothing to do'}")

@@ -12,8 +12,7 @@ import imageio
 import pytest
 import torch
 from processes import ROOT, as_flags, begin_and_interrupt, fork
-from test_grpo_script import events, table
-from test_house_rules import page_rows, page_tags, tag_matches
+from run_folders import documented_tags, events, table, tag_matches
 
 from algorithms import arac
 from algorithms.arac import Args
@@ -164,7 +163,7 @@ def test_what_a_run_counts(whole):
 def test_tags_are_those_of_the_page(whole, chase, duel):
     logged = {tag for path in (whole[0], chase, duel) for _, tag in [*table(path), *table(path, "perf.csv")]}
     assert {tag for tag in logged if tag.startswith("evader/")} and "eval/sampled/loss" in logged
-    documented = {tag for _, cells in page_rows(PAGE) for tag in page_tags(cells[0])}
+    documented = documented_tags(PAGE)
     bare = {tag.removeprefix("evader/") for tag in logged}
     assert {tag for tag in bare if not any(tag_matches(row, tag) for row in documented)} == set()
     assert {row for row in documented if not any(tag_matches(row, tag) for tag in bare)} == set()

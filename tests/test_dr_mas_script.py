@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from processes import ROOT, as_flags, begin_and_interrupt, fork, train_by_two
+from run_folders import SMALL, assert_close, documented_tags, events, last, table, tag_matches
 from safetensors.torch import load_file, save_file
-from test_grpo_script import SMALL, assert_close, events, last, table
-from test_house_rules import page_rows, page_tags, tag_matches
 
 from algorithms import dr_mas
 from algorithms.dr_mas import Args, Progress, load_players, load_task, rollout
@@ -70,7 +69,7 @@ def assert_same_run(run_dir, other) -> None:
 
 
 def assert_nearly_same_weights(run_dir, other, rate: float = 2e-4) -> None:
-    """As in test_grpo_script.py: where the gradient is rounding noise AdamW's first step may go either way."""
+    """As in run_folders.py: where the gradient is rounding noise AdamW's first step may go either way."""
     for path in Path(other, "final").iterdir():
         ours, theirs = weights(run_dir, path.name), weights(other, path.name)
         difference = torch.cat([(ours[name] - theirs[name]).abs().flatten() for name in theirs])
@@ -151,7 +150,7 @@ def test_tags_are_those_of_the_page(tmp_path):
         texts = [tag.removesuffix("/text_summary") for tag in events(tmp_path / name).Tags()["tensors"]]
         logged |= {tag for _, tag in [*metrics, *table(tmp_path / name, "perf.csv")]} | set(texts)
     page = (ROOT / "algorithms" / "dr_mas.md").read_text()
-    documented = {tag for _, cells in page_rows(page) for tag in page_tags(cells[0])}
+    documented = documented_tags(page)
     assert {tag for tag in logged if not any(tag_matches(row, tag) for row in documented)} == set()
     assert {row for row in documented if not any(tag_matches(row, tag) for tag in logged)} == set()
 

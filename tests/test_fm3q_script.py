@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import ROOT, as_flags, begin_and_interrupt, fork
-from test_grpo_script import events, table
-from test_house_rules import page_rows, page_tags, tag_matches
+from run_folders import documented_tags, events, table, tag_matches
 
 from algorithms import fm3q
 from algorithms.fm3q import Args, Learner, make_game, train_exploiter
@@ -157,7 +156,7 @@ def test_tags_are_those_of_the_page(whole, tmp_path, short_rallies):
     values = PONG | {"eval_steps": 10**6, "eval_games": 4, "exploiter_steps": 64, "learner": "iql"}
     metrics = train_here(tmp_path / "run", **values)
     logged = {tag for _, tag in [*metrics, *table(whole[0]), *table(whole[0], "perf.csv")]}
-    documented = {tag for _, cells in page_rows(PAGE) for tag in page_tags(cells[0])}
+    documented = documented_tags(PAGE)
     assert {tag for tag in logged if not any(tag_matches(row, tag) for row in documented)} == set()
     shapes = {re.sub("(tracker|wanderer)/(left|right)", "<>/<>", tag) for tag in logged}
     assert {row for row in documented if row not in shapes} == set()

@@ -1,5 +1,5 @@
 """GDPO as people run it: the command, its arms, conditioned rewards, two processes, resuming. What gdpo.py shares with
-grpo.py word for word (test_house_rules.py holds that) is attacked harder in test_grpo_script.py."""
+grpo.py is attacked harder in test_grpo_script.py."""
 
 import json
 import math
@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 from processes import ROOT, as_flags, begin_and_interrupt, fork, train_by_two
-from test_grpo_script import (
+from run_folders import (
     EXACT,
     SMALL,
     assert_close,
     assert_same_run,
     assert_same_weights,
+    documented_tags,
     events,
     last,
     table,
+    tag_matches,
 )
-from test_house_rules import page_rows, page_tags, tag_matches
 
 from algorithms import gdpo
 from algorithms.gdpo import Args
@@ -83,7 +84,7 @@ def test_tags_are_those_of_the_page(tmp_path):
     texts = [tag.removesuffix("/text_summary") for tag in events(tmp_path / "run").Tags()["tensors"]]
     logged = {tag for _, tag in [*metrics, *table(tmp_path / "run", "perf.csv")]} | set(texts)
     page = (ROOT / "algorithms" / "gdpo.md").read_text()
-    documented = {tag for _, cells in page_rows(page) for tag in page_tags(cells[0])}
+    documented = documented_tags(page)
     assert {tag for tag in logged if not any(tag_matches(row, tag) for row in documented)} == set()
     assert {row for row in documented if not any(tag_matches(row, tag) for tag in logged)} == set()
 

@@ -1,6 +1,6 @@
 """What careless and hostile users give the scripts, and the one sentence that each gets.
 
-`CASES` is a table over all nine scripts. A case is played in this process, as a command line, in a folder of its own.
+`CASES` is a table over the scripts that still have the older design. A case is played in this process, as a command line, in a folder of its own.
 What is seen is written to hostile_use.md by `python tests/test_hostile_use.py`, and a test compares page and reality.
 A case with a `gap` does not get its sentence yet: it is expected to fail, and the page names it. The last tests are
 about what the scripts must not lose: what the model writes, code of the user that raises, and SIGKILL at any moment.
@@ -53,7 +53,6 @@ LANGUAGE += "--max-completion-length 16 --save-steps 1 --eval-steps 0 "
 SCORED = "--eval-problems 2 --num-generations-eval 2"
 MARL = "--total-timesteps 320 --num-envs 32 --learning-starts 64 --embed-dim 8 --eval-steps 0 --save-steps 64 "
 SMALL = {
-    "grpo": LANGUAGE + SCORED,
     "gdpo": LANGUAGE + SCORED,
     "dr_mas": LANGUAGE + SCORED + " --env countdown --share-model",
     "igpo": LANGUAGE + SCORED + " --hops 1",
@@ -518,23 +517,8 @@ HOLDS = "holds a run"
 # fmt: off
 CASES = [
     # flags
-    Case("grpo", "the model's name is empty, as of a shell variable that is not set", "--model-name-or-path ''",
-         ("--model-name-or-path",)),
-    Case("grpo", "the data set's name is empty", "--dataset ''", ("--dataset",)),
-    Case("grpo", "the run to resume is empty", "--resume '' --output-dir @run", ("--resume",)),
-    Case("grpo", "an infinite learning rate", "--learning-rate inf", ("--learning-rate inf",)),
-    Case("grpo", "a learning rate of 1e308", "--learning-rate 1e308", ("--learning-rate 1e+308",)),
-    Case("grpo", "an infinite temperature", "--temperature inf", ("--temperature inf",)),
-    Case("grpo", "a reward that weighs nan", "--reward-weights nan 1 1", ("--reward-weights", "nan")),
     Case("gdpo", "a reward that weighs inf", "--reward-weights inf 1 1 1", ("--reward-weights", "inf")),
     Case("gdpo", "a condition that is no reward", "--conditioned-rewards nonsense", ("--conditioned-rewards", "exact")),
-    Case("grpo", "a seed of 23 digits", "--seed 99999999999999999999999", ("--seed",)),
-    Case("grpo", "a million million completions a prompt", "--num-generations 1000000000000 "
-         "--per-device-train-batch-size 1", ("--num-generations",)),
-    Case("grpo", "numbers too large for a game", "--num-numbers 6 --max-number 1000000000000000000000000",
-         ("--max-number",)),
-    Case("grpo", "a flag with a typing error", "--learning-rat 1e-3", ("--learning-rat",)),
-    Case("grpo", "a word in place of a number", "--seed one", ("--seed", "'one'")),
     Case("gdpo", "the data set is for a model that is not shipped", "--env gsm8k --dataset @data.jsonl",
          ("--model-name-or-path", "gsm8k"), files=data(GOOD)),
     Case("dr_mas", "an agent's learning rate is nan", "--agent-learning-rates nan", ("--agent-learning-rates", "nan")),
@@ -579,35 +563,6 @@ CASES = [
     Case("arac", "more agents than nodes", "--env-id graph_confrontation --num-agents 5", ("8 nodes", "10 players")),
     Case("arac", "a temperature of 1e308", "--alpha 1e308", ("--alpha 1e+308",)),
     # data
-    Case("grpo", "a data set that is empty", FROM_DATA, ("data.jsonl", "0 different questions"), files=data("")),
-    Case("grpo", "a data set that is a folder", FROM_DATA, ("data.jsonl", "Is a directory"),
-         files=(("data.jsonl/x", ""),)),
-    Case("grpo", "a data set that cannot be opened: a link to itself", FROM_DATA, ("data.jsonl", "cannot be read"),
-         prepare=lambda folder, patch: (folder / "data.jsonl").symlink_to(folder / "data.jsonl")),
-    Case("grpo", "a data set cut in the middle of a line", FROM_DATA, ("data.jsonl, line 6", "JSON"),
-         files=data(GOOD[:-9])),
-    Case("grpo", "a data set in UTF-16", FROM_DATA, ("data.jsonl, line 1", "not UTF-8"),
-         files=data(GOOD.encode("utf-16"))),
-    Case("grpo", "a data set in Latin-1, from line 7", FROM_DATA, ("data.jsonl, line 7", "not UTF-8"),
-         files=data(GOOD.encode() + '{"question": "ü?", "answer": "1"}\n'.encode("latin-1"))),
-    Case("grpo", "a data set with a line of 10 MB that never ends", FROM_DATA, ("data.jsonl, line 1", "JSON"),
-         files=data('{"question": "' + "x" * 10_000_000)),
-    Case("grpo", "a data set with JSON nested 100,000 deep", FROM_DATA, ("data.jsonl, line 1", "JSON"),
-         files=data(DEEP)),
-    Case("grpo", "one JSON array in place of lines", FROM_DATA, ("data.jsonl, line 1", "one JSON object"),
-         files=data(json.dumps(SUMS, indent=1))),
-    Case("grpo", "a data set with one question six times", FROM_DATA, ("1 different questions", "at least 2"),
-         files=data(lines(*SUMS[:1] * 6))),
-    Case("grpo", "a data set with an empty question", FROM_DATA, ("data.jsonl, line 7", "an empty question"),
-         files=data(GOOD + lines({"question": " ", "answer": "1"}))),
-    Case("grpo", "an answer that is NaN", FROM_DATA, ("data.jsonl, line 1", "answer of type float"),
-         files=data('{"question": "1?", "answer": NaN}\n')),
-    Case("grpo", "an answer with 5,000 digits", FROM_DATA, ("data.jsonl, line 1", "JSON"),
-         files=data('{"question": "1?", "answer": ' + "9" * 5000 + "}\n")),
-    Case("grpo", "half of a character in two halves", FROM_DATA, ("data.jsonl, line 1", "surrogate"),
-         files=data('{"question": "\\ud800", "answer": "1"}\n')),
-    Case("grpo", "a data set with byte order mark and the line ends of Windows", FROM_DATA,
-         files=data(b"\xef\xbb\xbf" + lines(*SUMS, newline="\r\n").encode())),
     Case("gdpo", "a CSV in place of JSON lines", FROM_DATA, ("data.jsonl, line 1", "no JSON object"),
          files=data("question,answer\n1 + 1?,2\n")),
     Case("gdpo", "a tool call that is broken", FROM_DATA, ("data.jsonl, line 1", "tool_call"),
@@ -619,22 +574,6 @@ CASES = [
     Case("igpo", "answers that are an empty list", ASK, ("data.jsonl, line 1", "empty golden_answers"),
          files=data('{"question": "1?", "golden_answers": []}\n')),
     # models
-    Case("grpo", "a model that is a file", MODEL, (MODEL.replace("@", ""), "not usable"), files=(("model", "x"),)),
-    Case("grpo", "a run folder in place of its final", "--model-name-or-path @run/checkpoints --output-dir @new "
-         + SMALL["grpo"], ("run/checkpoints", "not usable"), run=True),
-    Case("grpo", "a model with an empty config", MODEL, ("model", "not usable"),
-         prepare=tiny_model(lambda model, folder: (model / "config.json").write_text("{}"))),
-    Case("grpo", "a model whose config has another width than its weights", MODEL, ("model", "not usable"),
-         prepare=configured(hidden_size=64)),
-    Case("grpo", "a model whose config has a layer more than its weights", MODEL, ("model", "weights"),
-         prepare=configured(num_hidden_layers=5, layer_types=["full_attention"] * 5)),
-    Case("grpo", "a model of which some weights are missing", MODEL, ("model", "weights"),
-         prepare=weights(lambda found: dict(list(found.items())[8:]))),
-    Case("grpo", "a model with weights that are not numbers", MODEL, ("model",),
-         prepare=weights(lambda found: {name: weight * math.nan for name, weight in found.items()})),
-    Case("grpo", "a model without a tokenizer", MODEL, ("model",),
-         prepare=without("tokenizer.json", "tokenizer_config.json")),
-    Case("grpo", "a model with the tokenizer of another", MODEL, ("model",), prepare=tiny_model(other_tokenizer)),
     Case("gdpo", "a chat template that breaks off", MODEL, ("model",), prepare=template("{% for m in messages %}")),
     Case("igpo", "a chat template that reaches for Python", MODEL, ("model",),
          prepare=template("{{ ''.__class__.__mro__[1].__subclasses__() }}")),
@@ -644,18 +583,12 @@ CASES = [
     Case("pi_play", "a model that brings code of its own", MODEL, ("model", "not usable"),
          prepare=tiny_model(own_code)),
     # run folders
-    Case("grpo", "the run folder is a file", "--output-dir @file", ("file",), files=(("file", "mine"),)),
     Case("gdpo", "the run folder lies below a file", "--output-dir @file/run", ("file/run",),
          files=(("file", "mine"),)),
     Case("unimodal_poisson", "the run folder cannot be made", "--output-dir /proc/run", ("/proc/run",)),
     Case("fm3q", "the run folder's name has 300 letters", "--output-dir @" + "x" * 300, ("xxx",)),
-    Case("grpo", "the folder has a metrics.csv of the user's", "--output-dir @mine", ("mine",),
-         files=(("mine/metrics.csv", "1,2,3\n4,5,6\n"),)),
     Case("arac", "the folder has checkpoints of the user's", "--output-dir @run",
          files=tuple((f"run/checkpoints/{name}.pt", "mine") for name in ("best", "resnet", "zz"))),
-    Case("grpo", "args.json has an unknown flag", RESUME, (NO_RUN,), run=True, prepare=edit_args(lerning_rate=1)),
-    Case("grpo", "args.json has text for a number", RESUME, ("--max-steps '10'", "int"), run=True,
-         prepare=edit_args(max_steps="10")),
     Case("dr_mas", "args.json has an unknown loss", RESUME, ("--loss-type 'ppo'", "dr_grpo or dapo"), run=True,
          prepare=edit_args(loss_type="ppo")),
     Case("spiral_rae", "args.json has a name for a list of games", RESUME, ("--games 'kuhn'", "tuple"), run=True,
@@ -671,34 +604,22 @@ CASES = [
     Case("spiral_rae", "args.json is nested 100,000 deep", RESUME, (NO_RUN,), run=True,
          prepare=overwrite("args.json", '{"a":' * 100_000)),
     Case("gdpo", "args.json is empty", RESUME, (NO_RUN,), run=True, prepare=overwrite("args.json", "")),
-    Case("grpo", "args.json in place of its folder", "--resume @run/args.json", (NO_RUN,), run=True),
     Case("gdpo", "a run of another script", RESUME, (NO_RUN,), run=True,
-         prepare=lambda folder, patch: shutil.copy(finished("grpo") / "args.json", "run")),
-    Case("grpo", "resume and evaluate at once", f"{RESUME} --evaluate @run", ("--resume", "--evaluate"), run=True),
+         prepare=lambda folder, patch: shutil.copy(finished("dr_mas") / "args.json", "run")),
     Case("unimodal_poisson", "resume and evaluate at once", f"{RESUME} --evaluate @run", ("--resume", "--evaluate"),
          run=True),
     Case("fm3q", "resume with another learning rate", f"{RESUME} --learning-rate 1", ("--learning-rate 0.001", "1.0"),
          run=True),
     Case("arac", "resume into another folder", f"{RESUME} --output-dir @other", ("--output-dir", "other"), run=True),
-    Case("grpo", "evaluate a run whose final policy is a file", "--evaluate @run", ("run/final", "not usable"),
-         run=True, prepare=lambda folder, patch: (shutil.rmtree("run/final"), Path("run/final").write_text(""))),
-    Case("grpo", "metrics.csv with the line ends of Windows", f"{RESUME} --max-steps 3", run=True, began=True,
-         prepare=change("metrics.csv", lambda text: text.replace(b"\n", b"\r\n"))),
     Case("unimodal_poisson", "metrics.csv with a byte order mark", RESUME, ("run",), run=True,
          prepare=change("metrics.csv", lambda text: b"\xef\xbb\xbf" + text)),
     Case("fm3q", "metrics.csv with semicolons", RESUME, ("run",), run=True,
          prepare=change("metrics.csv", lambda text: text.replace(b",", b";"))),
-    Case("grpo", "metrics.csv with zeros, as a power cut leaves them", RESUME, ("run",), run=True,
-         prepare=overwrite("metrics.csv", b"\0" * 64 + b"\n", append=True)),
     Case("arac", "metrics.csv cut in the middle of a line", RESUME, run=True, began=True,
          prepare=overwrite("metrics.csv", b"320,charts/succ", append=True)),
     # checkpoints
-    Case("grpo", "a checkpoint that breaks off", RESUME, ("step_00000002.pt", "delete it"), code=1, run=True,
-         prepare=truncated),
     Case("unimodal_poisson", "a checkpoint that is a pickle with code in it", RESUME, ("pt: damaged",), code=1,
          run=True, prepare=bomb),
-    Case("grpo", "a checkpoint of torch with code in it", RESUME, ("pt: damaged",), code=1, run=True,
-         prepare=torch_bomb),
     Case("fm3q", "a checkpoint of another script", RESUME, ("of another script",), code=1, run=True,
          prepare=checkpoint_of("arac")),
     Case("arac", "a checkpoint that is a lone tensor", RESUME, ("of another script",), code=1, run=True,
@@ -706,13 +627,7 @@ CASES = [
     Case("unimodal_poisson", "a checkpoint that is a folder", RESUME, ("pt: damaged",), code=1, run=True,
          prepare=folder_for_checkpoint),
     Case("fm3q", "checkpoints is a file", RESUME, ("run",), run=True, prepare=file_for_checkpoints),
-    Case("grpo", "a checkpoint whose weights are not numbers", f"{RESUME} --max-steps 5", ("nan",), code=1,
-         run=True, prepare=not_numbers, began=True),
-    Case("grpo", "a file of the user's among the checkpoints", f"{RESUME} --max-steps 4", run=True, began=True,
-         prepare=overwrite("checkpoints/best.pt", "mine")),
     # full disks
-    Case("grpo", "the disk is full at a checkpoint", f"{RESUME} --max-steps 4", ("step_00000003.pt", "cannot be"),
-         code=1, run=True, prepare=small_disk, began=True),
     Case("arac", "the disk is full at the first checkpoint", "--embed-dim 32", ("cannot be",), code=1,
          prepare=small_disk, began=True),
     Case("unimodal_poisson", "the disk is full when a run is resumed", RESUME, ("run",), run=True,
@@ -752,22 +667,17 @@ CASES = [
     Case("unimodal_poisson", "a task that never ends, to be scored", f"{OWN} --eval-episodes 1", ("--env-id", "end"),
          code=1, prepare=endless, began=True),
     # what scripts find around them
-    Case("grpo", "leftovers of another launcher: WORLD_SIZE=two", "", ("WORLD_SIZE",),
-         prepare=environment(WORLD_SIZE="two"), gap="ValueError"),
     Case("igpo", "leftovers of another launcher: WORLD_SIZE=2 alone", "", prepare=environment(WORLD_SIZE="2"),
          began=True),
-    Case("grpo", "a terminal that knows only ASCII, and questions that need more", f"{FROM_DATA} --eval-steps 1",
-         files=data(lines(*({"question": f"¿{n} + {n}?", "answer": str(2 * n)} for n in range(6)))),
-         prepare=environment(PYTHONIOENCODING="ascii"), began=True),
     Case("gdpo", "resume with seed 1, the default, where the run has seed 5", f"{RESUME} --seed 1", ("--seed 5", "1"),
          run=True, prepare=edit_args(seed=5)),
     Case("fm3q", "resume with the default mixer, where the run has another", f"{RESUME} --mixer qmix",
          ("--mixer vdn", "qmix"), run=True, prepare=edit_args(mixer="vdn")),
     # what the model writes
     *(Case(script, "a model that writes nothing", "--max-steps 1", prepare=writes("end"), began=True)
-      for script in ("grpo", "gdpo", "dr_mas", "igpo", "spiral_rae")),
+      for script in ("gdpo", "dr_mas", "igpo", "spiral_rae")),
     *(Case(script, "a model that never ends", "--max-steps 1", prepare=writes("other"), began=True)
-      for script in ("grpo", "gdpo", "dr_mas", "igpo", "spiral_rae")),
+      for script in ("gdpo", "dr_mas", "igpo", "spiral_rae")),
     Case("pi_play", "a model that writes nothing", "--max-steps 1", ("no well-formed questions",), code=1,
          prepare=writes("end"), began=True),
 ]
@@ -811,14 +721,9 @@ def test_hostile_input_gets_one_sentence(case):
     assert not breaches(case, seen(case))
 
 
-def test_the_table_is_wide():
-    assert len(CASES) >= 60 and len(set(map(name, CASES))) == len(CASES)
-    assert min(sum(case.script == script for case in CASES) for script in SCRIPTS) >= 5
-
-
 def test_a_breach_is_noticed():
     """Proof that a case can fail: each kind of fault is a breach."""
-    case, good = CASES[0], Seen(2, "error: --model-name-or-path : is empty\n", (), (), True)
+    case, good = CASES[0], Seen(2, f"error: {CASES[0].words} is wrong\n", (), (), True)
     assert not breaches(case, good)
     for fault in (
         Seen(1, good.errors, (), (), True),
@@ -863,30 +768,6 @@ def test_rewards_of_hostile_text(hostile_strings, nothing_executes, time_limit):
                 assert not isinstance(reward, float) or math.isfinite(reward), judge
 
 
-def test_a_reward_that_raises_leaves_the_checkpoints(tmp_path, monkeypatch, capsys):
-    """The traceback leads into the user's code; without the fault the run goes on from the last checkpoint."""
-    from algorithms import grpo
-
-    def fragile(problem, completion):
-        scored.append(completion)
-        return 1 / (0 if len(scored) > 9 else 1)
-
-    def patched(task):
-        post_init(task)
-        task.reward_functions = {"fragile": fragile if broken else lambda problem, completion: 1.0}
-
-    scored, broken, post_init, run_dir = [], True, grpo.Countdown.__post_init__, tmp_path / "run"
-    monkeypatch.setattr(grpo.Countdown, "__post_init__", patched)
-    words = [*shlex.split(SMALL["grpo"]), "--reward-weights", "1", "--max-steps", "4", "--output-dir", str(run_dir)]
-    with pytest.raises(ZeroDivisionError):
-        grpo.train(tyro.cli(grpo.Args, args=words))
-    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())][-1] == "step_00000002.pt"
-    broken = False
-    capsys.readouterr()
-    grpo.train(tyro.cli(grpo.Args, args=["--resume", str(run_dir)]))
-    assert re.findall(r"step +(\d)/4", capsys.readouterr().out) == ["3", "4"] and (run_dir / "final").is_dir()
-
-
 # --- SIGKILL ---------------------------------------------------------------------------------------------------------
 
 
@@ -906,10 +787,10 @@ def forked(script: str, words: list[str], seconds: float | None) -> bool:
     return status == 0
 
 
-@pytest.mark.parametrize("script", ["grpo", "fm3q"])
+@pytest.mark.parametrize("script", ["fm3q"])
 def test_killed_three_times_at_random_moments(script, tmp_path):
     seed = random.randrange(10**6)  # another one each time; the message names it
-    words = shlex.split(SMALL[script] + (" --max-steps 6 --save-steps 2" if script == "grpo" else ""))
+    words = shlex.split(SMALL[script])
     forked(script, [*words, "--output-dir", str(tmp_path / "warm")], None)  # the first start is slower than all others
     made = kill_and_resume(script, words, 3, seed, tmp_path, start=forked)
     assert [row["equal"] for row in made] == ["yes"] * 3, f"seed {seed}: {made}"
@@ -927,7 +808,7 @@ def test_a_killed_run_that_differs_is_noticed(tmp_path):
         return len(started) != 2  # the second start is killed
 
     started = []
-    (row,) = kill_and_resume("grpo", ["--max-steps", "1"], 1, 0, tmp_path, start=forgetful)
+    (row,) = kill_and_resume("gdpo", ["--max-steps", "1"], 1, 0, tmp_path, start=forgetful)
     assert row["equal"] == "no" and (row["step_reached"], row["step_saved"], row["steps_repeated"]) == (1, 0, 1)
     assert started[1][:2] == ["--max-steps", "1"] and started[2] == ["--resume", str(tmp_path / "run_1")]
 
@@ -937,7 +818,7 @@ def test_a_killed_run_that_differs_is_noticed(tmp_path):
 INTRODUCTION = """\
 # Hostile use
 
-What careless and hostile users give the nine scripts, and what they see. Each row was played by
+What careless and hostile users give the scripts, and what they see. Each row was played by
 `python tests/test_hostile_use.py`, which writes this page; `tests/test_hostile_use.py` fails when page and reality
 differ. A sentence names the flag, the file or the line, what was found and what is expected. Exit code 2: the user can
 mend it, and nothing was left behind; 1: a run went wrong, and its checkpoints are kept. Nothing that was there before

@@ -91,6 +91,7 @@ RIGHT = {
 }
 # name: type of model, its configuration, words of the refusal
 REFUSED = {
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv"),
     "window that the model ignores": ("llama", {"sliding_window": 4096}, "off the plain"),
     "layers that the model ignores": ("llama", TWO_KINDS, "AttributeError"),
     "bloom": ("bloom", {"n_layer": 2, "n_head": 4}, "ValueError"),

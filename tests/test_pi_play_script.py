@@ -15,9 +15,16 @@ import torch
 import transformers
 import tyro
 from processes import ROOT, as_flags, begin_and_interrupt, fork, interrupt, train_by_two
+from run_folders import (
+    SMALL,
+    assert_close,
+    assert_same_run,
+    documented_tags,
+    events,
+    table,
+    tag_matches,
+)
 from safetensors.torch import load_file
-from test_grpo_script import SMALL, assert_close, assert_same_run, events, table
-from test_house_rules import page_rows, page_tags, tag_matches
 
 from algorithms import pi_play
 from algorithms.pi_play import Args
@@ -59,7 +66,7 @@ def assert_same_pi_play_run(run_dir, other) -> None:
 
 
 def assert_nearly_same_weights(run_dir, other) -> None:
-    """As in test_grpo_script.py: where the gradient is rounding noise AdamW's first step may go either way."""
+    """As in run_folders.py: where the gradient is rounding noise AdamW's first step may go either way."""
     for place in ("final", "final/examiner"):
         ours, theirs = (load_file(Path(folder, place, "model.safetensors")) for folder in (run_dir, other))
         assert ours.keys() == theirs.keys()
@@ -135,7 +142,7 @@ def test_tags_are_those_of_the_page(tmp_path):
     metrics = train_here(tmp_path / "run", beta=0.04, num_generations_eval=8)
     texts = [tag.removesuffix("/text_summary") for tag in events(tmp_path / "run").Tags()["tensors"]]
     logged = {tag for _, tag in [*metrics, *table(tmp_path / "run", "perf.csv")]} | set(texts)
-    documented = {tag for _, cells in page_rows(PAGE.read_text()) for tag in page_tags(cells[0])}
+    documented = documented_tags(PAGE.read_text())
     assert {tag for tag in logged if not any(tag_matches(row, tag) for row in documented)} == set()
     assert {row for row in documented if not any(tag_matches(row, tag) for tag in logged)} == set()
 

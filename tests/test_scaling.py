@@ -1,11 +1,6 @@
-"""The program that measures how cost grows: its formula for memory against counted tensors, its points and its CSV."""
+"""The program that measures how cost grows: its memory model against counted tensors, its points and its CSV."""
 
-import ast
-import importlib
-import multiprocessing
-import shlex
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +9,12 @@ import tyro
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from algorithms import arac, dr_mas, fm3q, grpo, unimodal_poisson
+from algorithms import arac, dapo, dr_mas, fm3q, grpo, unimodal_poisson
 from benchmarks import scaling, speed_marl, tables_scaling
-from benchmarks.scaling import LARGE_MODELS, MODELS, Model, memory, parameters
+from benchmarks.scaling import CPU_MODELS, PUBLIC_MODELS, Model, memory_model, parameters
 
 SCRIPTS = {"grpo.py": grpo, "dr_mas.py": dr_mas, "fm3q.py": fm3q, "arac.py": arac}
 SCRIPTS["unimodal_poisson.py"] = unimodal_poisson
-SMALL = Model(2, 128, 256, 2, 1, 64, vocab=1000)
-UNTIED = Model(2, 128, 384, 4, 2, 32, vocab=1001, tied=False, kind="qwen2")  # biases, a vocabulary that 2 do not divide
-PROMPTS, GROUP, PROMPT, LENGTH = 4, 4, 12, 12
 
 
 class Live(TorchDispatchMode):
@@ -34,6 +26,7 @@ class Live(TorchDispatchMode):
         self.seen = {}
         for tensor in tensors:
             self.add(tensor)
+        self.before = self.now
 
     def add(self, tensor):
         storage = tensor.untyped_storage()
@@ -60,144 +53,117 @@ class Live(TorchDispatchMode):
 def network(model: Model, device: str = "cpu"):
     """A random model of that shape."""
     names = {"hidden_size": model.hidden, "intermediate_size": model.intermediate, "vocab_size": model.vocab}
-    names |= {"num_hidden_layers": model.layers, "num_attention_heads": model.heads}
+    names |= {"num_hidden_layers": model.layers, "num_attention_heads": model.heads, "head_dim": model.head_dim}
     names |= {"num_key_value_heads": model.kv_heads, "tie_word_embeddings": model.tied}
-    names |= {"head_dim": model.head_dim} if model.kind == "qwen3" else {}
-    kind = transformers.Qwen3Config if model.kind == "qwen3" else transformers.Qwen2Config
+    configs = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
     with torch.device(device):
-        found = transformers.AutoModelForCausalLM.from_config(kind(**names, bos_token_id=None, eos_token_id=None))
+        config = configs[model.kind](**names, bos_token_id=None, eos_token_id=None)
+        found = transformers.AutoModelForCausalLM.from_config(config)
     found.generation_config.eos_token_id = [model.vocab]  # never written
+    grpo.add_methods(found)
     return found.eval()
-
-
-def step(model, args, optimizer, caches: list):
-    """A rollout and an update as in `train`; the bytes of the rollout's largest cache go to `caches`."""
-    forward = model.forward
-
-    def watched(*positional, **named):
-        result = forward(*positional, **named)
-        caches[:] = [sum(x.keys.nbytes + x.values.nbytes for x in result.past_key_values.layers)]
-        return result
-
-    model.forward = watched
-    prompts = [[3 + i] * PROMPT for i in range(PROMPTS)]
-    generators = [torch.Generator().manual_seed(i) for i in range(PROMPTS)]
-    samples = grpo.generate(model, prompts, GROUP, args, generators)
-    model.forward = forward
-    rows = [prompt for prompt in prompts for _ in range(GROUP)]
-    rewards = torch.zeros(len(rows), 1)
-    batch = grpo.Batch(rows, samples.completion_ids, samples.mask, samples.logprobs, rewards)
-    yield
-    grpo.update(model, optimizer, batch, torch.linspace(-1, 1, len(rows)), args)
-    yield
-
-
-def flags(**given) -> grpo.Args:
-    return grpo.Args(
-        max_completion_length=LENGTH,
-        num_generations=GROUP,
-        per_device_train_batch_size=8,
-        reward_weights=(1.0,),
-        **given,
-    )
-
-
-def held_tensors(model, optimizer):
-    """Weights, gradients and moments, one after the other: a list of them would keep old gradients from being freed."""
-    yield from model.parameters()
-    yield from (x.grad for x in model.parameters() if x.grad is not None)
-    yield from (x for state in optimizer.state.values() for x in state.values())
-
-
-def held(model, optimizer) -> dict[str, int]:
-    """Bytes of the tensors that stay, those of this process where they are sharded."""
-
-    def own(tensor):
-        return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
-
-    found = {"weights": sum(map(own, model.parameters()))}
-    found["gradients"] = sum(own(x.grad) for x in model.parameters() if x.grad is not None)
-    found["moments"] = sum(own(x) for state in optimizer.state.values() for x in state.values())
-    return found
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("name", MODELS)
-def test_number_of_parameters(name):
-    assert parameters(MODELS[name]) == sum(x.numel() for x in network(MODELS[name], "meta").parameters())
-
-
-def test_sizes_are_those_of_the_models_that_people_use():
-    """Hugging Face's model cards: 494,032,768, 1,543,714,304, 3,085,938,688 and 7,615,616,512 parameters."""
-    assert [parameters(model) for model in LARGE_MODELS.values()] == [494032768, 1543714304, 3085938688, 7615616512]
-
-
-@pytest.mark.parametrize("name", ["25M", "120M"])
-def test_what_stays_is_counted_to_the_byte(name):
-    """Weights, gradients and the state of the optimizer of one update."""
-    model = network(MODELS[name], "meta").to_empty(device="cpu")  # drawing values takes longer than all the rest
-    model.tie_weights()
-    with torch.no_grad():
-        torch._foreach_zero_(list(model.parameters()))  # what memory held before may be no number
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.0, fused=True)
-    grpo.apply_gradients(model, optimizer, flags())
-    expected = memory(MODELS[name], bf16=False)
-    assert held(model, optimizer) == {key: expected[key] for key in ("weights", "gradients", "moments")}
+# From the model cards and the weights' files.
+KNOWN = {
+    "Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen3-0.6B": 0.6e9,
+    "Qwen3-1.7B": 1.72e9,
+    "Qwen3-4B": 4.02e9,
+    "SmolLM2-135M-Instruct": 134_515_008,
+    "SmolLM2-360M-Instruct": 361_821_120,
+    "SmolLM2-1.7B-Instruct": 1_711_376_384,
+    "Llama-3.2-1B-Instruct": 1_235_814_400,
+    "Llama-3.2-3B-Instruct": 3_212_749_824,
+}
 
 
-@pytest.mark.parametrize("model", [SMALL, UNTIED])
+@pytest.mark.parametrize("name", PUBLIC_MODELS)
+def test_sizes_are_those_of_the_models_that_people_use(name):
+    assert parameters(PUBLIC_MODELS[name]) == pytest.approx(KNOWN[name], rel=0.02)
+
+
+@pytest.mark.parametrize("shape", [PUBLIC_MODELS[n] for n in ("Qwen2.5-7B-Instruct", "Qwen3-4B", "Llama-3.2-1B-Instruct")])
+def test_number_of_parameters(shape):
+    assert parameters(shape) == sum(x.numel() for x in network(shape, "meta").parameters())
+
+
+def flags(**given):
+    """Args with two groups of four in the rollout and in a micro-batch."""
+    common = {"max_prompt_length": 60, "max_completion_length": 40, "num_generations": 4, "eval_steps": 0}
+    return grpo.Args(**common | {"decode_batch_size": 8, "micro_batch_size": 8} | given)
+
+
+def texts(args) -> list:
+    """Completions as long as the flags allow, two groups of them."""
+    lengths = args.max_prompt_length, args.max_completion_length
+    return [grpo.Completion([g] * lengths[0], [2] * lengths[1], [-1.0] * lengths[1], 0.0, False) for g in (1,) * 4 + (3,) * 4]
+
+
+LONG = Model(4, 128, 320, 8, 2, 32, 300, True, "qwen2")  # layers are what counts
+WIDE = Model(4, 128, 320, 8, 2, 32, 20_000, True, "llama")  # logits are
+UNTIED = Model(4, 128, 320, 8, 2, 32, 20_000, False, "qwen3")
+
+
 @pytest.mark.parametrize("bf16", [False, True])
-def test_peak_of_a_step_on_one_process(model, bf16):
-    """All tensors of a second step: the cache to the byte, the peaks within what the formula leaves out."""
-    net, args, caches = network(model), flags(bf16=bf16, gradient_checkpointing=True), []
-    net.gradient_checkpointing_enable({"use_reentrant": False})
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("shape, at_once", [(LONG, 2**26), (WIDE, 2**26), (WIDE, 2**20), (UNTIED, 2**20)])
+def test_memory_of_an_update(shape, at_once, checkpointing, bf16, monkeypatch):
+    """All tensors of one micro-batch, forward and backward, within 5 %; with logits at once and in chunks."""
+    for module in (grpo, scaling):
+        monkeypatch.setattr(module, "LOGITS_AT_ONCE", at_once)
+    args, net = flags(bf16=bf16, gradient_checkpointing=checkpointing), network(shape)
+    if checkpointing:
+        grpo.recompute_layers(net)
+    packed = grpo.pack(texts(args), list(range(8)), torch.device("cpu"))
+    assert scaling.packed_shape(args) == (*packed.input_ids.shape, len(packed.targets))
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    live = Live(x for parameter in net.parameters() for x in (parameter, parameter.grad))
+    with live:
+        net.token_logprobs(packed, args).sum().backward()
+    expected = memory_model(shape, args)
+    added = expected["update"] - sum(expected[name] for name in ("weights", "gradients", "moments", "decoding copy"))
+    assert added * 1e9 == pytest.approx(live.peak - live.before, rel=0.05)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("length, shape", [(30, LONG), (4, LONG), (30, WIDE)])
+def test_memory_of_a_rollout(length, shape, bf16):
+    """The cache, the forward pass of the prompts, and sampling."""
+    args, net = flags(max_prompt_length=100, max_completion_length=length), network(shape)
+    net.to(torch.bfloat16 if bf16 else torch.float32)
+    live = Live(net.parameters())
+    with live:
+        grpo.generate(net, [[3] * 100, [4] * 100], 4, args, seeds=[1, 2])
+    moments = scaling.rollout_moments(shape, args, 2 if bf16 else 4)
+    assert max(sum(moment.values()) for moment in moments) == pytest.approx(live.peak - live.before, rel=0.12)
+
+
+def test_what_stays_is_counted_to_the_byte():
+    """Weights, gradients and the moments of the optimizer, but for a step count of each tensor."""
+    net = network(LONG)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=0.0, fused=True)
-    list(step(net, args, optimizer, caches))
-    packed = 2 * (PROMPT - 1 + GROUP * LENGTH)  # 8 completions of 2 prompts
-    sizes = {"rows": PROMPTS * GROUP, "tokens": PROMPT + LENGTH - 1, "packed_tokens": packed}
-    expected = memory(model, bf16=bf16, **sizes)
-    parts = step(net, args, optimizer, caches)
-    for phase in ("rollout", "update"):
-        live = Live(held_tensors(net, optimizer))
-        with live:
-            next(parts)
-        ratio = live.peak / expected[phase]
-        assert (0.98 if phase == "rollout" else 0.8) < ratio < 1, (phase, ratio)
-        assert phase == "update" or caches == [expected["cache"]]
-        del live
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    found = memory_model(LONG, flags())
+    assert found["weights"] * 1e9 == sum(x.nbytes for x in net.parameters()) == found["gradients"] * 1e9
+    moments = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
+    assert found["moments"] * 1e9 == sum(x.nbytes for x in moments)
 
 
-def on_two_processes(rank: int, folder: str, model: Model, bf16: bool, results) -> None:
-    """Local bytes of a sharded model, and of its gathered copy after a rollout."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    net, args, caches = network(model), flags(bf16=bf16, fsdp=True, gradient_checkpointing=True), []
-    grpo.shard(net, args)
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=0.0, fused=True)
-    parts = step(net, args, optimizer, caches)
-    next(parts)
-    copy = sum(parameter.nbytes for parameter in net.parameters())  # the gathered ones: not local, nothing is cut
-    next(parts)
-    results.put((rank, held(net, optimizer) | {"copy": copy, "cache": caches[0]}))
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("model, bf16", [(SMALL, True), (UNTIED, False)])
-def test_shards_of_two_processes(model, bf16, tmp_path):
-    context = multiprocessing.get_context("fork")  # torch is imported already
-    results = context.SimpleQueue()
-    given = (str(tmp_path), model, bf16, results)
-    workers = [context.Process(target=on_two_processes, args=(rank, *given)) for rank in (0, 1)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    found = dict(results.get() for _ in workers)
-    expected = memory(model, 2, bf16=bf16, rows=PROMPTS * GROUP, tokens=PROMPT + LENGTH - 1)
-    assert found[0] == {key: expected[key] for key in found[0]}
-    assert found[0]["weights"] + found[1]["weights"] == 4 * parameters(model)
+def test_fsdp_divides_what_it_cuts():
+    """The rest is whole: the copy that decodes. dapo.py has the same flags."""
+    names = ("weights", "gradients", "moments", "reference", "decoding copy")
+    args = dapo.Args(bf16=True, fsdp=True, beta=0.1)
+    one, eight = (memory_model("Qwen/Qwen2.5-7B-Instruct", args, processes) for processes in (1, 8))
+    assert [round(one[name] / eight[name], 2) for name in names] == [8, 8, 8, 8, 1]
 
 
 def test_the_page_has_the_computed_table():
@@ -206,46 +172,31 @@ def test_the_page_has_the_computed_table():
     assert scaling.memory_table() in text
 
 
-def test_chunks_of_logits_are_those_of_the_scripts():
-    assert scaling.LOGITS_PER_CHUNK == grpo.LOGITS_PER_CHUNK == dr_mas.LOGITS_PER_CHUNK
+def test_limits_are_those_of_the_script():
+    assert (scaling.LOGITS_AT_ONCE, scaling.PACKED_LENGTH) == (grpo.LOGITS_AT_ONCE, grpo.PACKED_LENGTH)
+    assert (scaling.LOGITS_AT_ONCE, scaling.PACKED_LENGTH) == (dapo.LOGITS_AT_ONCE, dapo.PACKED_LENGTH)
 
 
 # --- Points and CSV ---------------------------------------------------------------------------------------------------
 
-POINTS = scaling.cpu_points() + scaling.cuda_points()
+POINTS = scaling.cpu_points()
 
 
-@pytest.mark.parametrize("point", [p for p in POINTS if p.part != "limit"], ids=lambda p: f"{p.on}-{p.name}")
+@pytest.mark.parametrize("point", [p for p in POINTS if p.part != "limit"], ids=lambda p: p.name)
 def test_flags_are_those_of_the_scripts(point):
     """The scripts take them, and they say what the axis says."""
     script, words = SCRIPTS[point.script], scaling.command(point, "MODEL")
     args = tyro.cli(script.Args, args=words[1:])
-    script.check_args(args)
     value = {"prompts": "num_prompts_per_step", "group": "num_generations", "length": "max_completion_length"}
     if name := {**value, "num_envs": "num_envs"}.get(point.axis):
         assert getattr(args, name) == int(point.value)
     if point.part == "language":
         assert args.model_name_or_path == "MODEL" and args.max_steps == point.steps and not args.eval_steps
-        assert not args.skip_equal_groups and args.bf16 == (point.on == "cuda")
+        assert args.advantage == "none" if script is grpo else not args.skip_equal_groups
     if point.axis == "size":
         assert point.model == point.value
     if point.script == "unimodal_poisson.py":
         assert args.num_envs * args.num_steps == 2048 and args.num_minibatches * args.update_epochs == 320
-
-
-def test_commands_of_the_page_are_possible(monkeypatch):
-    """Every script of the language family is there, with flags that it takes on eight processes."""
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    text = scaling.PAGE.read_text().replace("\\\n", " ")
-    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("    torchrun --nproc_per_node 8")]
-    names = [Path(words[3]).stem for words in commands]
-    assert sorted(names) == ["dr_mas", "gdpo", "grpo", "igpo", "pi_play", "spiral_rae"]
-    for name, words in zip(names, commands):
-        script = importlib.import_module(f"algorithms.{name}")
-        args = tyro.cli(script.Args, args=words[4:])
-        script.check_args(args)
-        assert args.bf16 and args.gradient_checkpointing and getattr(args, "fsdp", name == "pi_play")
-        assert args.beta == 0  # no reference model, as in the table
 
 
 def test_points_differ():
@@ -268,7 +219,6 @@ def test_points_that_the_csv_has_are_skipped(tmp_path, monkeypatch):
         scaling.main(args)
     assert [point.value for point in scaling.due(args)] == ["1024"]
     assert [p.value for p in scaling.due(scaling.Args(parts=("limit",), csv=str(path)))] == ["512", "1024"]
-    assert len(scaling.due(scaling.Args(device="cuda", csv=str(path)))) == len(scaling.cuda_points())
     monkeypatch.setattr(scaling, "measure", lambda point, models: {"flops_per_second": 5.0})
     scaling.main(args)
     scaling.main(args)  # nothing is left
@@ -332,35 +282,38 @@ def test_a_script_is_stopped_behind_its_last_step(tmp_path, monkeypatch):
     script += "(run / 'perf.csv').write_text('step,tag,value\\n1,perf/step_seconds,0.5\\n')\n"
     (tmp_path / "good.py").write_text(script + "print('step    1/2'); time.sleep(3600)\n")
     (tmp_path / "bad.py").write_text("sys_is_missing\n")
-    assert scaling.run_script(["good.py"], tmp_path / "run", 1) == {1: {"step_seconds": 0.5}}
+    (row,) = scaling.run_script(["good.py"], tmp_path / "run", 1).values()
+    assert row["step_seconds"] == 0.5 and row["peak_memory_gb"] > 0.005
     with pytest.raises(RuntimeError, match="NameError"):
         scaling.run_script(["bad.py"], tmp_path / "run", 0)
+
+
+def test_metrics_of_grpo(tmp_path):
+    """It has one file for all metrics; tokens are summed over steps there."""
+    rows = [("num_tokens", 10), ("seconds/step", 2), ("seconds/rollout", 1), ("num_tokens", 40), ("seconds/step", 3)]
+    lines = [f"{1 + n // 3},train/{tag},{value}\n" for n, (tag, value) in enumerate([*rows, ("seconds/rollout", 2)])]
+    (tmp_path / "metrics.csv").write_text("step,tag,value\n" + "".join(lines))
+    found = scaling.language_metrics(scaling.perf_of(tmp_path), 10)
+    assert found["tokens"] == 30 and found["step_seconds"] == 3 and found["update_seconds"] == 1
 
 
 def test_a_random_model_writes_to_the_end(tmp_path):
     """Every completion has exactly T tokens: the end token is outside the vocabulary."""
     scaling.make_model("0.8M", str(tmp_path))
     args = flags(model_name_or_path=str(tmp_path))
-    tokenizer = grpo.load_tokenizer(args)
-    model = grpo.load_model(args, tokenizer, torch.device("cpu"))
-    assert parameters(MODELS["0.8M"]) == sum(x.numel() for x in model.parameters())
+    model, tokenizer = grpo.load_model(args)
+    assert parameters(CPU_MODELS["0.8M"]) == sum(x.numel() for x in model.parameters())
     assert min(model.generation_config.eos_token_id) >= model.config.vocab_size
-    generators = [torch.Generator().manual_seed(1)]
-    samples = grpo.generate(
-        model, [grpo.encode(tokenizer, [{"role": "user", "content": "3"}])], GROUP, args, generators
-    )
-    assert samples.mask.all() and not samples.ended.any()
-    assert len(tokenizer.batch_decode(samples.completion_ids.tolist(), skip_special_tokens=True)) == GROUP
+    completions = grpo.generate(model, [[3, 4]], 4, args, seeds=[1])
+    assert [len(completion.ids) for completion in completions] == [40] * 4
+    assert not any(completion.ended for completion in completions)
+    assert len(tokenizer.batch_decode([completion.ids for completion in completions])) == 4
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
 def test_goals_are_those_of_the_programs():
-    """speed_grpo.py cannot be imported without TRL."""
-    source = ast.parse((scaling.ROOT / "benchmarks/speed_grpo.py").read_text())
-    (goals,) = [x.value for x in source.body if isinstance(x, ast.Assign) and x.targets[0].id == "GOALS"]
-    assert ast.literal_eval(goals) == tables_scaling.GRPO_GOALS
     assert tables_scaling.MARL_GOAL == speed_marl.GOAL
     assert tables_scaling.MARL_OWN == {mixer: str(rates[0][0]) for mixer, rates in speed_marl.RATES.items()}
 
@@ -370,7 +323,7 @@ def test_tables_and_figure_from_rows(tmp_path):
     rows = []
     for point in scaling.cpu_points():
         row = dict.fromkeys(scaling.COLUMNS, "1") | {name: str(getattr(point, name)) for name in scaling.KEY}
-        rows.append(row | {"parameters": str(parameters(MODELS[point.model or "5M"])), "flops_per_second": "2e9"})
+        rows.append(row | {"parameters": str(parameters(CPU_MODELS[point.model or "5M"])), "flops_per_second": "2e9"})
     for name, function in tables_scaling.TABLES.items():
         assert name.startswith("limit") or function(lambda name: rows)
     assert tables_scaling.scaling_language(lambda name: rows).count("\n") == 1 + sum(

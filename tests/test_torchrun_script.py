@@ -1,6 +1,6 @@
-"""torchrun as the essays print it: two processes run every language script, and find what one process finds.
+"""torchrun as the essays print it: two processes run the language scripts of the older design, and find what one process finds.
 
-One torchrun runs all six, because starting takes longest. More about two processes is in each script's own test file.
+One torchrun runs all, because starting takes longest. More about two processes is in each script's own test file.
 """
 
 import importlib
@@ -8,12 +8,11 @@ import json
 
 import pytest
 from processes import ROOT, as_flags, torchrun
-from test_grpo_script import assert_close, table
+from run_folders import assert_close, table
 
 SMALL = {"num_prompts_per_step": 4, "num_generations": 4, "max_completion_length": 32, "max_steps": 1, "eval_steps": 0}
 PAIR = SMALL | {"num_prompts_per_step": 2}
 VALUES = {
-    "grpo": SMALL,
     "gdpo": SMALL,
     "dr_mas": PAIR | {"env": "countdown"},
     "igpo": PAIR,

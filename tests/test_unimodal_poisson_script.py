@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from processes import ROOT, as_flags, begin_and_interrupt, fork, run
-from test_grpo_script import events, table
-from test_house_rules import page_rows, page_tags, tag_matches
+from run_folders import documented_tags, events, table, tag_matches
 
 from algorithms import unimodal_poisson
 from algorithms.unimodal_poisson import Args, load_policy, load_run, play
@@ -134,7 +133,7 @@ def test_episodes_in_the_log(whole):
 
 def test_tags_are_those_of_the_page(whole):
     logged = {tag for _, tag in [*table(whole[0]), *table(whole[0], "perf.csv")]}
-    documented = {tag for _, cells in page_rows(PAGE) for tag in page_tags(cells[0])}
+    documented = documented_tags(PAGE)
     assert {tag for tag in logged if not any(tag_matches(row, tag) for row in documented)} == set()
     assert {row for row in documented if not any(tag_matches(row, tag) for tag in logged)} == set()
 

@@ -1,0 +1,103 @@
+"""Commands of the pages that train a public model with grpo.py or dapo.py: each names its GPU beside it, as `# one 24 GB
+GPU` or `# 8 x 80 GB` at its end or on the line before, or `# CPU`, and fits there by benchmarks/scaling.py."""
+
+import ast
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tyro
+
+from benchmarks.scaling import PUBLIC_MODELS, memory_model, shape_of
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVICE = re.compile(r"# .*?(?:(?:(\d+) x )?(\d+) GB|(CPU))")  # number of GPUs, GB of each
+CPU_GB = 16
+SPARE = 0.1  # of the memory: the allocator leaves holes
+
+
+def commands(path: Path) -> list[tuple[str, str]]:
+    """Commands of a page or essay that run a public model with grpo.py or dapo.py, each with the comments beside it."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+    lines = [line.strip() for line in re.sub(r" *\\\n\s*", " ", text).splitlines()]
+    found = []
+    for before, line in zip(["", *lines], lines):
+        command, _, comment = line.partition(" # ")
+        if re.match(r"(python|torchrun|uv run) .*algorithms/(grpo|dapo)\.py .*--model-name-or-path [\w.-]+/", command):
+            above = before if before.startswith("# ") else ""
+            found.append((command.strip(" `."), f"# {comment} {above}"))
+    return found
+
+
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("algorithms/*.md")), *sorted(ROOT.glob("algorithms/*.py"))]
+PAGES += [ROOT / "benchmarks/scale.md"]
+COMMANDS = [(path.name, *found) for path in PAGES for found in commands(path)]
+
+
+def problems(command: str, comment: str) -> list[str]:
+    """What is wrong with a command."""
+    words = shlex.split(command)
+    script = next(word for word in words if word.endswith(("grpo.py", "dapo.py")))
+    module = importlib.import_module(f"algorithms.{Path(script).stem}")
+    args = tyro.cli(module.Args, args=words[words.index(script) + 1 :])
+    processes = re.search(r"--nproc[_-]per[_-]node[ =](\d+)", command)
+    processes = int(processes[1]) if processes else 1
+    if not args.model_name_or_path or "/" not in args.model_name_or_path or args.model_name_or_path[:5] == "runs/":
+        return []
+    if shape_of(args.model_name_or_path) is None:
+        return [f"{args.model_name_or_path} is not in PUBLIC_MODELS of benchmarks/scaling.py"]
+    device = DEVICE.search(comment)
+    if not device:
+        return ["names no device: # one 24 GB GPU, # 8 x 80 GB or # CPU"]
+    devices, size = (1, CPU_GB) if device[3] else (int(device[1] or 1), int(device[2]))
+    found = memory_model(args.model_name_or_path, args, processes)
+    wrong = [f"{processes} processes on {devices} devices"] * (processes != devices)
+    if found["peak"] > (1 - SPARE) * size:
+        wrong.append(f"{found['peak']:.1f} GB on {size} GB: " + ", ".join(f"{k} {v:.1f}" for k, v in found.items()))
+    if args.max_steps > 0 and args.learning_rate > 1e-5:
+        wrong.append(f"--learning-rate {args.learning_rate:g} is one for tiny models")
+    if args.max_completion_length < 128 and not device[3]:
+        wrong.append(f"--max-completion-length {args.max_completion_length} cuts every answer")
+    if processes > 1 and args.num_prompts_per_step % processes:
+        wrong.append(f"{processes} processes do not divide --num-prompts-per-step")
+    return wrong
+
+
+@pytest.mark.parametrize("page, command, comment", COMMANDS, ids=[f"{page}-{n}" for n, (page, *_) in enumerate(COMMANDS)])
+def test_commands_fit_the_gpu_beside_them(page, command, comment):
+    assert not problems(command, comment)
+
+
+def test_commands_are_found():
+    assert {"README.md", "grpo.md", "dapo.md"} <= {page for page, *_ in COMMANDS}
+
+
+GOOD = "torchrun --nproc_per_node 2 algorithms/grpo.py --model-name-or-path Qwen/Qwen2.5-0.5B-Instruct --bf16 "
+GOOD += "--gradient-checkpointing --decode-batch-size 128 --micro-batch-size 8 --max-completion-length 512 "
+GOOD += "--learning-rate 1e-6 "
+
+
+@pytest.mark.parametrize(
+    "change, comment, wrong",
+    [
+        ("", "# 2 x 24 GB", ""),
+        ("", "# two GPUs", "names no device"),
+        ("", "# one 24 GB GPU", "processes on 1 devices"),
+        ("--max-completion-length 8192", "# 2 x 24 GB", "GB on 24 GB"),
+        ("--learning-rate 2e-4", "# 2 x 24 GB", "tiny models"),
+        ("--max-completion-length 64", "# 2 x 24 GB", "cuts every answer"),
+        ("--model-name-or-path Some/Other-7B", "# 2 x 24 GB", "is not in PUBLIC_MODELS"),
+    ],
+)
+def test_what_is_wrong_is_named(change, comment, wrong):
+    found = problems(GOOD + change, comment)
+    assert any(wrong in text for text in found) if wrong else not found
+
+
+def test_known_models_are_found_by_their_names():
+    assert all(shape_of(f"someone/{name}") == shape for name, shape in PUBLIC_MODELS.items())
+    assert shape_of("models/smollm2-135m") is PUBLIC_MODELS["SmolLM2-135M-Instruct"] and shape_of("Gemma") is None
