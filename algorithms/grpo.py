@@ -121,7 +121,7 @@ class Args:
     """G, completions of each prompt"""
     max_prompt_length: int = 1024
     """problems of a dataset with a longer prompt, in tokens, are dropped"""
-    max_completion_length: int = 64
+    max_completion_length: int = 80
     """T, longest completion in tokens"""
     temperature: float = 1.0
     """sampling temperature, also applied to the log-probabilities in the loss"""
@@ -140,7 +140,7 @@ class Args:
     """mu, optimizer steps on each batch of completions"""
     # optimizer
     learning_rate: float | None = None
-    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others"""
+    """learning rate of AdamW; None is 1e-4 for the tiny model and 1e-6 for others"""
     warmup_steps: int = 5
     """linear warm-up steps"""
     max_grad_norm: float = 1.0
@@ -1094,7 +1094,7 @@ def evaluate(
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     if args.learning_rate is None:
-        args = replace(args, learning_rate=1e-6 if args.model_name_or_path else 2e-4)
+        args = replace(args, learning_rate=1e-6 if args.model_name_or_path else 1e-4)
     rank, world_size, device = setup(args)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)

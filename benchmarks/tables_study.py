@@ -128,5 +128,26 @@ def draw_grpo_learning(read: Read, folder: Path) -> None:
     figure.savefig(folder / "grpo_learning.png", dpi=130, metadata={"Software": None})
 
 
+def draw_smollm2(read: Read, folder: Path) -> None:
+    """The README's run of a public model: samples of each step, and the evaluations."""
+    values: dict[str, dict[int, float]] = {}
+    for row in read("smollm2_chain_sum_metrics.csv"):
+        values.setdefault(row["tag"], {})[int(row["step"])] = 100 * float(row["value"])
+    figure, axis = pyplot().subplots(figsize=(7, 4))
+    samples = values["train/rewards/correctness/mean"]
+    axis.plot(samples.keys(), samples.values(), "C0", linewidth=1, alpha=0.5, label="samples of a step")
+    for tag, color, label in (
+        ("eval/greedy", "C1", "100 unseen problems, greedy"),
+        ("eval/mean_at_2", "C0", "100 unseen problems, two samples each"),
+    ):
+        axis.plot(values[tag].keys(), values[tag].values(), f"{color}o-", linewidth=2, label=label)
+    axis.set(xlabel="step (64 completions)", ylabel="right answers, %", ylim=(0, None))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(folder / "smollm2_chain_sum.png", dpi=130, metadata={"Software": None})
+
+
 TABLES = {table.__name__: table for table in (grpo_learning, grpo_sweep, grpo_runs)}
-FIGURES = (draw_grpo_learning,)
+FIGURES = (draw_grpo_learning, draw_smollm2)

@@ -160,17 +160,18 @@ class Countdown:
         lines = [text, *(f"{name}: {output}" for name, output in teammates), INSTRUCTIONS[role]]
         return [{"role": "user", "content": "\n".join(lines)}]
 
-    def demonstration(self, problem: Problem, generator: random.Random, max_tries: int = 3, skill: float = 0.06) -> str:
-        """What an imperfect solver writes: a few combinations, each computed, until one hits or it is out of tries.
+    def demonstration(self, problem: Problem, generator: random.Random, max_tries: int = 6, ideas: int = 3) -> str:
+        """What an imperfect solver writes: a few combinations, each computed, until one hits or it gives up.
 
-        A try is the known solution with probability `skill`, else random; the last try is the answer. The number of
-        tries is drawn first, so that longer thinking is right more often.
+        A try is the closest to the target of `ideas` random expressions, and never a value that was tried before. The
+        last try is the answer. Most give up early, so longer thinking is right more often.
         """
-        lines = []
-        for _ in range(generator.randint(1, max_tries)):
-            guess, value = random_expression(problem.numbers, generator)
-            if problem.solution and generator.random() < skill:
-                guess, value = problem.solution, problem.target
+        lines, tried = [], set()
+        for _ in range(1 + int(max_tries * generator.random() ** 3)):
+            choices = [random_expression(problem.numbers, generator) for _ in range(ideas)]
+            choices = [choice for choice in choices if choice[1] not in tried] or choices
+            guess, value = min(choices, key=lambda choice: abs(choice[1] - problem.target))
+            tried.add(value)
             lines.append(f"{guess}={value} {'yes' if value == problem.target else 'no'}")
             if value == problem.target:
                 break

@@ -46,7 +46,8 @@ def problems(command: str, comment: str) -> list[str]:
     args = tyro.cli(module.Args, args=words[words.index(script) + 1 :])
     processes = re.search(r"--nproc[_-]per[_-]node[ =](\d+)", command)
     processes = int(processes[1]) if processes else 1
-    if not args.model_name_or_path or "/" not in args.model_name_or_path or args.model_name_or_path[:5] == "runs/":
+    name = args.model_name_or_path or ""
+    if "/" not in name or name.startswith(("runs/", "RUN")):
         return []
     if shape_of(args.model_name_or_path) is None:
         return [f"{args.model_name_or_path} is not in PUBLIC_MODELS of benchmarks/scaling.py"]
