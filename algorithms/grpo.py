@@ -17,7 +17,7 @@ Differs from the paper:
    common, and the sample std plus 1e-4, as in TRL 1.16.
 
 Two shortcuts do not change the gradient: a prompt is processed once for its whole group, and
-answers with zero advantage are skipped in the update.
+without KL penalty, answers with zero advantage are skipped in the update.
 
     python algorithms/grpo.py                                # tiny model, CPU, offline, 3 minutes
 
@@ -32,9 +32,9 @@ answers with zero advantage are skipped in the update.
 
 Your own reward: `--reward FILE.py:function`, called as function(problem, completion) -> float.
 
-Letters in shapes: P prompts, G completions of each, B = P G, S prompt tokens, T completion tokens,
-V vocabulary, H hidden size, K reward functions; R packed rows of L tokens, N predicted tokens.
-In attention masks, Q queries and K keys.
+Letters in shapes: P prompts, G completions of each, B = P G (of this process, if not said
+otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, K reward functions; R
+packed rows of L tokens, N predicted tokens. In attention masks, Q queries and K keys.
 """
 
 import copy
@@ -86,7 +86,7 @@ PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 
-# Checkpointing says so in a run with one process, where it is harmless.
+# torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
@@ -96,7 +96,7 @@ class Args:
     model_name_or_path: str | None = None
     """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
     env: Literal["countdown", "gsm8k", "tool_calls", "reasoning_gym"] = "countdown"
-    """kind of problems; with --dataset, the default means questions with answers"""
+    """kind of problems; with --dataset and the default, the file has questions with answers"""
     task: str = "chain_sum"
     """reasoning_gym: name of the task"""
     task_config: str = "{}"
@@ -110,8 +110,8 @@ class Args:
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
-    """one or more FILE.py:function, called as function(problem, completion) -> float; they replace
-    the rewards of --env. With --dataset, problem is the JSON line as a dict"""
+    """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
+    the rewards of --env; with --dataset, problem is the JSON line as a dict and --env not used"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
@@ -189,7 +189,7 @@ def group_advantages(
 
     Groups of equal rewards get exactly 0. std_epsilon and ddof are TRL 1.16's; verl 0.9 adds 1e-6.
     """
-    groups = 1.0 * rewards.view(-1, num_generations)  # (P,G)
+    groups = 1.0 * rewards.view(-1, num_generations)  # (P,G), integers become floats
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True, correction=ddof) + std_epsilon)
@@ -216,7 +216,7 @@ def policy_loss(
     beta: float = 0.0,
     ref_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token, DeepSeekMath eq. 3, and whether it was clipped, so has no gradient.
+    """Loss of each token, DeepSeekMath eq. 3, and whether it was clipped (only KL acts then).
 
     Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
     1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
@@ -340,12 +340,10 @@ def epoch_order(size: int, epoch: int, seed: int) -> list[int]:
 def load_problems(args: Args, dataset: str | None):
     """An object with the methods of JsonLines, and with reward_functions and reward_weights."""
     try:
+        if dataset and args.env == "reasoning_gym":
+            sys.exit("--dataset: reasoning_gym generates its own problems")
         if dataset and args.reward:
             return JsonLines(dataset)
-        if dataset and args.env == "reasoning_gym":
-            sys.exit(
-                "--dataset: reasoning_gym generates its own problems; leave out one of the two"
-            )
         if args.env == "reasoning_gym":
             from envs.reasoning_gym import ReasoningGym
 
@@ -386,8 +384,11 @@ def load_task(args: Args):
     if args.eval_dataset:
         problems = load_problems(args, args.eval_dataset).rows
         task.train_rows = task.rows  # nothing has to be held out
+    names = [name.rpartition(":")[2] for name in args.reward]
+    if len(set(names)) < len(names):
+        sys.exit("--reward: two functions have the same name")
     if args.reward:
-        task.reward_functions = {name.rpartition(":")[2]: load_reward(name) for name in args.reward}
+        task.reward_functions = dict(zip(names, map(load_reward, args.reward)))
         task.reward_weights = (1.0,) * len(args.reward)
     task.reward_weights = args.reward_weights or task.reward_weights
     if len(task.reward_weights) != len(task.reward_functions):
@@ -499,7 +500,7 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
     layers = layers or ["sliding_attention" if window else "full_attention"]
     dtype = model.dtype
     if torch.is_autocast_enabled(visible.device.type):
-        dtype = torch.bfloat16  # else every layer would convert the mask and keep the result
+        dtype = torch.bfloat16  # else autocast would convert and keep the mask in every layer
     masks = {}
     for kind in set(layers):
         seen = visible
@@ -508,7 +509,7 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
             seen = visible & (distance < window)
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
-    return masks if len(masks) > 1 else masks[kind]
+    return masks if len(masks) > 1 else masks[layers[0]]
 
 
 class Hidden(BaseModelOutputWithPast):
@@ -528,17 +529,18 @@ class ReturnHidden(torch.nn.Module):
 def add_methods(model) -> None:
     """Add two methods to the model: logits_from_hidden and token_logprobs.
 
-    logits_from_hidden is the model's own forward pass with its layers left out, so that Granite's
-    scaling and Gemma's soft cap are included. As methods, both follow copy.deepcopy and FSDP.
+    logits_from_hidden runs what comes after the layers, on hidden states passed as inputs_embeds:
+    the head with Granite's scaling and Gemma's soft cap. As methods, both follow copy.deepcopy and
+    FSDP.
     """
-    without_layers = copy.copy(model)
+    without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
     model.logits_from_hidden = without_layers.forward
     model.token_logprobs = MethodType(token_logprobs, model)
 
 
 def recompute_layers(model) -> None:
-    """Gradient checkpointing. The model's own would need training mode, which turns on dropout."""
+    """Gradient checkpointing in evaluation mode; that of transformers needs dropout switched on."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
@@ -607,7 +609,8 @@ class Completion:
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    total = cumulative[:, -1:] * (1 - 2**-22)  # not 1 after rounding; u * total must stay below
+    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
     return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
 
@@ -652,7 +655,8 @@ def generate(model, prompts, num_generations, args: Args, seeds=None) -> list[Co
     cache.batch_repeat_interleave(num_generations)
     logits = out.logits[:, -1].repeat_interleave(num_generations, 0)  # (B,V)
 
-    # The rows still in the cache: all at first, fewer later. Columns already include completions.
+    # The rows still in the cache: all at first, fewer later. Columns are those of prompt and
+    # completion; every step uses one more of them.
     filled = F.pad(filled, (0, steps), value=True).repeat_interleave(num_generations, 0)  # (B,S+T)
     positions = filled.cumsum(1) - 1  # (B,S+T)
     rows = torch.arange(size, device=device)  # their indices in the batch
@@ -770,6 +774,7 @@ def pack(completions: list[Completion], rows: list[int], device: torch.device) -
     order = []  # the completions in the order of the packed rows
     for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
         group = list(group)
+        # A long group is split over several packed rows, each of which repeats the prompt.
         num_tokens = sum(len(completions[row].ids) for row in group)
         num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
         num_parts = min(num_parts, len(group))
@@ -848,7 +853,7 @@ def micro_batches(completions, rows: list[int], args: Args, device) -> list[Pack
         first = row - row % args.num_generations
         return sum(len(c.ids) for c in completions[first : first + args.num_generations])
 
-    # Longest first, so that memory runs out at once or never. Rows of a group stay neighbours.
+    # Longest first: a step that does not fit fails at once. Rows of a group stay neighbours.
     rows = sorted(rows, key=group_length, reverse=True)
     size = args.micro_batch_size
     return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
@@ -873,7 +878,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     ).to(device)  # (B,)
     rows = list(range(len(completions)))
     if args.beta == 0 and not args.fsdp:
-        # Others have no gradient. Under FSDP all processes must run the same number of passes.
+        # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
+        # processes different numbers of passes, and they would wait for each other forever.
         rows = advantages.nonzero()[:, 0].tolist()
     advantages = advantages.to(device)
     batches = micro_batches(completions, rows, args, device)
@@ -882,12 +888,12 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     largest_gap = torch.zeros((), device=device)
     for iteration in range(args.num_iterations):
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # not None, even without any micro-batch
+            parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
         for batch in batches:
             logprobs = model.token_logprobs(batch, args)  # (N,)
             if iteration == 0:
-                # The weights are still those that sampled, so the learner's own log-probabilities
-                # are the old ones; the sampler's differ by rounding, which is logged.
+                # No step has been taken yet, so these are the old log-probabilities. Those of the
+                # sampler differ by rounding; the largest difference is logged.
                 batch.old_logprobs = logprobs.detach()
                 gap = (batch.old_logprobs - batch.sampled_logprobs).abs().max()
                 largest_gap = torch.maximum(largest_gap, gap)
@@ -952,7 +958,7 @@ def copy_model(model, dtype: torch.dtype):
     for parameter in model.parameters():
         weight = parameter.detach().to(dtype, copy=True)
         weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
-    return copy.deepcopy(model, weights)  # deepcopy uses these in place of copies of its own
+    return copy.deepcopy(model, weights)  # deepcopy takes them for copies that it has made
 
 
 @torch.no_grad()
@@ -990,7 +996,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # before get_state_dict, which would make a new AdamW take a step
+        return  # get_state_dict would make a new AdamW count a step
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
@@ -1105,7 +1111,11 @@ def train(args: Args) -> dict[str, float]:
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
-    reference = copy_model(model, torch.float32) if args.beta > 0 else None
+    reference = None
+    if args.beta > 0:
+        reference = copy_model(model, torch.float32)
+        if args.fsdp:
+            shard(reference, args)
     # The sampler is the policy itself, or a copy: unsharded for --fsdp, in bfloat16 for --bf16.
     sampler = model
     if args.bf16 or args.fsdp:
@@ -1114,8 +1124,6 @@ def train(args: Args) -> dict[str, float]:
         recompute_layers(model)
     if args.fsdp:
         shard(model, args)
-        if reference is not None:
-            shard(reference, args)
     optimizer = torch.optim.AdamW(
         model.parameters(), args.learning_rate, weight_decay=0.0, fused=True
     )
@@ -1160,13 +1168,14 @@ def train(args: Args) -> dict[str, float]:
         table = gather([(c.rewards, len(c.ids), c.ended, c.entropy) for c in completions])
         rewards, lengths, ended, entropy = zip(*table)
         rewards = torch.tensor(rewards)  # (B,K)
-        totals = rewards @ torch.tensor(task.reward_weights)  # (B,)
-        advantages = totals
+        totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (B,)
+        scores = totals
         if args.advantage == "shuffled":
             order = random.Random(f"{args.seed} {step}").sample(range(len(totals)), len(totals))
-            advantages = totals[order]
+            scores = totals[order]
+        advantages = scores
         if args.advantage != "none":
-            advantages = group_advantages(advantages, args.num_generations, args.scale_rewards)
+            advantages = group_advantages(scores, args.num_generations, args.scale_rewards)
         own_advantages = advantages.chunk(world_size)[rank]
 
         # 3. clipped policy-gradient steps
@@ -1217,7 +1226,8 @@ def parse_args() -> Args:
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
     saved = Args(**saved | lists)  # JSON has no tuples
     args = tyro.cli(Args, default=saved)
-    fixed = "seed env task task_config dataset eval_dataset model_name_or_path num_prompts_per_step"
+    fixed = "seed env task task_config dataset eval_dataset max_prompt_length system_prompt"
+    fixed += " chat_template_kwargs model_name_or_path num_prompts_per_step"
     for name, before in asdict(saved).items():
         now = getattr(args, name)
         if now == before or name in ("resume", "output_dir"):

@@ -137,12 +137,16 @@ def parameters(model: Model, processes: int = 1) -> int:
 
 def packed_shape(flags) -> tuple[int, int, int]:
     """R, L and N of the largest micro-batch: all prompts and completions as long as the flags allow, groups whole."""
-    prompt, length, group = flags.max_prompt_length - 1, flags.max_completion_length, flags.num_generations
-    in_row = max(1, (PACKED_LENGTH - prompt) // length)
-    groups, rest = divmod(flags.micro_batch_size, group)
-    rows = groups * ceil(group / in_row) + ceil(rest / in_row)
-    width = prompt + min(in_row, group if groups else rest) * length
-    return rows, width, flags.micro_batch_size * length
+    prompt, length = flags.max_prompt_length, flags.max_completion_length
+
+    def parts(group: int) -> int:
+        return min(group, ceil(group * length / max(1, PACKED_LENGTH - prompt)))
+
+    groups, rest = divmod(flags.micro_batch_size, flags.num_generations)
+    largest = flags.num_generations if groups else rest
+    rows = groups * parts(flags.num_generations) + parts(rest)
+    width = prompt - 1 + ceil(largest / parts(largest)) * length
+    return rows, ceil(width / 8) * 8, flags.micro_batch_size * length
 
 
 def memory_model(shape: Model | str, flags, world_size: int = 1) -> dict[str, float]:

@@ -5,10 +5,11 @@
 A finished run is a row of results/<study>_runs.csv (arm, seed, learning rate, scores, minutes,
 command, commit, versions) and its evaluations go to results/<study>_curves.csv. Arms first sweep
 their learning rate on seed 1; then the best rate runs on the other seeds. A best rate at the edge
-of its sweep is said at the end: widen RATES and start again.
+of its sweep is said at the end: widen its rates and start again.
 """
 
 import csv
+import os
 import platform
 import shlex
 import subprocess
@@ -41,13 +42,13 @@ class Arm:
     seeds: tuple[int, ...]  # of the best rate
 
 
+SHORT = "algorithms/grpo.py --max-steps 60 --eval-steps 20"
+SEEDS = (2, 3, 4, 5, 6)
 STUDIES = {
     "grpo": {
-        "grpo": Arm("algorithms/grpo.py", ("1e-4", "2e-4", "4e-4", "8e-4"), (2, 3, 4, 5, 6)),
-        "no_baseline": Arm(
-            "algorithms/grpo.py --advantage none", ("5e-5", "1e-4", "2e-4", "4e-4"), (2, 3, 4, 5, 6)
-        ),
-        "shuffled": Arm("algorithms/grpo.py --advantage shuffled", ("4e-4",), (2, 3, 4, 5, 6)),
+        "grpo": Arm(SHORT, ("5e-5", "1e-4", "2e-4"), SEEDS),
+        "no_baseline": Arm(f"{SHORT} --advantage none", ("2.5e-5", "5e-5", "1e-4"), SEEDS),
+        "shuffled": Arm(f"{SHORT} --advantage shuffled", ("1e-4",), SEEDS),
     },
 }
 
@@ -81,7 +82,8 @@ def run(study: str, arm: str, rate: str, seed: int) -> None:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, *shlex.split(command), "--output-dir", f"{folder}/run"]
-        subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=one_thread)
         metrics = read(Path(folder, "run", "metrics.csv"))
     minutes = (time.perf_counter() - started) / 60
     evaluations = [row for row in metrics if row["tag"].startswith("eval/")]

@@ -183,7 +183,7 @@ def test_resume_with_more_steps(whole, tmp_path, command, capsys):
     before, after = metrics(whole[0]), metrics(tmp_path / "run")
     assert before.items() <= after.items()
     assert {step for step, _ in after} == {0, 1, 2, 3, 4, 5, 6, 7}
-    assert after[7, "train/learning_rate"] == "0.0002"
+    assert after[7, "train/learning_rate"] == "0.0001"
 
 
 @pytest.mark.parametrize(
