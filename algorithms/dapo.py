@@ -1128,7 +1128,7 @@ def train(args: Args) -> dict[str, float]:
     model, tokenizer = load_model(args)
     model.to(device)
     eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
-    if hasattr(task, "train_rows"):
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
         task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")

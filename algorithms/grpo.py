@@ -1106,7 +1106,7 @@ def train(args: Args) -> dict[str, float]:
     model, tokenizer = load_model(args)
     model.to(device)
     eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
-    if hasattr(task, "train_rows"):
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
         task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
@@ -1169,13 +1169,13 @@ def train(args: Args) -> dict[str, float]:
         rewards, lengths, ended, entropy = zip(*table)
         rewards = torch.tensor(rewards)  # (B,K)
         totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (B,)
-        scores = totals
+        compared = totals
         if args.advantage == "shuffled":
             order = random.Random(f"{args.seed} {step}").sample(range(len(totals)), len(totals))
-            scores = totals[order]
-        advantages = scores
+            compared = totals[order]
+        advantages = compared
         if args.advantage != "none":
-            advantages = group_advantages(scores, args.num_generations, args.scale_rewards)
+            advantages = group_advantages(compared, args.num_generations, args.scale_rewards)
         own_advantages = advantages.chunk(world_size)[rank]
 
         # 3. clipped policy-gradient steps
