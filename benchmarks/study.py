@@ -47,7 +47,7 @@ SEEDS = (2, 3, 4, 5, 6)
 STUDIES = {
     "grpo": {
         "grpo": Arm(SHORT, ("5e-5", "1e-4", "2e-4"), SEEDS),
-        "no_baseline": Arm(f"{SHORT} --advantage none", ("2.5e-5", "5e-5", "1e-4"), SEEDS),
+        "no_baseline": Arm(f"{SHORT} --advantage none", ("2.5e-5", "5e-5", "1e-4", "2e-4"), SEEDS),
         "shuffled": Arm(f"{SHORT} --advantage shuffled", ("1e-4",), SEEDS),
     },
 }
