@@ -218,11 +218,11 @@ def update_moments(shape: Model, flags, compute: int, shards: int) -> list[dict[
     saved += 4 * compute * (shape.intermediate + query) + 4 * shape.heads
     if shape.kind == "qwen3":  # norms of queries and keys
         saved += (4 + compute) * (query + key)
-    layer = tokens * saved + 2 * R * L * L * autocast  # autocast casts the mask in every layer
+    layer = tokens * saved
 
     inputs = tokens * hidden * stream * (layers + 3) + N * hidden * compute  # of layers, last norm and head
     activations = inputs if flags.gradient_checkpointing else inputs - tokens * hidden * stream * layers + layer * layers
-    base = {"masks": R * L * L * (1 + stream), "activations": activations}
+    base = {"masks": R * L * L * (1 + compute), "activations": activations}
     chunk = min(N, max(1, LOGITS_AT_ONCE // vocab)) * vocab
     chunks = ceil(N * vocab / chunk)
 
