@@ -19,7 +19,7 @@ Differs from the paper:
 Two shortcuts do not change the gradient: a prompt is processed once for its whole group, and
 without KL penalty, answers with zero advantage are skipped in the update.
 
-    python algorithms/grpo.py                                # tiny model, CPU, offline, 3 minutes
+    python algorithms/grpo.py                                # tiny model, CPU, offline
 
     # one 24 GB GPU
     python algorithms/grpo.py --model-name-or-path Qwen/Qwen2.5-0.5B-Instruct --bf16 \
