@@ -73,6 +73,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -151,7 +152,7 @@ class Args:
     """seed of problems and sampling"""
     # memory and speed; results change by rounding only
     decode_batch_size: int = 256
-    """completions sampled at once, in whole groups"""
+    """completions sampled at once"""
     micro_batch_size: int = 32
     """completions in one forward pass of the update"""
     bf16: bool = False
@@ -298,23 +299,18 @@ class JsonLines:
 
     def __init__(self, path: str):
         self.rows = []
-        self.train_rows = []
-        self.evaluation_rows = []
-        try:
-            lines = list(open(path, encoding="utf-8-sig"))
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(open(path, encoding="utf-8-sig"), start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-                held_out = zlib.crc32(repr(self.prompt(row)).encode()) % 16 == 0
+                self.rows.append(json.loads(line))
+                self.prompt(self.rows[-1])
             except (ValueError, IndexError, TypeError):
                 wanted = "a JSON object with a prompt, question or problem"
                 raise ValueError(f"{path}, line {number}: expected {wanted}") from None
-            self.rows.append(row)
-            (self.evaluation_rows if held_out else self.train_rows).append(row)
+        held_out = [zlib.crc32(repr(self.prompt(row)).encode()) % 16 == 0 for row in self.rows]
+        self.train_rows = [row for row, held in zip(self.rows, held_out) if not held]
+        self.evaluation_rows = [row for row, held in zip(self.rows, held_out) if held]
 
     def prompt(self, row: dict) -> list[dict]:
         """Chat messages."""
@@ -359,7 +355,7 @@ def load_problems(args: Args, dataset: str | None):
         from envs.math_jsonl import MathJsonl
 
         return MathJsonl(dataset, args.env)
-    except ValueError as error:  # a file that is missing, or a line that is broken
+    except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken
         sys.exit(str(error))
 
 
@@ -549,7 +545,7 @@ def recompute_layers(model) -> None:
 @torch.no_grad()
 def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
     """Largest difference of log-probabilities, in nats, from those of the plain forward pass."""
-    completions = generate(model, prompts, 2, args, seeds=range(len(prompts)))
+    completions = generate(model, prompts, args, seeds=range(len(prompts)))
     packed = pack(completions, list(range(len(completions))), model.device)
     plain = []
     for completion in completions:
@@ -569,7 +565,8 @@ def check_model(model, prompt: list[int], args: Args) -> None:
     """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
     name = type(model).__name__
     args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
-    prompts = [prompt, prompt[len(prompt) // 2 :]]  # two lengths, so that there is padding
+    # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
+    prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if window:
@@ -615,52 +612,59 @@ def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model, prompts, num_generations, args: Args, seeds=None) -> list[Completion]:
-    """G completions of each prompt: sampled with one seed for each prompt, greedy without seeds.
+def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicCache, Tensor]:
+    """Compute each different prompt once. Returns keys and values, and the next logits, (B,V)."""
+    numbers = {}  # of the U different prompts
+    for prompt in prompts:
+        numbers.setdefault(tuple(prompt), len(numbers))
+    ids = [torch.tensor(prompt) for prompt in numbers]
+    ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
+    positions = torch.arange(ids.size(1), device=model.device).expand(ids.shape)  # (U,S)
+    visible = positions[:, None, :] <= positions[:, :, None]  # (U,S,S)
+    cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
+    hidden = model.base_model(
+        ids,
+        attention_mask=attention_masks(model, visible, positions, positions),
+        position_ids=positions,
+        past_key_values=cache,
+    ).last_hidden_state  # (U,S,H)
+    last = [hidden[number, len(prompt) - 1] for prompt, number in numbers.items()]
+    logits = model.logits_from_hidden(inputs_embeds=torch.stack(last)[None]).logits[0]  # (U,V)
+    rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
+    cache.batch_select_indices(rows)
+    return cache, logits[rows]
 
-    A prompt is computed once and its keys and values are repeated. Finished rows are dropped from
-    the cache. Random numbers belong to (row, position), so dropping rows does not change others.
+
+@torch.no_grad()
+def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+    """A completion of each prompt: sampled with one seed for each prompt, greedy without seeds.
+
+    Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
+    rows does not change others.
     """
     device = model.device
-    size = len(prompts) * num_generations
     steps = args.max_completion_length
     ends = torch.tensor(model.generation_config.eos_token_id, device=device)
     if seeds:
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        uniform = [torch.rand(num_generations, steps, generator=g) for g in generators]
-        uniform = torch.cat(uniform).to(device)  # (B,T)
+        uniform = torch.stack([torch.rand(steps, generator=g) for g in generators])
+        uniform = uniform.to(device)  # (B,T)
 
     # The result, in the order of the batch.
-    written = torch.zeros(size, steps, dtype=torch.long, device=device)  # (B,T)
-    logprobs = torch.zeros(size, steps, device=device)  # (B,T)
-    entropy = torch.zeros(size, steps, device=device)  # (B,T)
+    written = torch.zeros(len(prompts), steps, dtype=torch.long, device=device)  # (B,T)
+    logprobs = torch.zeros(len(prompts), steps, device=device)  # (B,T)
+    entropy = torch.zeros(len(prompts), steps, device=device)  # (B,T)
 
-    # The prompts, padded on the left. Padding sees itself, to avoid NaN.
-    width = max(len(prompt) for prompt in prompts)
-    padded = [[-1] * (width - len(prompt)) + prompt for prompt in prompts]
-    ids = torch.tensor(padded, device=device)  # (P,S)
-    filled = ids >= 0
-    positions = (filled.cumsum(1) - 1).clamp(min=0)  # (P,S)
-    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    itself = torch.eye(width, dtype=torch.bool, device=device)
-    visible = (filled[:, None, :] & causal) | itself  # (P,S,S)
-    cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
-    out = model(
-        ids.clamp(min=0),
-        attention_mask=attention_masks(model, visible, positions, positions),
-        position_ids=positions,
-        past_key_values=cache,
-        logits_to_keep=1,
-    )
-    cache.batch_repeat_interleave(num_generations)
-    logits = out.logits[:, -1].repeat_interleave(num_generations, 0)  # (B,V)
-
-    # The rows still in the cache: all at first, fewer later. Columns are those of prompt and
-    # completion; every step uses one more of them.
-    filled = F.pad(filled, (0, steps), value=True).repeat_interleave(num_generations, 0)  # (B,S+T)
+    # The rows still in the cache: all at first, fewer later. Columns are those of the padded
+    # prompts and the completion; every step uses one more of them.
+    cache, logits = read_prompts(model, prompts)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    width = int(cache.get_seq_length())  # S
+    columns = torch.arange(width + steps, device=device)
+    filled = (columns < lengths[:, None]) | (columns >= width)  # (B,S+T)
     positions = filled.cumsum(1) - 1  # (B,S+T)
-    rows = torch.arange(size, device=device)  # their indices in the batch
-    live = torch.ones(size, dtype=torch.bool, device=device)
+    rows = torch.arange(len(prompts), device=device)  # their indices in the batch
+    live = torch.ones_like(rows, dtype=torch.bool)
 
     for t in range(steps):
         logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
@@ -705,7 +709,7 @@ def generate(model, prompts, num_generations, args: Args, seeds=None) -> list[Co
     completions = []
     for row, length in enumerate(lengths):
         completion = Completion(
-            prompt=prompts[row // num_generations],
+            prompt=prompts[row],
             ids=written[row][:length],
             logprobs=logprobs[row][:length],
             entropy=sum(entropy[row][:length]),
@@ -718,14 +722,17 @@ def generate(model, prompts, num_generations, args: Args, seeds=None) -> list[Co
 def complete(
     sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None
 ) -> list[Completion]:
-    """G completions of each problem with their rewards."""
-    prompts = [encode(tokenizer, task, problem, args) for problem in problems]
-    size = max(1, args.decode_batch_size // num_generations)  # prompts decoded at once
+    """G completions of each problem with their rewards: sampled, or greedy without seeds."""
+    prompts = []
+    row_seeds = []
+    for number, problem in enumerate(problems):
+        prompts += [encode(tokenizer, task, problem, args)] * num_generations
+        if seeds:
+            row_seeds += [random_seed(seeds[number], g) for g in range(num_generations)]
     completions = []
-    for i in range(0, len(prompts), size):
-        some = slice(i, i + size)
-        some_seeds = seeds[some] if seeds else None
-        completions += generate(sampler, prompts[some], num_generations, args, some_seeds)
+    for first in range(0, len(prompts), args.decode_batch_size):
+        some = slice(first, first + args.decode_batch_size)
+        completions += generate(sampler, prompts[some], args, row_seeds[some])
     for row, completion in enumerate(completions):
         problem = problems[row // num_generations]
         completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
@@ -737,8 +744,8 @@ def complete(
     return completions
 
 
-def problem_seed(*names) -> int:
-    """Seed of a problem's samples: the same after a resume and on any number of processes."""
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
     return random.Random(" ".join(map(str, names))).getrandbits(63)
 
 
@@ -770,7 +777,7 @@ class Packed:
 
 def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
     """Pack some completions of the batch; neighbours with the same prompt share a packed row."""
-    all_tokens, all_positions, all_owners = [], [], []
+    packed_rows = []  # lists of (token, position, owner)
     order = []  # the completions in the order of the packed rows
     for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
         group = list(group)
@@ -779,33 +786,25 @@ def pack(completions: list[Completion], rows: list[int], device: torch.device) -
         num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
         num_parts = min(num_parts, len(group))
         for part in range(num_parts):
-            context = prompt[:-1]
-            tokens = list(context)
-            positions = list(range(len(context)))
-            owners = [0] * len(context)
+            packed_row = [(token, position, 0) for position, token in enumerate(prompt[:-1])]
             for owner, row in enumerate(group[part::num_parts], start=1):
-                ids = completions[row].ids
-                tokens += [prompt[-1]] + ids[:-1]
-                positions += range(len(context), len(context) + len(ids))
-                owners += [owner] * len(ids)
+                inputs = [prompt[-1]] + completions[row].ids[:-1]
+                for position, token in enumerate(inputs, start=len(prompt) - 1):
+                    packed_row.append((token, position, owner))
                 order.append(row)
-            all_tokens.append(tokens)
-            all_positions.append(positions)
-            all_owners.append(owners)
+            packed_rows.append(packed_row)
 
-    width = max(len(tokens) for tokens in all_tokens)
+    width = max(len(packed_row) for packed_row in packed_rows)
     width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
-
-    def pad(lists: list[list[int]], value: int) -> Tensor:
-        return torch.tensor([x + [value] * (width - len(x)) for x in lists])  # (R,L)
-
-    owners = pad(all_owners, -1)
+    for packed_row in packed_rows:
+        packed_row += [(0, 0, -1)] * (width - len(packed_row))
+    input_ids, position_ids, owners = torch.tensor(packed_rows).unbind(2)  # (R,L)
     targets = [token for row in order for token in completions[row].ids]
     sampled_logprobs = [logprob for row in order for logprob in completions[row].logprobs]
     completion_index = [row for row in order for _ in completions[row].ids]
     return Packed(
-        input_ids=pad(all_tokens, 0).to(device),
-        position_ids=pad(all_positions, 0).to(device),
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
         owners=owners.to(device),
         predicting=(owners > 0).flatten().nonzero()[:, 0].to(device),
         targets=torch.tensor(targets, device=device),
@@ -1080,7 +1079,7 @@ def evaluate(
     and the mean and the best of k samples. Also returns some greedy completions as text."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
-    seeds = [problem_seed("evaluation", i) for i in mine]
+    seeds = [random_seed("evaluation", i) for i in mine]
     problems = [problems[i] for i in mine]
     greedy = complete(sampler, tokenizer, task, problems, 1, args)
     scores = {"eval/greedy": [completion.rewards[0] for completion in greedy]}
@@ -1157,7 +1156,7 @@ def train(args: Args) -> dict[str, float]:
         first = progress["num_prompts"] + rank * share
         indices = range(first, first + share)
         problems = [task.train_problem(i, args.seed) for i in indices]
-        seeds = [problem_seed(args.seed, i) for i in indices]
+        seeds = [random_seed(args.seed, i) for i in indices]
         completions = complete(
             sampler, tokenizer, task, problems, args.num_generations, args, seeds
         )

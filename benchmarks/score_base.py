@@ -48,7 +48,7 @@ def score_verifier(model, tokenizer, task: Countdown, problems: list, flags) -> 
         cases += [(problem, pool[0], pool is right) for pool in (right, wrong) if pool and right and wrong]
     chats = [task.prompt(problem, "verifier", (("Solver", text),)) for problem, text, _ in cases]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
-    samples = grpo.generate(model, prompts, 1, flags, range(len(prompts)))
+    samples = grpo.generate(model, prompts, flags, range(len(prompts)))
     texts = tokenizer.batch_decode([sample.ids for sample in samples])
     return sum(verdict(text) is right for text, (_, _, right) in zip(texts, cases)) / len(cases)
 
@@ -58,7 +58,7 @@ def main(args: Args) -> None:
     task, problems = grpo.load_task(flags)
     model, tokenizer = grpo.load_model(flags)
     greedy = grpo.complete(model, tokenizer, task, problems, 1, flags)
-    seeds = [grpo.problem_seed("evaluation", i) for i in range(len(problems))]
+    seeds = [grpo.random_seed("evaluation", i) for i in range(len(problems))]
     samples = grpo.complete(model, tokenizer, task, problems, 8, flags, seeds)
     right = torch.tensor([sample.rewards[0] for sample in samples]).view(-1, 8)
     rewards = torch.tensor([sample.rewards for sample in samples]).mean(0).tolist()

@@ -47,8 +47,8 @@ class Player:
         for start in range(0, len(chats), 128):
             batch = chats[start : start + 128]
             prompts = self.tokenizer.apply_chat_template(batch, add_generation_prompt=True, return_dict=True)["input_ids"]
-            seeds = [grpo.problem_seed(len(chat), i) for i, chat in enumerate(batch, start)]
-            samples = grpo.generate(self.model, prompts, 1, self.flags, None if greedy else seeds)
+            seeds = [grpo.random_seed(len(chat), i) for i, chat in enumerate(batch, start)]
+            samples = grpo.generate(self.model, prompts, self.flags, None if greedy else seeds)
             texts += self.tokenizer.batch_decode([sample.ids for sample in samples], skip_special_tokens=True)
         return texts
 

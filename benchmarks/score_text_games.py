@@ -65,7 +65,7 @@ class Writer:
             chats = [game.prompt(game.player) for game in batch]
             prompts = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
             seeds = [generator.getrandbits(63) for _ in batch]
-            rows = [sample.ids for sample in grpo.generate(self.model, prompts, 1, self.flags, seeds)]
+            rows = [sample.ids for sample in grpo.generate(self.model, prompts, self.flags, seeds)]
             self.tokens, self.turns = self.tokens + sum(map(len, rows)), self.turns + len(rows)
             texts += self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         return texts

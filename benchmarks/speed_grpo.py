@@ -14,7 +14,7 @@ The arms take turns in one process, and every step gives all of them the same pr
 
 Same weights, prompts, limits, rewards, loss (grpo, beta 0) and fused AdamW. The learning rate is 0,
 so that all steps have one policy. All decode the completions of a step at once, ours with
---decode-batch-size 512. TRL draws its own completions, ours are equal up to rounding. Times
+--decode-batch-size 512. TRL draws its own completions, and so does an older commit. Times
 are CPU time of the process; a ratio is the median over steps of theirs / ours, both of the same
 step. Ratios of `all rows` compare equal work; how much `shipped` leaves out depends on the task.
 
@@ -205,7 +205,7 @@ class Script:
         share = self.args.num_prompts_per_step
         indices = range(number * share, (number + 1) * share)
         problems = [self.task.train_problem(i, self.args.seed) for i in indices]
-        seeds = [self.module.problem_seed(self.args.seed, i) for i in indices]
+        seeds = [self.module.random_seed(self.args.seed, i) for i in indices]
         size = self.args.num_generations
         self.completions = self.module.complete(
             self.model, self.tokenizer, self.task, problems, size, self.args, seeds
@@ -380,7 +380,7 @@ def trl_gradient(trainer, completions, advantages: Tensor) -> Tensor:
 def greedy_share(script: Script) -> float:
     """Share of greedy completions that equal those of transformers' generate."""
     prompts = [c.prompt for c in script.completions[:: script.args.num_generations]]
-    ours = grpo.generate(script.model, prompts, 1, script.args)
+    ours = grpo.generate(script.model, prompts, script.args)
     padded = script.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     limit = script.args.max_completion_length
     theirs = script.model.generate(**padded, max_new_tokens=limit, do_sample=False)

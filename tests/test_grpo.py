@@ -282,12 +282,13 @@ def other_model():
 
 @pytest.fixture
 def compactions(monkeypatch) -> list[int]:
-    """Rows that are kept whenever a cache is compacted."""
+    """Rows that are kept whenever rows leave a cache."""
     kept = []
     original = transformers.DynamicCache.batch_select_indices
 
     def spy(cache, indices):
-        kept.append(len(indices))
+        if len(indices) < len(cache.layers[0].keys):  # else prompts are repeated
+            kept.append(len(indices))
         return original(cache, indices)
 
     monkeypatch.setattr(transformers.DynamicCache, "batch_select_indices", spy)
@@ -310,8 +311,13 @@ def plain_chosen(model, completion: Completion, temperature: float = 1.0) -> tor
 # --- Rollout ----------------------------------------------------------------------------------------------------------
 
 
+def rows_of(prompts: list, num_generations: int) -> list:
+    """Every prompt several times, as the rows of a batch."""
+    return [prompt for prompt in prompts for _ in range(num_generations)]
+
+
 def test_greedy_generation_equals_transformers(model, compactions):
-    completions = generate(model, PROMPTS, 3, Args(max_completion_length=T))
+    completions = generate(model, rows_of(PROMPTS, 3), Args(max_completion_length=T))
     assert compactions, "no row has left the cache"
     for row, completion in enumerate(completions):
         prompt = PROMPTS[row // 3]
@@ -326,7 +332,7 @@ def test_greedy_generation_equals_transformers(model, compactions):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_recorded_logprobs_equal_teacher_forcing(model, compactions, temperature):
     args = Args(max_completion_length=T, temperature=temperature)
-    completions = generate(model, PROMPTS, 8, args, [1, 2, 3, 4])
+    completions = generate(model, rows_of(PROMPTS, 8), args, range(32))
     assert compactions
     for completion in completions:
         with torch.no_grad():
@@ -340,12 +346,12 @@ def test_recorded_logprobs_equal_teacher_forcing(model, compactions, temperature
 def test_compaction_changes_nothing(model, compactions):
     """Without an end token no row leaves; cut at what would have ended them, they are the same."""
     args = Args(max_completion_length=T)
-    completions = generate(model, PROMPTS, 4, args, [1, 2, 3, 4])
+    completions = generate(model, rows_of(PROMPTS, 4), args, range(16))
     assert min(compactions) < 8
     compactions.clear()
     endless = copy.deepcopy(model)
     endless.generation_config.eos_token_id = [64]
-    whole = generate(endless, PROMPTS, 4, args, [1, 2, 3, 4])
+    whole = generate(endless, rows_of(PROMPTS, 4), args, range(16))
     assert not compactions
     for completion, long in zip(completions, whole):
         assert len(long.ids) == T and not long.ended
@@ -356,12 +362,13 @@ def test_compaction_changes_nothing(model, compactions):
 
 
 def test_samples_follow_the_seeds(model):
-    """A prompt's samples depend on its own seed alone, not on its neighbours or its place."""
+    """A sample depends on its own seed alone, not on its neighbours or its place."""
     args = Args(max_completion_length=16)
-    one = [c.ids for c in generate(model, PROMPTS, 4, args, [1, 2, 3, 4])]
-    two = [c.ids for c in generate(model, PROMPTS[::-1], 4, args, [4, 3, 2, 9])]
-    assert one[4:] == two[8:12] + two[4:8] + two[:4]
-    assert one[:4] != two[12:]
+    rows = rows_of(PROMPTS, 2)
+    one = [c.ids for c in generate(model, rows, args, range(8))]
+    two = [c.ids for c in generate(model, rows[::-1], args, [7, 6, 5, 4, 3, 2, 1, 9])]
+    assert one[1:] == two[::-1][1:]
+    assert one[0] != two[-1]
     assert one[0] != one[1]
 
 

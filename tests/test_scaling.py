@@ -140,7 +140,7 @@ def test_memory_of_a_rollout(length, shape, bf16):
     net.to(torch.bfloat16 if bf16 else torch.float32)
     live = Live(net.parameters())
     with live:
-        grpo.generate(net, [[3] * 100, [4] * 100], 4, args, seeds=[1, 2])
+        grpo.generate(net, [[3] * 100] * 4 + [[4] * 100] * 4, args, seeds=range(8))
     moments = scaling.rollout_moments(shape, args, 2 if bf16 else 4)
     assert max(sum(moment.values()) for moment in moments) == pytest.approx(live.peak - live.before, rel=0.12)
 
@@ -304,7 +304,7 @@ def test_a_random_model_writes_to_the_end(tmp_path):
     model, tokenizer = grpo.load_model(args)
     assert parameters(CPU_MODELS["0.8M"]) == sum(x.numel() for x in model.parameters())
     assert min(model.generation_config.eos_token_id) >= model.config.vocab_size
-    completions = grpo.generate(model, [[3, 4]], 4, args, seeds=[1])
+    completions = grpo.generate(model, [[3, 4]] * 4, args, seeds=range(4))
     assert [len(completion.ids) for completion in completions] == [40] * 4
     assert not any(completion.ended for completion in completions)
     assert len(tokenizer.batch_decode([completion.ids for completion in completions])) == 4

@@ -40,7 +40,8 @@ def test_an_older_commit_leaves_the_same_gradient(tmp_path):
     rows = list(csv.DictReader(path.open()))
     assert [row["arm"] for row in rows] == ["shipped", "all rows", OLD, f"{OLD} all rows"]
     assert float(rows[0]["against_median"]) > 0
-    assert len({row["mean_length"] for row in rows}) == 1  # all arms draw the same completions
+    lengths = [float(row["mean_length"]) for row in rows]
+    assert max(lengths) < 1.1 * min(lengths)  # of the same prompts, by other random numbers
 
 
 def test_a_wrong_gradient_is_noticed(monkeypatch):
@@ -52,9 +53,9 @@ def test_a_wrong_gradient_is_noticed(monkeypatch):
 def test_a_wrong_greedy_completion_is_noticed(monkeypatch):
     generate = grpo.generate
 
-    def wrong(model, prompts, num_generations, args, seeds=None):
-        completions = generate(model, prompts, num_generations, args, seeds)
-        if seeds is None:
+    def wrong(model, prompts, args, seeds=None):
+        completions = generate(model, prompts, args, seeds)
+        if not seeds:
             completions[0].ids[0] += 1
         return completions
 
