@@ -160,7 +160,7 @@ class Countdown:
         lines = [text, *(f"{name}: {output}" for name, output in teammates), INSTRUCTIONS[role]]
         return [{"role": "user", "content": "\n".join(lines)}]
 
-    def demonstration(self, problem: Problem, generator: random.Random, max_tries: int = 6, ideas: int = 3) -> str:
+    def demonstration(self, problem: Problem, generator: random.Random, max_tries: int = 6, ideas: int = 6) -> str:
         """What an imperfect solver writes: a few combinations, each computed, until one hits or it gives up.
 
         A try is the closest to the target of `ideas` random expressions, and never a value that was tried before. The
