@@ -2,891 +2,1277 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
-"""GDPO: GRPO for several rewards, each of which is normalised within its group before they are added up.
+"""GDPO: GRPO for several rewards. Each reward is compared with its group by itself before they are
+added, so that none drowns the others by its size. Liu et al., arXiv 2601.05242.
 
-Liu et al., GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242.
+    one reward of an answer   a_k = (r_k - mean of its group) / (std of its group + 1e-4)
+    all of its rewards        S = sum of weight_k * a_k
+    advantage of the answer   A = S / (std of S over all answers of the step + 1e-4)
 
-Differs from grpo.py in:
-1. the advantages: `compute_advantages` calls `decoupled_advantages` and `batch_normalize` (flags `batch_norm`,
-   `batch_norm_level`); `advantage` has the controls, all GRPO: with and without std (`scale_rewards`), with batch norm
-2. rewards can be made to count only where the first one is 1: `condition_rewards` and `conditioned_rewards`, checked in
-   `load_task`; `batch_metrics` tells in how many groups a reward says nothing
-3. DAPO's additions are left out (`dynamic_sampling`, `mask_truncated_completions`, `overlong_buffer_len`): `rollout`,
-   `batch_map`, `total_rewards`, `check_args`, `soft_overlong_penalty`
-4. `env`, `max_steps`: by default tool calling as in the paper, which is learned sooner than Countdown
-Differs from the paper in:
-1. equations 4 and 6 name no ddof and eq. 4 no epsilon: ddof 1 and std + 1e-4 in both, as TRL 1.16
-2. no KL penalty by default (the official tool-calling script has one in its GRPO arm only)
+Differs from grpo.py:
+1. The advantages. As controls, --advantage has GDPO without the last line, and GRPO on the sum of
+   the rewards: as it is, without std, and with the last line, which by itself enlarges the step.
+2. --conditioned-rewards names rewards that are 0 where the first reward is below 1.
+3. Evaluations log every reward.
+4. The default task is tool calls, as in the paper.
 
-    python algorithms/gdpo.py                                                      # tiny model, CPU, offline, 1-2 min
-    python algorithms/gdpo.py --env gsm8k --dataset gsm8k.jsonl --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 \
-        --learning-rate 1e-6 --max-completion-length 512                           # one GPU
-    torchrun --nproc_per_node 8 algorithms/gdpo.py --model-name-or-path Qwen/Qwen2.5-7B-Instruct --fsdp --bf16 ...
+Differs from the paper:
+1. It has no epsilon beside the group's std and does not say how std is computed. Here, both are the
+   sample std plus 1e-4, as in TRL 1.16.
+2. Every optimizer step uses the whole batch; the paper cuts it into 4 (tool calls) or 8 (math).
+3. Tokens are averaged as in its eq. 3; its own scripts have `--loss-type dapo` and a small KL.
 
-P prompts, G completions a prompt, B = P G rows (a group's rows are contiguous), S prompt tokens, T completion tokens,
-V vocabulary, K reward functions, R packed rows of L tokens, N predicted tokens. Everything else is in gdpo.md.
+    python algorithms/gdpo.py                                # tiny model, CPU, offline
+    torchrun --nproc_per_node 8 algorithms/gdpo.py --fsdp ...
+
+Your own rewards: `--reward FILE.py:correct FILE.py:short`, each called as function(problem,
+completion) -> float. The first one should say right or wrong, 1 or 0; evaluations report it.
+
+Letters in shapes: P prompts, G completions of each, B = P G (of this process, if not said
+otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, K reward functions; R
+packed rows of L tokens, N predicted tokens. In attention masks, Q queries and K keys.
 """
 
-import contextlib
+import copy
 import json
 import math
 import os
 import random
-import signal
+import runpy
+import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+import warnings
+import zlib
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
-from typing import Literal, get_args, get_origin
+from types import MethodType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository root, for envs/
-from envs.countdown import Countdown
-from envs.math_jsonl import MathJsonl
-from envs.tool_calls import ToolCalls
+ROOT = Path(__file__).resolve().parents[1]  # the repository root
+sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
-TINY_MODELS = os.path.join(sys.path[0], "envs", "tiny_lm")
-LOGITS_PER_CHUNK = 2**26  # 256 MB in float32
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of checkpoints, under FSDP too
+MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
+PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 
-# === 2 Args ===========================================================================================================
+# torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass
 class Args:
+    # model, problems, rewards
     model_name_or_path: str | None = None
-    """policy: a Hugging Face causal language model, by name or folder; None is the env's tiny model (ours)"""
-    env: Literal["countdown", "gsm8k", "tool_calls"] = "tool_calls"
-    """task: the number game, GSM8K in the format of GDPO's demo (needs a dataset), or tool calls (ours)"""
+    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    env: Literal["countdown", "gsm8k", "tool_calls", "reasoning_gym"] = "tool_calls"
+    """kind of problems; with --dataset and countdown, the file has questions with answers"""
+    task: str = "chain_sum"
+    """reasoning_gym: name of the task"""
+    task_config: str = "{}"
+    """reasoning_gym: settings of the task as JSON"""
     dataset: str | None = None
-    """JSON-lines file in place of the env's own problems; its keys are in envs/ (ours)"""
-    num_numbers: int = 3
-    """Countdown: numbers to combine (TinyZero: 3 to 4)"""
-    max_number: int = 10
-    """Countdown: largest number (ours; TinyZero: 99)"""
-    reward_weights: tuple[float, ...] | None = None
-    """weights of the env's reward functions in their order; None is the env's own (GRPO-Zero: 1 and 0.1)"""
+    """JSON-lines file of problems"""
+    eval_dataset: str | None = None
+    """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
+    system_prompt: str | None = None
+    """system message before every prompt"""
+    chat_template_kwargs: str = "{}"
+    """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
+    reward: tuple[str, ...] = ()
+    """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
+    the rewards of --env; with --dataset, problem is the JSON line as a dict and --env not used"""
+    reward_weights: tuple[float, ...] = ()
+    """one weight for each reward function; the default is 1 for each --reward"""
+    # rollout
     num_prompts_per_step: int = 32
-    """P, prompts in one step over all processes (ours; DeepSeekMath 4.2: 16)"""
+    """P, prompts in one step, over all processes"""
     num_generations: int = 8
-    """G, completions of each prompt: one group (TRL 1.16; DeepSeekMath 4.2: 64)"""
+    """G, completions of each prompt"""
+    max_prompt_length: int = 1024
+    """problems of a dataset with a longer prompt, in tokens, are dropped"""
     max_completion_length: int = 64
-    """T, longest completion in tokens (ours, for the tiny model; DeepSeekMath 4.2: 1024)"""
+    """T, longest completion in tokens"""
     temperature: float = 1.0
-    """sampling temperature; log-probabilities are taken at this temperature too (TRL 1.16)"""
-    top_p: float = 1.0
-    """nucleus sampling; below 1 the samples no longer follow the policy that is trained (TRL 1.16)"""
-    advantage: Literal["gdpo", "grpo", "grpo_no_std", "grpo_batch_norm"] = "gdpo"
-    """gdpo: the method; controls: the sum normalised in its group, only centred, or over the batch too (ours)"""
-    batch_norm: bool = True
-    """of gdpo: normalise the sum of the advantages over the batch (GDPO eq. 6; fig. 8 has runs without)"""
-    batch_norm_level: Literal["response", "token"] = "response"
-    """what counts once in the batch statistics (GDPO eq. 6 and TRL 1.16: response; verl 0.9: token)"""
+    """sampling temperature, also applied to the log-probabilities in the loss"""
+    # method
+    advantage: Literal["gdpo", "gdpo_no_batch_norm", "grpo", "grpo_no_std", "grpo_batch_norm"] = (
+        "gdpo"
+    )
+    """gdpo is the method; controls: GDPO without eq. 6, and GRPO as is, without std, with eq. 6"""
     conditioned_rewards: tuple[str, ...] = ()
-    """names of reward functions that count only where the first one is 1, e.g. length (GDPO eq. 8)"""
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "grpo"
-    """how token losses are averaged, see policy_loss (DeepSeekMath eq. 3; TRL 1.16: dapo)"""
+    """names of reward functions whose rewards are 0 where that of the first one is below 1"""
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
+    """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
-    """clip range of the probability ratio, below (TRL 1.16, verl 0.9)"""
-    epsilon_high: float | None = None
-    """clip range above; None is epsilon (TRL 1.16; DAPO 3.1: 0.28)"""
-    delta: float | None = None
-    """upper bound of the ratio before the minimum, also for negative advantages (TRL 1.16; verl 0.9: 3 as dual clip)"""
+    """clip range of the probability ratio"""
     beta: float = 0.0
-    """weight of the KL penalty to the initial model, loaded only if above 0 (TRL 1.16; DeepSeekMath 4.2: 0.04)"""
-    use_bias_correction_kl: bool = False
-    """multiply the KL estimate by the ratio (DeepSeekMath eq. 4: no; TRL 1.16: yes)"""
+    """weight of the KL penalty; above 0, a copy of the initial model is kept"""
     num_iterations: int = 1
-    """mu, optimizer steps on each batch of completions (DeepSeekMath 4.2)"""
-    skip_equal_groups: bool = True
-    """leave groups without advantage out of the update when nothing else acts on them: exact, only faster (ours)"""
-    learning_rate: float = 2e-4
-    """peak learning rate of AdamW (ours, for the tiny model; DeepSeekMath 4.2: 1e-6)"""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """shape after the warm-up; linear and cosine end at 0 (DAPO 4.1: constant; TRL 1.16: linear)"""
+    """mu, optimizer steps on each batch of completions"""
+    # optimizer
+    learning_rate: float | None = None
+    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others"""
     warmup_steps: int = 5
-    """steps over which the learning rate rises to its peak (ours; DAPO 4.1: 20)"""
+    """linear warm-up steps"""
     max_grad_norm: float = 1.0
-    """gradients are scaled down to this norm (TRL 1.16)"""
+    """clip the gradient norm at this value"""
     max_steps: int = 100
-    """steps: batches of completions (ours)"""
+    """training steps, one batch of completions each; 0 only evaluates"""
     seed: int = 1
-    """seed of problems, sampling and everything else (ours)"""
-    per_device_train_batch_size: int = 32
-    """completions in one micro-batch of the update; changes memory and speed, not the result (ours)"""
-    max_packed_length: int = 4096
-    """longest packed row in tokens: a prompt followed by as many of its completions as fit (ours)"""
+    """seed of problems and sampling"""
+    # memory and speed; results change by rounding only
+    decode_batch_size: int = 256
+    """completions sampled at once"""
+    micro_batch_size: int = 32
+    """completions in one forward pass of the update"""
     bf16: bool = False
-    """compute in bfloat16; weights and optimizer stay float32 (TRL 1.16: yes)"""
+    """compute in bfloat16; weights and optimizer stay in float32"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, slower (TRL 1.16: yes)"""
-    compile: bool = False
-    """torch.compile the update's forward pass: faster after about 45 s of compiling (ours)"""
+    """recompute activations in the backward pass"""
     fsdp: bool = False
-    """shard weights, gradients and optimizer state over the processes of torchrun with FSDP2 (ours)"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU if there is one (ours)"""
+    """shard weights, gradients and optimizer state over the processes of torchrun"""
+    # bookkeeping
     eval_steps: int = 25
-    """steps between evaluations, which also come first and last; 0 is never (ours)"""
+    """steps between evaluations; 0 disables them"""
     eval_problems: int = 128
-    """problems of the evaluation set (ours)"""
+    """number of evaluation problems, unless --eval-dataset is given"""
     num_generations_eval: int = 8
-    """k, sampled completions of each evaluation problem, for pass@k (ours)"""
+    """k, samples of each evaluation problem in addition to the greedy completion"""
     save_steps: int = 25
-    """steps between checkpoints: at most this many are repeated after a crash (ours)"""
+    """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<env>__<seed>__<time> (ours)"""
+    """run folder; None is runs/<script>__<env>__<seed>__<time>"""
     resume: str | None = None
-    """run folder to continue, with the flags it was started with (ours)"""
-    evaluate: str | None = None
-    """run folder whose policy is scored; nothing is trained (ours)"""
+    """run folder to continue; its flags are used unless given anew"""
 
 
-# === 3 The method =====================================================================================================
+# --- The method ---------------------------------------------------------------------------------
 
 
-def group_advantages(rewards: Tensor, num_generations: int, scale_rewards="group", std_epsilon=1e-4, ddof=1) -> Tensor:
-    """Advantage of each row: its reward minus the mean of its group, over a standard deviation. rewards (B,) -> (B,)
+def group_advantages(
+    rewards: Tensor,
+    num_generations: int,
+    scale_rewards: str = "group",
+    std_epsilon: float = 1e-4,
+    ddof: int = 1,
+) -> Tensor:
+    """Compare each reward with its group, DeepSeekMath sec. 4.1.2. (B,) -> (B,)
 
-    DeepSeekMath sec. 4.1.2. The defaults are TRL 1.16's; the paper names neither epsilon nor ddof (verl 0.9: 1e-6 and
-    1, nano-aha-moment: 1e-4 and 0). scale_rewards: `group`, `batch` (one standard deviation of all rewards) or `none`
-    (Dr. GRPO). NaN rewards stay out of the statistics and get 0, as do groups whose rewards are all equal.
+    Groups of equal rewards get exactly 0. std_epsilon and ddof are TRL 1.16's; verl 0.9 adds 1e-6.
     """
-    grouped = (rewards * 1.0).view(-1, num_generations)  # (P,G), float
-    valid = ~grouped.isnan()  # (P,G)
-    centred = grouped - grouped.nanmean(1, keepdim=True)  # (P,G)
-    pool, known = (grouped.view(1, -1), valid.view(1, -1)) if scale_rewards == "batch" else (grouped, valid)  # (P|1,..)
-    deviations = (pool - pool.nanmean(1, keepdim=True)).masked_fill(~known, 0)  # (P|1,..)
-    variance = deviations.square().sum(1, keepdim=True) / (known.sum(1, keepdim=True) - ddof).clamp(min=1)  # (P|1,1)
-    advantages = centred if scale_rewards == "none" else centred / (variance.sqrt() + std_epsilon)  # (P,G)
-    # Rounding can leave noise of 1e-3 in a group of equal rewards, so equality is decided on the rewards themselves.
-    highest = grouped.masked_fill(~valid, -math.inf).amax(1, keepdim=True)  # (P,1)
-    equal = highest == grouped.masked_fill(~valid, math.inf).amin(1, keepdim=True)  # (P,1)
-    return advantages.masked_fill(equal | ~valid, 0.0).view(-1)
+    groups = 1.0 * rewards.view(-1, num_generations)  # (P,G), integers become floats
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "group":
+        advantages = advantages / (groups.std(1, keepdim=True, correction=ddof) + std_epsilon)
+    if scale_rewards == "batch":
+        advantages = advantages / (groups.std(correction=ddof) + std_epsilon)
+    # With equal rewards, a rounding error divided by a tiny std would not be 0.
+    equal = (groups == groups[:, :1]).all(1, keepdim=True)  # (P,1)
+    return advantages.masked_fill(equal, 0.0).flatten()
 
 
-# fmt: off
-def decoupled_advantages(rewards: Tensor, num_generations: int, reward_weights=None, batch_norm=True,
-                         tokens=1, std_epsilon=1e-4) -> Tensor:  # fmt: on
-    """GDPO: normalise each reward in its group, add them up by weight, normalise the sum over the batch. (B,K) -> (B,)
+def decoupled_advantages(
+    rewards: Tensor,
+    num_generations: int,
+    reward_weights=None,
+    batch_norm: bool = True,
+    std_epsilon: float = 1e-4,
+) -> Tensor:
+    """Normalise each reward in its group, add them by weight, normalise the sum. (B,K) -> (B,)
 
-    Eq. 4, 5 (weights: 7) and 6; without batch_norm the sum of eq. 5. A NaN reward stays out of the statistics and adds
-    nothing. `tokens` (B,), the length of each row, makes every token count once in the batch statistics, as verl 0.9.
+    GDPO eq. 4, 7 and 6. The mean that eq. 6 subtracts is 0, because it is 0 in every group.
     """
-    columns = [group_advantages(reward, num_generations, "group", std_epsilon) for reward in rewards.unbind(1)]
-    weights = torch.tensor([1.0] * len(columns) if reward_weights is None else [*reward_weights], device=rewards.device)
-    sums = (torch.stack(columns, 1) * weights).sum(1)  # (B,K) (K,) -> (B,)
-    return batch_normalize(sums, num_generations, ~rewards.isnan().all(1) * tokens, std_epsilon) if batch_norm else sums
+    if reward_weights is None:
+        reward_weights = [1.0] * rewards.size(1)
+    total = 0.0
+    for weight, reward in zip(reward_weights, rewards.unbind(1)):
+        total = total + weight * group_advantages(reward, num_generations, std_epsilon=std_epsilon)
+    return total / (total.std() + std_epsilon) if batch_norm else total
 
 
-def batch_normalize(values: Tensor, num_generations: int, counts=1, std_epsilon=1e-4) -> Tensor:
-    """GDPO eq. 6: values minus their mean, over their standard deviation (ddof 1). (B,) -> (B,)
+def compute_advantages(rewards: Tensor, reward_weights, args: Args) -> Tensor:
+    """Advantages as --advantage says. (B,K) -> (B,)
 
-    `counts` (B,) says how often each row counts. A row that does not count gets 0, and groups that are 0
-    throughout have nothing to say and stay exactly 0.
+    GRPO of several rewards (eq. 1 and 2) is GDPO of one, their sum, without batch norm.
     """
-    counts = torch.ones_like(values) * counts  # (B,)
-    centred = values - (counts * values).sum() / counts.sum()  # (B,)
-    variance = (counts * centred.square()).sum() / (counts.sum() - 1).clamp(min=1)  # scalar
-    silent = values.view(-1, num_generations).eq(0).all(1).repeat_interleave(num_generations)  # (B,)
-    return (centred / (variance.sqrt() + std_epsilon)).masked_fill(silent | (counts == 0), 0.0)
+    if args.advantage.startswith("grpo"):
+        rewards = rewards @ torch.tensor(reward_weights)[:, None]  # (B,1)
+        reward_weights = (1.0,)
+    if args.advantage == "grpo_no_std":
+        return group_advantages(rewards[:, 0], args.num_generations, "none")
+    batch_norm = args.advantage in ("gdpo", "grpo_batch_norm")
+    return decoupled_advantages(rewards, args.num_generations, reward_weights, batch_norm)
 
 
-def condition_rewards(rewards: Tensor, conditioned: list[int], on: int = 0, threshold: float = 1.0) -> Tensor:
-    """GDPO eq. 8: the conditioned columns are 0 where column `on` is below the threshold. (B,K) -> (B,K)"""
-    chosen = torch.zeros_like(rewards, dtype=torch.bool)  # (B,K)
-    chosen[:, conditioned] = True
-    return rewards.masked_fill(chosen & ~(rewards[:, on, None] >= threshold), 0.0)
+def condition_rewards(rewards: Tensor, conditioned: Tensor) -> Tensor:
+    """GDPO eq. 8: the conditioned rewards are 0 where the first is below 1. (B,K), (K,) -> (B,K)"""
+    return rewards.masked_fill((rewards[:, :1] < 1) & conditioned, 0.0)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) at each sampled token, never negative. (B,T), (B,T) -> (B,T)
-
-    DeepSeekMath eq. 4, known as k3; not clamped (verl's low_var_kl clamps at 10).
-    """
-    log_ratio = ref_logprobs - logprobs  # (B,T)
+    """KL(policy || reference) at each sampled token, DeepSeekMath eq. 4, known as k3."""
+    log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - log_ratio - 1
 
 
-# fmt: off
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo",
-    epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, beta: float = 0.0,
-    ref_logprobs: Tensor | None = None, use_bias_correction_kl: bool = False,
-    max_completion_length: int | None = None, num_tokens: Tensor | float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: on
-    """Clipped policy loss of DeepSeekMath eq. 3, to be minimised. (B,T) tensors, advantages (B,) or (B,T) -> scalar
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, DeepSeekMath eq. 3, and whether it was clipped (only KL acts then).
 
-    loss_type averages the token losses as TRL 1.16 does: `grpo` each row over its tokens, then over rows; `bnpo` over
-    the tokens given; `dapo` over `num_tokens`, the tokens of the whole step (default: the tokens given); `dr_grpo` over
-    B max_completion_length (default T). Masked positions have no influence on the loss and get exactly zero gradient.
+    Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
     """
-    mask = mask.bool()  # (B,T)
-    logprobs, old_logprobs = logprobs.masked_fill(~mask, 0), old_logprobs.masked_fill(~mask, 0)  # (B,T)
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages  # (B,1) or (B,T)
-    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
-    ratio = (logprobs - old_logprobs).exp()  # (B,T)
-    losses = -torch.min(ratio.clamp(max=delta or math.inf) * advantages, ratio.clamp(low, high) * advantages)  # (B,T)
-    tokens = mask.sum().clamp(min=1)  # scalar
-    metrics = {"clip_ratio/low_mean": ((ratio < low) & (advantages < 0) & mask).sum() / tokens}  # scalars
-    metrics["clip_ratio/high_mean"] = ((ratio > high) & (advantages > 0) & mask).sum() / tokens
-    metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped_gain = ratio * advantages
+    clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
+    losses = -torch.min(unclipped_gain, clipped_gain)
     if beta > 0:
-        kl = kl_estimate(logprobs, ref_logprobs.where(mask, 0)) * (ratio if use_bias_correction_kl else 1)  # (B,T)
-        losses = losses + beta * kl  # (B,T)
-        metrics["kl"] = kl.detach().sum() / tokens
-    losses = losses.masked_fill(~mask, 0)  # (B,T)
-    if loss_type == "grpo":
-        return (losses.sum(1) / mask.sum(1).clamp(min=1)).mean(), metrics
-    if loss_type == "dr_grpo":
-        return losses.sum() / (len(losses) * (max_completion_length or losses.size(1))), metrics
-    return losses.sum() / (tokens if num_tokens is None or loss_type == "bnpo" else num_tokens), metrics
+        losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
+    return losses, clipped_gain < unclipped_gain
 
 
-# === 4 Model and tokenizer ============================================================================================
+def token_weights(
+    lengths: Tensor,
+    loss_type: str,
+    *,
+    num_rows: int,
+    num_tokens: int,
+    max_completion_length: int,
+) -> Tensor:
+    """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
+
+    num_rows and num_tokens count over all processes and micro-batches. (B,) -> (B,)
+    """
+    ones = torch.ones_like(lengths, dtype=torch.float32)
+    if loss_type == "grpo":  # mean over a completion, then over completions (DeepSeekMath eq. 3)
+        return ones / (lengths.clamp(min=1) * num_rows)
+    if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
+        return ones / (num_rows * max_completion_length)
+    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
 
 
-def fail(message: str, code: int = 2) -> None:
-    """Stop with one sentence: code 2 for what the user can mend, 1 for a run that went wrong."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
+# --- Processes, problems, model -----------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def or_fail(message: str, code: int = 2):
-    """What goes wrong inside the with-block stops the program with this sentence."""
+def setup(args: Args) -> tuple[int, int, torch.device]:
+    """Rank, number of processes, device."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
+    rank = int(os.environ.get("RANK", 0))
+    if args.num_prompts_per_step % world_size:
+        sys.exit(f"--num-prompts-per-step: not divisible by the {world_size} processes")
+    if args.fsdp and world_size == 1:
+        sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if args.num_generations < 2:
+        sys.exit("--num-generations: a group needs at least 2 completions to compare")
+    for name in ("task_config", "chat_template_kwargs"):
+        try:
+            json.loads(getattr(args, name))
+        except ValueError as error:
+            sys.exit(f"--{name.replace('_', '-')}: expected JSON, found {error}")
+    transformers.utils.logging.disable_progress_bar()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return rank, world_size, device
+
+
+def gather(items: list) -> list:
+    """The items of all processes, in rank order."""
+    if not dist.is_initialized():
+        return items
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, items)
+    return [item for piece in pieces for item in piece]
+
+
+class JsonLines:
+    """Problems of a JSON-lines file, to be scored by --reward.
+
+    A line is an object with the user's text, or a list of chat messages, under `prompt`,
+    `question` or `problem`. One line in 16 is held out for evaluation, by a hash of its prompt.
+    """
+
+    def __init__(self, path: str):
+        self.rows = []
+        for number, line in enumerate(open(path, encoding="utf-8-sig"), start=1):
+            if not line.strip():
+                continue
+            try:
+                self.rows.append(json.loads(line))
+                self.prompt(self.rows[-1])
+            except (ValueError, IndexError, TypeError):
+                wanted = "a JSON object with a prompt, question or problem"
+                raise ValueError(f"{path}, line {number}: expected {wanted}") from None
+        held_out = [zlib.crc32(repr(self.prompt(row)).encode()) % 16 == 0 for row in self.rows]
+        self.train_rows = [row for row, held in zip(self.rows, held_out) if not held]
+        self.evaluation_rows = [row for row, held in zip(self.rows, held_out) if held]
+
+    def prompt(self, row: dict) -> list[dict]:
+        """Chat messages."""
+        texts = [row[key] for key in ("prompt", "question", "problem") if key in row]
+        return texts[0] if isinstance(texts[0], list) else [{"role": "user", "content": texts[0]}]
+
+    def train_problem(self, index: int, seed: int) -> dict:
+        """Row `index` of an endless stream; every epoch is shuffled anew."""
+        epoch, position = divmod(index, len(self.train_rows))
+        return self.train_rows[epoch_order(len(self.train_rows), epoch, seed)[position]]
+
+    def evaluation_problems(self, count: int) -> list[dict]:
+        """The first held-out rows."""
+        return self.evaluation_rows[:count]
+
+
+@lru_cache(maxsize=2)
+def epoch_order(size: int, epoch: int, seed: int) -> list[int]:
+    """The numbers from 0 to size - 1, shuffled."""
+    return random.Random(f"{seed} {epoch}").sample(range(size), size)
+
+
+def load_problems(args: Args, dataset: str | None):
+    """An object with the methods of JsonLines, and with reward_functions and reward_weights."""
     try:
-        yield
-    except Exception as error:  # torch, safetensors, templates and file systems raise dozens of types
-        fail(f"{message} ({error!r:.300})", code)
+        if dataset and args.env == "reasoning_gym":
+            sys.exit("--dataset: reasoning_gym generates its own problems")
+        if dataset and args.reward:
+            return JsonLines(dataset)
+        if args.env == "reasoning_gym":
+            from envs.reasoning_gym import ReasoningGym
+
+            return ReasoningGym(args.task, json.loads(args.task_config))
+        if args.env == "tool_calls":
+            from envs.tool_calls import ToolCalls
+
+            return ToolCalls(dataset)
+        if args.env == "countdown" and dataset is None:
+            from envs.countdown import Countdown
+
+            return Countdown()
+        from envs.math_jsonl import MathJsonl
+
+        return MathJsonl(dataset, args.env)
+    except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken
+        sys.exit(str(error))
 
 
-def setup(args: Args) -> torch.device:
-    """Device, seed, and the other processes if torchrun started several."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: this machine, or this build of torch, has no CUDA device; use --device auto or cpu")
-    torch.manual_seed(args.seed)
-    cuda = torch.cuda.is_available() and args.device != "cpu"
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if cuda else -1)  # -1 does nothing
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """Number of this process and count of processes; (0, 1) without torchrun."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def gather(values: Tensor) -> tuple[Tensor, slice]:
-    """The rows of all processes in rank order, and where this process's rows stand among them. (b,...) -> (B,...)"""
-    rank, world_size = rank_and_world_size()
-    if world_size == 1:
-        return values, slice(None)
-    pieces = [None] * world_size
-    dist.all_gather_object(pieces, values.cpu())  # processes may hold different numbers of rows
-    start = sum(map(len, pieces[:rank]))
-    return torch.cat(pieces).to(values.device), slice(start, start + len(values))
-
-
-def load_pretrained(kind, args: Args, **options):
-    """kind.from_pretrained(--model-name-or-path), or one sentence."""
-    with or_fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable"):
-        return kind.from_pretrained(args.model_name_or_path or os.path.join(TINY_MODELS, args.env), **options)
-
-
-def load_tokenizer(args: Args):
-    """The policy's tokenizer; load_model tries it."""
-    return load_pretrained(transformers.AutoTokenizer, args)
-
-
-def load_model(args: Args, tokenizer, device: torch.device):
-    """The policy: any Hugging Face causal language model, in float32 (bf16 is a matter of autocast)."""
-    model, log = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32, output_loading_info=True)
-    # weights that are drawn at random, or tokens that only another model knows
-    if missing := [*sorted(log["missing_keys"]), *range(len(model.get_input_embeddings().weight), len(tokenizer))]:
-        fail(f"--model-name-or-path {args.model_name_or_path}: has no weights or no embedding for {missing[0]}")
-    ends = model.to(device).generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    model.generation_config.eos_token_id = sorted(ends)
-    with torch.no_grad(), or_fail(f"--model-name-or-path {args.model_name_or_path}: unfit chat template or tokenizer"):
-        ids = torch.tensor([encode(tokenizer, [{"role": "user", "content": "1"}])], device=device)  # (1,S)
-        # the update applies the head itself, so nothing may come after the head
-        logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        if not torch.allclose(logits, model(ids).logits, atol=1e-3):
-            fail(f"--model-name-or-path {args.model_name_or_path}: changes its logits after the head; not supported")
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if args.compile:  # not as a submodule: rollout and saved files know nothing of it
-        model.__dict__["training_body"] = torch.compile(model.base_model, dynamic=True)
-    return model
-
-
-def shard(model, args: Args) -> None:
-    """FSDP2 in place: every block of layers, then the rest. With bf16 the sharded weights stay float32."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
-    blocks = [block for module in model.modules() if isinstance(module, torch.nn.ModuleList) for block in module]
-    for module in [*blocks, model]:  # gathered by the first forward pass, kept until the end of the backward pass:
-        fully_shard(module, mp_policy=policy, reshard_after_forward=False)  # decoding needs no communication
-    model.completion_logprobs = completion_logprobs.__get__(model)  # a forward pass of its own, see token_logprobs
-    register_fsdp_forward_method(model, "completion_logprobs")
-
-
-def encode(tokenizer, messages: list[dict]) -> list[int]:
-    """Token ids of a chat, up to where the assistant begins."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
-# === 5 Rollout ========================================================================================================
-
-
-@dataclass
-class Samples:
-    """What `generate` returns, a group's rows contiguous."""
-
-    completion_ids: Tensor  # (B,T) int64, 0 where nothing was written
-    mask: Tensor  # (B,T) bool: up to and including the first end token
-    logprobs: Tensor  # (B,T) of the sampled tokens, at the sampling temperature, over the whole vocabulary
-    entropy: Tensor  # (B,T) nats, of the distribution that each token was drawn from
-    ended: Tensor  # (B,) bool: an end token was written
-
-
-@dataclass
-class Batch:
-    """What a step learns from: B rows, in `info` too."""
-
-    prompts: list[list[int]]  # ids; consecutive rows with equal prompts share one copy of it in the update
-    completion_ids: Tensor  # (B,T)
-    mask: Tensor  # (B,T) bool: tokens that count
-    logprobs: Tensor  # (B,T) as sampled
-    rewards: Tensor  # (B,K), NaN where a reward function has no opinion
-    info: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Progress(dict):
-    """Counters that a resumed run continues: steps, problems drawn (the cursor in the data), tokens sampled."""
-
-    state_dict, load_state_dict = dict.copy, dict.update
+def load_reward(name: str):
+    """The function that FILE.py:function names."""
+    path, _, function = name.rpartition(":")
+    if not os.path.isfile(path):
+        sys.exit(f"--reward {name}: expected FILE.py:function, but there is no file {path!r}")
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    names = runpy.run_path(path)
+    if function not in names:
+        sys.exit(f"--reward {name}: {path} has no function {function!r}")
+    return names[function]
 
 
 def load_task(args: Args):
-    """The task: `train_problem`, `evaluation_problems`, `prompt` and the dict `reward_functions`."""
+    """The problems with their reward functions, and those problems that are for evaluation."""
+    if args.eval_dataset and not args.dataset and args.max_steps > 0:
+        sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
+    task = load_problems(args, args.dataset or args.eval_dataset)
+    problems = task.evaluation_problems(args.eval_problems)
+    if args.eval_dataset:
+        problems = load_problems(args, args.eval_dataset).rows
+        task.train_rows = task.rows  # nothing has to be held out
+    names = [name.rpartition(":")[2] for name in args.reward]
+    if len(set(names)) < len(names):
+        sys.exit("--reward: two functions have the same name")
+    if args.reward:
+        task.reward_functions = dict(zip(names, map(load_reward, args.reward)))
+        task.reward_weights = (1.0,) * len(args.reward)
+    task.reward_weights = args.reward_weights or task.reward_weights
+    if len(task.reward_weights) != len(task.reward_functions):
+        sys.exit(f"--reward-weights: expected one for each of {list(task.reward_functions)}")
+    if not problems:
+        sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
+    return task, problems
+
+
+def model_path(args: Args) -> str:
+    """Name or folder of the model that training starts from."""
+    return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / args.env)
+
+
+def load_model(args: Args):
+    """The policy in float32 and its tokenizer."""
+    path = model_path(args)
     try:
-        if args.env == "countdown" and not args.dataset:
-            task = Countdown(args.num_numbers, args.max_number)
-        else:
-            task = ToolCalls(args.dataset) if args.env == "tool_calls" else MathJsonl(args.dataset, args.env)
-    except ValueError as error:
-        fail(str(error))
-    args.reward_weights = args.reward_weights or task.reward_weights
-    if len(args.reward_weights) != len(task.reward_functions) or not all(map(math.isfinite, args.reward_weights)):
-        fail(f"--reward-weights {args.reward_weights}: expected a number for each of {list(task.reward_functions)}")
-    if set(args.conditioned_rewards) - set(task.reward_functions):
-        fail(f"--conditioned-rewards {args.conditioned_rewards}: expected some of {list(task.reward_functions)}")
-    return task
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({error})")
+    if tokenizer.chat_template is None:
+        sys.exit(f"--model-name-or-path {path}: has no chat template; use an instruct model")
+    refuse_unsupported(model)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = {tokenizer.eos_token_id, *ends} - {None}
+    if not ends:
+        sys.exit(f"--model-name-or-path {path}: neither model nor tokenizer names an end token")
+    model.generation_config.eos_token_id = sorted(ends)
+    longest = longest_text(model)
+    if args.max_prompt_length + args.max_completion_length > longest:
+        sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
+    add_methods(model)
+    return model, tokenizer
 
 
-def sample_tokens(logprobs: Tensor, uniform: Tensor, top_p: float) -> Tensor:
-    """Draw one token a row by inverting the cumulative distribution. (B,V), (B,) in [0,1) -> (B,)"""
-    probs = logprobs.exp()  # (B,V)
-    if top_p < 1:
-        ranked, order = probs.sort(descending=True)  # (B,V)
-        beyond = ranked.cumsum(1) - ranked >= top_p  # (B,V) the most probable token always stays
-        probs = torch.zeros_like(probs).scatter(1, order, ranked.masked_fill(beyond, 0))  # (B,V)
-    cumulative = probs.cumsum(1)  # (B,V)
-    tokens = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)  # (B,1)
-    return tokens[:, 0].clamp(max=logprobs.size(1) - 1)
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        messages = [{"role": "system", "content": args.system_prompt}] + messages
+    encoded = tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=True,
+        return_dict=True,
+        **json.loads(args.chat_template_kwargs),
+    )
+    return encoded["input_ids"]
 
 
-def generate(model, prompts: list[list[int]], num_generations: int, args: Args, generator: list | None) -> Samples:
-    """Sample G completions of each prompt; `generator` holds one torch.Generator a prompt, None decodes greedily.
+def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose prompts fit; prints how many are dropped."""
+    kept = []
+    for problem in problems:
+        if len(encode(tokenizer, task, problem, args)) <= args.max_prompt_length:
+            kept.append(problem)
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
 
-    Each prompt is computed once, then its keys and values are repeated for the group. Finished rows are dropped when a
-    quarter has finished. Random numbers belong to (row, position), so dropping a row does not change the others.
+
+# --- Model compatibility ------------------------------------------------------------------------
+
+
+def refuse_unsupported(model) -> None:
+    """Exit if the configuration has layers that an attention mask cannot express.
+
+    check_model finds what the configuration does not tell.
     """
-    device, width, steps = model.device, max(map(len, prompts)), args.max_completion_length
-    size = len(prompts) * num_generations
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)  # (P,S)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)  # (P,S)
-    uniform = generator and torch.cat([torch.rand(num_generations, steps, generator=g) for g in generator]).to(device)
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers - MASKED_LAYERS)]
+    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
+        if getattr(config, limit, None):
+            reasons.append(f"limits attention by {limit}")
+    if model._is_stateful:
+        reasons.append("is recurrent")
+    if reasons:
+        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+
+
+def longest_text(model) -> float:
+    """Most tokens of prompt and completion together.
+
+    Beyond that, learned positions end, and longrope changes all positions of a batch.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
+    """The attention masks of the model, given which keys each query may see, (B,Q,K) bool.
+
+    A mask (B,1,Q,K) holds 0 and -inf, because eager attention adds it to the scores. It replaces
+    the model's own mask, so it must include the sliding window, measured in positions. Models with
+    two types of layers take a dict. A query that sees no key at all would be NaN.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    layers = layers or ["sliding_attention" if window else "full_attention"]
+    dtype = model.dtype
+    if torch.is_autocast_enabled(visible.device.type):
+        dtype = torch.bfloat16  # else autocast would convert and keep the mask in every layer
+    masks = {}
+    for kind in set(layers):
+        seen = visible
+        if kind == "sliding_attention":
+            distance = query_positions[:, :, None] - key_positions[:, None, :]  # (B,Q,K)
+            seen = visible & (distance < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
+    return masks if len(masks) > 1 else masks[layers[0]]
+
+
+class Hidden(BaseModelOutputWithPast):
+    """A model output that holds hidden states and nothing else."""
+
+    def __getattr__(self, name):
+        return None  # some models look for router_logits, cross_attentions and the like
+
+
+class ReturnHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns its input as their hidden states."""
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
+        return Hidden(last_hidden_state=inputs_embeds)
+
+
+def add_methods(model) -> None:
+    """Add two methods to the model: logits_from_hidden and token_logprobs.
+
+    logits_from_hidden runs what comes after the layers, on hidden states passed as inputs_embeds:
+    the head with Granite's scaling and Gemma's soft cap. As methods, both follow copy.deepcopy and
+    FSDP.
+    """
+    without_layers = copy.copy(model)  # a shallow copy, which shares all weights
+    without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
+    model.logits_from_hidden = without_layers.forward
+    model.token_logprobs = MethodType(token_logprobs, model)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing in evaluation mode; that of transformers needs dropout switched on."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
+
+
+@torch.no_grad()
+def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
+    """Largest difference of log-probabilities, in nats, from those of the plain forward pass."""
+    completions = generate(model, prompts, args, seeds=range(len(prompts)))
+    packed = pack(completions, list(range(len(completions))), model.device)
+    plain = []
+    for completion in completions:
+        ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
+        logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
+        targets = ids[0, len(completion.prompt) :]
+        plain.append(-F.cross_entropy(logits, targets, reduction="none"))
+    plain = torch.cat(plain)  # (N,)
+    learner = model.token_logprobs(packed, args)
+    return {
+        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
+        "packing": (learner - plain).abs().max().item(),
+    }
+
+
+def check_model(model, prompt: list[int], args: Args) -> None:
+    """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
+    name = type(model).__name__
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
+    # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
+    prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = 4  # shorter than the texts of this check
+    try:
+        gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sys.exit(f"{name}: not supported ({reason})")
+    if window:
+        config.sliding_window = window
+    for computation, gap in gaps.items():
+        if not gap < 1e-3:  # also if it is NaN
+            sys.exit(
+                f"{name}: not supported, {computation} is {gap:.2g} nats off the plain forward pass"
+            )
+
+
+# --- Rollout ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Completion:
+    """One answer. In lists, the G completions of a prompt are neighbours."""
+
+    prompt: list[int]
+    ids: list[int]  # with the end token
+    logprobs: list[float]  # as sampled
+    entropy: float  # nats, sum over tokens
+    ended: bool
+    text: str = ""
+    rewards: tuple[float, ...] = ()
+
+
+def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
+    cumulative = logprobs.exp().cumsum(1)  # (B,V)
+    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
+
+
+@torch.no_grad()
+def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicCache, Tensor]:
+    """Compute each different prompt once. Returns keys and values, and the next logits, (B,V)."""
+    numbers = {}  # of the U different prompts
+    for prompt in prompts:
+        numbers.setdefault(tuple(prompt), len(numbers))
+    ids = [torch.tensor(prompt) for prompt in numbers]
+    ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
+    positions = torch.arange(ids.size(1), device=model.device).expand(ids.shape)  # (U,S)
+    visible = positions[:, None, :] <= positions[:, :, None]  # (U,S,S)
+    cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
+    hidden = model.base_model(
+        ids,
+        attention_mask=attention_masks(model, visible, positions, positions),
+        position_ids=positions,
+        past_key_values=cache,
+    ).last_hidden_state  # (U,S,H)
+    last = [hidden[number, len(prompt) - 1] for prompt, number in numbers.items()]
+    logits = model.logits_from_hidden(inputs_embeds=torch.stack(last)[None]).logits[0]  # (U,V)
+    rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
+    cache.batch_select_indices(rows)
+    return cache, logits[rows]
+
+
+@torch.no_grad()
+def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+    """A completion of each prompt: sampled with one seed for each prompt, greedy without seeds.
+
+    Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
+    rows does not change others.
+    """
+    device = model.device
+    steps = args.max_completion_length
     ends = torch.tensor(model.generation_config.eos_token_id, device=device)
-    completion_ids = torch.zeros(size, steps, dtype=torch.long, device=device)  # (B,T)
-    logprobs, entropy, tokens = *torch.zeros(2, size, steps, device=device), completion_ids[:, 0]  # (B,T) twice, (B,)
-    rows, live = torch.arange(size, device=device), torch.ones(size, dtype=torch.bool, device=device)  # (B,), (B,)
-    model.eval()
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-        inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}  # (P,S) each
-        out = model(ids, use_cache=True, logits_to_keep=1, **inputs)
-        cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(num_generations, 0)  # (B,V)
-        cache.batch_repeat_interleave(num_generations)  # in place
-        positions, mask = mask.sum(1).repeat_interleave(num_generations), mask.repeat_interleave(num_generations, 0)
-        mask = torch.cat([mask, mask.new_ones(size, steps)], 1)  # (B,S+T)
-        for t in range(steps):
-            if t > 0:
-                if device.type == "cpu" or t % 8 == 0:  # counting waits for a GPU, so there only now and then
-                    keep = live.nonzero()[:, 0]
-                    if len(keep) == 0:
-                        break
-                    if len(keep) <= 0.75 * len(live):
-                        cache.batch_select_indices(keep)
-                        rows, tokens, positions, mask, live = (x[keep] for x in (rows, tokens, positions, mask, live))
-                inputs = {"attention_mask": mask[:, : width + t], "position_ids": positions[:, None] + (t - 1)}
-                out = model(tokens[:, None], past_key_values=cache, use_cache=True, **inputs)
-                logits = out.logits[:, -1]  # (B,V)
-            logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
-            tokens = sample_tokens(logp, uniform[rows, t], args.top_p) if generator else logp.argmax(1)  # (B,)
-            completion_ids[rows, t], logprobs[rows, t] = tokens, logp.gather(1, tokens[:, None])[:, 0]
-            entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)
-            live = live & ~torch.isin(tokens, ends)  # (B,)
-    is_end = torch.isin(completion_ids, ends)  # (B,T)
-    counted = is_end.cumsum(1) - is_end.long() == 0  # (B,T) nothing after a row's first end token
-    completion_ids, logprobs, entropy = (x.masked_fill(~counted, 0) for x in (completion_ids, logprobs, entropy))
-    return Samples(completion_ids, counted, logprobs, entropy, is_end.any(1))
+    if seeds:
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        uniform = torch.stack([torch.rand(steps, generator=g) for g in generators])
+        uniform = uniform.to(device)  # (B,T)
+
+    # The result, in the order of the batch.
+    written = torch.zeros(len(prompts), steps, dtype=torch.long, device=device)  # (B,T)
+    logprobs = torch.zeros(len(prompts), steps, device=device)  # (B,T)
+    entropy = torch.zeros(len(prompts), steps, device=device)  # (B,T)
+
+    # The rows still in the cache: all at first, fewer later. Columns are those of the padded
+    # prompts and the completion; every step uses one more of them.
+    cache, logits = read_prompts(model, prompts)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    width = int(cache.get_seq_length())  # S
+    columns = torch.arange(width + steps, device=device)
+    filled = (columns < lengths[:, None]) | (columns >= width)  # (B,S+T)
+    positions = filled.cumsum(1) - 1  # (B,S+T)
+    rows = torch.arange(len(prompts), device=device)  # their indices in the batch
+    live = torch.ones_like(rows, dtype=torch.bool)
+
+    for t in range(steps):
+        logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
+        tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
+        written[rows, t] = tokens
+        logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
+        entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)  # 0 log 0 = 0
+        live = live & ~torch.isin(tokens, ends)
+        if t == steps - 1:
+            break
+        if device.type == "cpu" or t % 8 == 7:  # waits for a GPU, so only every 8 tokens
+            keep = live.nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache
+                cache.batch_select_indices(keep)
+                rows = rows[keep]
+                tokens = tokens[keep]
+                filled = filled[keep]
+                positions = positions[keep]
+                live = live[keep]
+        last = width + t  # column of the new tokens
+        visible = filled[:, None, : last + 1]
+        query = positions[:, last : last + 1]
+        key = positions[:, : last + 1]
+        out = model(
+            tokens[:, None],
+            attention_mask=attention_masks(model, visible, query, key),
+            position_ids=query,
+            past_key_values=cache,
+        )
+        logits = out.logits[:, -1]
+
+    # A completion ends with its first end token; some finished rows were sampled further.
+    is_end = torch.isin(written, ends)  # (B,T)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    lengths = (ends_before == 0).sum(1).tolist()
+    ended = is_end.any(1).tolist()
+    written = written.tolist()
+    logprobs = logprobs.tolist()
+    entropy = entropy.tolist()
+    completions = []
+    for row, length in enumerate(lengths):
+        completion = Completion(
+            prompt=prompts[row],
+            ids=written[row][:length],
+            logprobs=logprobs[row][:length],
+            entropy=sum(entropy[row][:length]),
+            ended=ended[row],
+        )
+        completions.append(completion)
+    return completions
 
 
-def complete(model, tokenizer, task, problems: list, num_generations: int, args: Args, seeds: list[str] | None):
-    """Write G completions of each problem and score them: (prompts, samples, rewards (B,K), texts), a row a completion.
-
-    One seed a problem: a resumed run, or one on more processes, samples what this one would. No seeds: greedily.
-    """
-    prompts = [encode(tokenizer, task.prompt(problem)) for problem in problems]
-    generator = seeds and [torch.Generator().manual_seed(random.Random(seed).getrandbits(63)) for seed in seeds]
-    samples = generate(model, prompts, num_generations, args, generator)
-    rows = [row[:length] for row, length in zip(samples.completion_ids.tolist(), samples.mask.sum(1).tolist())]
-    texts, functions = tokenizer.batch_decode(rows, skip_special_tokens=True), task.reward_functions.values()
-    prompts, problems = ([x for x in xs for _ in range(num_generations)] for xs in (prompts, problems))
-    rewards = [[function(problem, text) for function in functions] for problem, text in zip(problems, texts)]
-    rewards = [[math.nan if reward is None else reward for reward in row] for row in rewards]
-    return prompts, samples, torch.tensor(rewards, dtype=torch.float32, device=model.device), texts
-
-
-def sample_batch(model, tokenizer, task, args: Args, progress: Progress) -> Batch:
-    """Completions of the next P problems, of which every process takes its share."""
-    rank, world_size = rank_and_world_size()
-    share = args.num_prompts_per_step // world_size
-    indices = range(progress["problems"] + rank * share, progress["problems"] + (rank + 1) * share)
-    progress["problems"] += args.num_prompts_per_step
-    problems, seeds = zip(*((task.train_problem(i, args.seed), f"{args.seed} {i}") for i in indices))
-    prompts, samples, rewards, _ = complete(model, tokenizer, task, problems, args.num_generations, args, seeds)
-    info = {"length": samples.mask.sum(1), "ended": samples.ended, "entropy": samples.entropy.sum(1)}  # (B,) each
-    info["problem"] = torch.tensor(indices, device=rewards.device).repeat_interleave(args.num_generations)  # (B,)
-    return Batch(prompts, samples.completion_ids, samples.mask, samples.logprobs, rewards, info)
+def complete(
+    sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None
+) -> list[Completion]:
+    """G completions of each problem with their rewards: sampled, or greedy without seeds."""
+    prompts = []
+    row_seeds = []
+    for number, problem in enumerate(problems):
+        prompts += [encode(tokenizer, task, problem, args)] * num_generations
+        if seeds:
+            row_seeds += [random_seed(seeds[number], g) for g in range(num_generations)]
+    completions = []
+    for first in range(0, len(prompts), args.decode_batch_size):
+        some = slice(first, first + args.decode_batch_size)
+        completions += generate(sampler, prompts[some], args, row_seeds[some])
+    for row, completion in enumerate(completions):
+        problem = problems[row // num_generations]
+        completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+        for name, function in task.reward_functions.items():
+            reward = function(problem, completion.text)
+            if reward is None or not math.isfinite(reward):
+                sys.exit(f"reward function {name}: returned {reward} for {completion.text!r:.200}")
+            completion.rewards += (float(reward),)
+    return completions
 
 
-def rollout(model, tokenizer, task, args: Args, progress: Progress) -> Batch:
-    """The completions of a step. Conditioned rewards are 0 where the first one is not 1."""
-    batch = sample_batch(model, tokenizer, task, args, progress)
-    conditioned = [k for k, name in enumerate(task.reward_functions) if name in args.conditioned_rewards]
-    batch.rewards = condition_rewards(batch.rewards, conditioned)  # (B,K)
-    return batch
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
 
 
-def total_rewards(rewards: Tensor, args: Args) -> Tensor:
-    """Weighted sum over reward functions; NaN counts 0 beside others, all NaN stays NaN. (B,K) -> (B,)"""
-    weights = torch.tensor(args.reward_weights, device=rewards.device)  # (K,)
-    return (rewards * weights).nansum(1).masked_fill(rewards.isnan().all(1), math.nan)
-
-
-def compute_advantages(batch: Batch, args: Args, progress: Progress) -> Tensor:
-    """Advantages of this process's rows; statistics are taken over the rows of all processes. -> (B,)"""
-    table, mine = gather(torch.cat([batch.rewards, batch.mask.sum(1, keepdim=True)], 1))  # (rows of all processes,K+1)
-    rewards, tokens = table[:, :-1], table[:, -1] if args.batch_norm_level == "token" else 1
-    if args.advantage == "gdpo":
-        return decoupled_advantages(rewards, args.num_generations, args.reward_weights, args.batch_norm, tokens)[mine]
-    scale_rewards = "none" if args.advantage == "grpo_no_std" else "group"
-    advantages = group_advantages(total_rewards(rewards, args), args.num_generations, scale_rewards)  # (rows of all,)
-    if args.advantage == "grpo_batch_norm":
-        advantages = batch_normalize(advantages, args.num_generations, ~rewards.isnan().all(1) * tokens)
-    return advantages[mine]
+# --- Log-probabilities of packed groups ---------------------------------------------------------
 
 
 @dataclass
 class Packed:
-    """One micro-batch of b rows: R packed rows of L tokens, of which N predict a token of a completion."""
+    """A micro-batch. A row is a prompt and its completions, which see the prompt and themselves:
 
-    rows: list[int]  # b rows of the batch
-    input_ids: Tensor  # (R,L)
-    position_ids: Tensor  # (R,L) restart for every completion
-    owners: Tensor  # (R,L) 0 prompt, 1.. the completions, -1 padding
-    filled: Tensor  # (b,T) bool: where the N predicted tokens stand in the batch
-    targets: Tensor  # (N,) the predicted tokens
+        tokens     p1 p2 | p3 a1 a2 | p3 b1        prompt p1 p2 p3, completions a1 a2 a3 and b1 b2
+        owners      0  0 |  1  1  1 |  2  2
+        positions   0  1 |  2  3  4 |  2  3        as if each completion stood alone
+        targets          | a1 a2 a3 | b1 b2
 
-
-def pack(batch: Batch, rows: list[int], args: Args) -> list[Packed]:
-    """Micro-batches of these rows of the batch, in which consecutive rows with equal prompts share the prompt.
-
-    A packed row is a prompt without its last token, then for each completion that last token and the completion without
-    its own last: every token behind the prompt predicts one token. A completion sees the prompt and itself, at the
-    positions it would have alone, so nothing differs from separate rows. Sorting by length avoids padding.
+    p3 starts every completion, because it predicts their first tokens.
     """
-    columns = torch.arange(1, batch.mask.size(1) + 1, device=batch.mask.device)  # (T,)
-    lengths = (batch.mask * columns).amax(1)  # (B,) up to the last token that counts
-    filled, lengths, ids, strips = columns <= lengths[:, None], lengths.tolist(), batch.completion_ids.tolist(), []
-    rows = [row for row in rows if lengths[row] > 0]
-    for prompt, group in ((prompt, list(group)) for prompt, group in groupby(rows, key=lambda row: batch.prompts[row])):
-        room = (args.max_packed_length - len(prompt)) // max(lengths[row] for row in group)
-        most = max(1, min(room, args.per_device_train_batch_size, args.num_generations))
-        strips += [group[i : i + most] for i in range(0, len(group), most)]  # one strip, one packed row
-    strips.sort(key=lambda strip: sum(lengths[row] for row in strip))
-    count = max(1, args.per_device_train_batch_size // args.num_generations)
-    return [pack_strips(strips[i : i + count], batch, filled, lengths, ids) for i in range(0, len(strips), count)]
+
+    input_ids: Tensor  # (R,L)
+    position_ids: Tensor  # (R,L)
+    owners: Tensor  # (R,L) 0 prompt, 1.. completions, -1 padding
+    predicting: Tensor  # (N,) the tokens with owner 1.., as indices into R*L
+    targets: Tensor  # (N,) the tokens that they predict
+    sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
+    completion_index: Tensor  # (N,) the completion of the batch that each target belongs to
+    old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
+    ref_logprobs: Tensor | None = None  # (N,)
 
 
-def pack_strips(strips: list[list[int]], batch: Batch, filled: Tensor, lengths: list[int], ids: list) -> Packed:
-    """One micro-batch of packed rows, one for each list of rows with equal prompts."""
-    columns = []
-    for strip in strips:
-        *prompt, last = batch.prompts[strip[0]]
-        tokens, positions, owners = list(prompt), list(range(len(prompt))), [0] * len(prompt)
-        for owner, row in enumerate(strip, 1):
-            tokens += [last, *ids[row][: lengths[row] - 1]]
-            positions += range(len(prompt), len(prompt) + lengths[row])
-            owners += [owner] * lengths[row]
-        columns.append((tokens, positions, owners))
-    size, rows = max(len(tokens) for tokens, _, _ in columns), [row for strip in strips for row in strip]  # L, b rows
-    padded = [[x + [-1] * (size - len(x)) for x in column] for column in zip(*columns)]  # 3 x R x L
-    input_ids, position_ids, owners = torch.tensor(padded, device=filled.device)  # (R,L) each
-    filled, targets = filled[rows], batch.completion_ids[rows][filled[rows]]  # (b,T), (N,)
-    return Packed(rows, input_ids.clamp(0), position_ids.clamp(0), owners, filled, targets)
+def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
+    """Pack some completions of the batch; neighbours with the same prompt share a packed row."""
+    packed_rows = []  # lists of (token, position, owner)
+    order = []  # the completions in the order of the packed rows
+    for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
+        group = list(group)
+        # A long group is split over several packed rows, each of which repeats the prompt.
+        num_tokens = sum(len(completions[row].ids) for row in group)
+        num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
+        num_parts = min(num_parts, len(group))
+        for part in range(num_parts):
+            packed_row = [(token, position, 0) for position, token in enumerate(prompt[:-1])]
+            for owner, row in enumerate(group[part::num_parts], start=1):
+                inputs = [prompt[-1]] + completions[row].ids[:-1]
+                for position, token in enumerate(inputs, start=len(prompt) - 1):
+                    packed_row.append((token, position, owner))
+                order.append(row)
+            packed_rows.append(packed_row)
 
-
-def completion_logprobs(model, packed: Packed, temperature: float) -> Tensor:
-    """Log-probability of every predicted token. The head works on these positions only, and in chunks. -> (N,)"""
-    query, key = packed.owners[:, :, None], packed.owners[:, None]  # (R,L,1), (R,1,L)
-    sees = ((key == query) | (key == 0)).tril()  # (R,L,L)
-    inputs = {"attention_mask": sees[:, None], "position_ids": packed.position_ids, "use_cache": False}
-    body, head = model.__dict__.get("training_body", model.base_model), model.get_output_embeddings()
-    hidden = body(input_ids=packed.input_ids, **inputs).last_hidden_state[packed.owners > 0]  # (N,H)
-
-    def chunk_logprobs(hidden, targets):
-        return -torch.nn.functional.cross_entropy(head(hidden).float() / temperature, targets, reduction="none")
-
-    parts = (x.split(max(1, LOGITS_PER_CHUNK // model.config.vocab_size)) for x in (hidden, packed.targets))
-    if len(chunks := list(zip(*parts))) == 1:
-        return chunk_logprobs(*chunks[0])
-    return torch.cat([torch.utils.checkpoint.checkpoint(chunk_logprobs, *part, use_reentrant=False) for part in chunks])
+    width = max(len(packed_row) for packed_row in packed_rows)
+    width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
+    for packed_row in packed_rows:
+        packed_row += [(0, 0, -1)] * (width - len(packed_row))
+    input_ids, position_ids, owners = torch.tensor(packed_rows).unbind(2)  # (R,L)
+    targets = [token for row in order for token in completions[row].ids]
+    sampled_logprobs = [logprob for row in order for logprob in completions[row].logprobs]
+    completion_index = [row for row in order for _ in completions[row].ids]
+    return Packed(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        owners=owners.to(device),
+        predicting=(owners > 0).flatten().nonzero()[:, 0].to(device),
+        targets=torch.tensor(targets, device=device),
+        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
+        completion_index=torch.tensor(completion_index, device=device),
+    )
 
 
 def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
-    """Log-probabilities of the completions of a micro-batch, 0 where there is no token. -> (b,T)"""
-    forward = getattr(model, "completion_logprobs", None) or completion_logprobs.__get__(model)  # FSDP has its own
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=args.bf16):
-        logprobs = forward(packed, args.temperature)  # (N,)
-    return torch.zeros(packed.filled.shape, device=logprobs.device).masked_scatter(packed.filled, logprobs)
+    """Log-probability of every predicted token. -> (N,)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
+
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(logits / args.temperature, targets, reduction="none")
+
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
 
 
-def update(model, optimizer, batch: Batch, advantages: Tensor, args: Args, reference=None) -> dict[str, float]:
-    """num_iterations optimizer steps on a batch; returns metrics, the same on all processes. `reference`: for beta > 0.
+# --- Update -------------------------------------------------------------------------------------
 
-    The loss of a step is the sum over micro-batches and processes, each with its share in normalisers that are global:
-    neither changes the gradient. Rows on which nothing acts are left out, but still count in the normalisers.
+
+def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
+    """Pack rows of the batch. Groups of similar length share a micro-batch, to avoid padding."""
+
+    def group_length(row: int) -> int:
+        first = row - row % args.num_generations
+        return sum(len(c.ids) for c in completions[first : first + args.num_generations])
+
+    # Longest first: a step that does not fit fails at once. Rows of a group stay neighbours.
+    rows = sorted(rows, key=group_length, reverse=True)
+    size = args.micro_batch_size
+    return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
+
+
+def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
+    """num_iterations optimizer steps on the batch of all processes.
+
+    completions and advantages are those of this process. The loss of a step is a sum over tokens,
+    so its gradient depends neither on micro-batches nor on the number of processes.
     """
-    world_size, device = rank_and_world_size()[1], batch.mask.device
-    acts = advantages[:, None].ne(0).flatten(1).any(1) | (args.beta > 0 or not args.skip_equal_groups)  # (B,)
-    micro_batches = pack(batch, acts.nonzero()[:, 0].tolist(), args)
-    counts = [batch.mask.sum(), len(acts), len(micro_batches), batch.mask[acts].sum()]
-    all_counts = gather(torch.tensor([counts], device=device))[0]  # (processes,4)
-    num_tokens, num_rows, _, num_trained = all_counts.sum(0).clamp(min=1)  # scalars
-    if args.fsdp:  # forward and backward are collective: a process with less to do joins in with one idle token
-        token = torch.zeros(1, 1, dtype=torch.long, device=device)
-        idle = Packed([], token, token, token, batch.mask[:0], token[0, :0])
-        micro_batches += [idle] * (max(1, int(all_counts[:, 2].max())) - len(micro_batches))
-    options = {"loss_type": args.loss_type, "epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
-    options |= {"delta": args.delta, "beta": args.beta, "use_bias_correction_kl": args.use_bias_correction_kl}
-    options |= {"max_completion_length": args.max_completion_length, "num_tokens": num_tokens}
-    names = ["loss", "gap", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
-    sums = dict.fromkeys(names + ["kl"] * (args.beta > 0), torch.zeros((), device=device))
-    old_logprobs, ref_logprobs, largest = *torch.zeros(2, *batch.mask.shape, device=device), sums["gap"]  # (B,T) twice
-    model.train(args.gradient_checkpointing)  # else without dropout, which would make learner and sampler differ
+    device = model.device
+    lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
+    all_lengths = gather(lengths.tolist())
+    num_tokens = sum(all_lengths)
+    weights = token_weights(
+        lengths,
+        args.loss_type,
+        num_rows=len(all_lengths),
+        num_tokens=num_tokens,
+        max_completion_length=args.max_completion_length,
+    ).to(device)  # (B,)
+    rows = list(range(len(completions)))
+    if args.beta == 0 and not args.fsdp:
+        # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
+        # processes different numbers of passes, and they would wait for each other forever.
+        rows = advantages.nonzero()[:, 0].tolist()
+    advantages = advantages.to(device)
+    batches = micro_batches(completions, rows, args, device)
+
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    largest_gap = torch.zeros((), device=device)
     for iteration in range(args.num_iterations):
-        optimizer.zero_grad(set_to_none=True)
-        for packed in micro_batches:
-            logprobs, rows = token_logprobs(model, packed, args), packed.rows  # (b,T)
-            if not rows:  # idle
-                logprobs.sum().backward()
-                continue
-            mask, tokens = batch.mask[rows], batch.mask[rows].sum()  # (b,T), scalar
-            if iteration == 0:  # the weights are those that sampled: the ratio is exactly 1
-                old_logprobs[rows] = logprobs.detach()
-                if args.beta > 0:
-                    ref_logprobs[rows] = token_logprobs(reference, packed, args).detach()
-                gap = (logprobs.detach() - batch.logprobs[rows]).abs() * mask  # (b,T)
-                sums["gap"], largest = sums["gap"] + gap.sum() / num_trained, torch.maximum(largest, gap.max())
-            options["ref_logprobs"] = ref_logprobs[rows]
-            loss, metrics = policy_loss(logprobs, old_logprobs[rows], advantages[rows], mask, **options)
-            share = {"dapo": 1.0, "bnpo": tokens / num_tokens}.get(args.loss_type, len(rows) / num_rows)
-            (loss * share * (world_size if args.fsdp else 1)).backward()  # FSDP takes the mean where we want the sum
-            sums["loss"] = sums["loss"] + loss.detach() * share / args.num_iterations
-            for name, value in metrics.items():
-                sums[name] = sums[name] + value * tokens / num_tokens / args.num_iterations
-        grad_norm = apply_gradients(model, optimizer, args)
-    metrics = dict(zip(sums, gather(torch.stack(list(sums.values()))[None])[0].sum(0).tolist()))
-    metrics["sampling/logprob_difference/mean"] = metrics.pop("gap")
-    metrics["sampling/logprob_difference/max"] = gather(largest[None])[0].max().item()
-    return metrics | {"grad_norm": grad_norm, "frac_tokens_trained": (all_counts[:, 3].sum() / num_tokens).item()}
-
-
-def apply_gradients(model, optimizer, args: Args) -> float:
-    """Add the gradients of all processes, clip, step. Returns the norm before clipping."""
-    for parameter in model.parameters():
-        if parameter.grad is None:  # nothing acted: AdamW's momentum still moves the weights, so it gets a zero
-            parameter.grad = parameter.detach() * 0  # and NaN for a broken weight, which is noticed below
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
+        for batch in batches:
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                # No step has been taken yet, so these are the old log-probabilities. Those of the
+                # sampler differ by rounding; the largest difference is logged.
+                batch.old_logprobs = logprobs.detach()
+                gap = (batch.old_logprobs - batch.sampled_logprobs).abs().max()
+                largest_gap = torch.maximum(largest_gap, gap)
+                if reference is not None:
+                    with torch.no_grad():
+                        batch.ref_logprobs = reference.token_logprobs(batch, args)
+            losses, clipped = policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                advantages[batch.completion_index],
+                epsilon=args.epsilon,
+                beta=args.beta,
+                ref_logprobs=batch.ref_logprobs,
+            )
+            loss = (losses * weights[batch.completion_index]).sum()
+            sums[0] += loss.detach()
+            sums[1] += clipped.sum()
+            if reference is not None:
+                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
         if dist.is_initialized() and not args.fsdp:
-            dist.all_reduce(parameter.grad)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    grad_norm = (grad_norm.full_tensor() if args.fsdp else grad_norm).item()
-    if not math.isfinite(grad_norm):
-        fail(f"the gradient norm is {grad_norm}: lower --learning-rate, check rewards and weights; checkpoints stay", 1)
-    optimizer.step()
-    return grad_norm
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(
+                f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
+            )
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    metrics = {
+        "loss": loss,
+        "clip_ratio": num_clipped / num_tokens,
+        "grad_norm": norm,
+        "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
+    }
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
 
 
-# === 6 Checkpoint =====================================================================================================
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
 
 
-@dataclass
-class Trained:
-    """State of a model and its optimizer as if on one device, so that a checkpoint fits any number of them."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def state_dict(self) -> dict:
-        """Whole tensors in the memory of process 0; all processes must call."""
-        return dict(zip(("model_state_dict", "optim_state_dict"), get_state_dict(*vars(self).values(), options=WHOLE)))
-
-    def load_state_dict(self, state: dict) -> None:
-        """Every process takes what it holds of the whole tensors."""
-        set_state_dict(self.model, self.optimizer, **state, options=WHOLE)
+def copy_model(model, dtype: torch.dtype):
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype."""
+    weights = {}
+    for parameter in model.parameters():
+        weight = parameter.detach().to(dtype, copy=True)
+        weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
+    return copy.deepcopy(model, weights)  # deepcopy takes them for copies that it has made
 
 
-def checkpoints(run_dir: str) -> list[str]:
-    """Checkpoint files of a run, oldest first."""
-    return sorted(map(str, Path(run_dir, "checkpoints").glob("step_*[0-9].pt")))
+@torch.no_grad()
+def refresh(sampler, model, args: Args) -> None:
+    """Copy the weights of the policy into the sampler."""
+    if sampler is model:
+        return
+    weights = dict(model.named_parameters())
+    for name, parameter in sampler.named_parameters():
+        weight = weights[name]
+        parameter.copy_(weight.full_tensor() if args.fsdp else weight)
 
 
-def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None:
-    """Write state (name -> object with a state_dict). A crash leaves either the old files or the new one."""
-    payload = {name: thing.state_dict() for name, thing in state.items()} | {"random": torch.get_rng_state()}
-    if rank_and_world_size()[0] == 0:
-        path = os.path.join(run_dir, "checkpoints", f"step_{step:08d}.pt")
-        with or_fail(f"{path}: cannot be written; the checkpoints before it are kept", 1):
-            torch.save(payload, path + ".tmp")
-            os.replace(path + ".tmp", path)
-        for old in checkpoints(run_dir)[:-keep]:
-            os.remove(old)
+# --- Checkpoints and logs -----------------------------------------------------------------------
 
 
-def load_checkpoint(run_dir: str, state: dict) -> bool:
-    """Restore the newest checkpoint into the objects of state; False if the run was stopped before its first."""
-    for path in checkpoints(run_dir)[-1:]:
-        with or_fail(f"{path}: damaged, or of another script; delete it to continue from the one before", 1):
-            payload = torch.load(path, map_location="cpu", weights_only=True)
-            for name, thing in state.items():
-                thing.load_state_dict(payload[name])
-            torch.set_rng_state(payload["random"])
-    return bool(checkpoints(run_dir))
+def checkpoints(run_dir: str) -> list[Path]:
+    """Finished checkpoints, oldest first: torch writes .metadata last."""
+    return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
 
 
-def resume_args(args: Args) -> Args:
-    """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
-    run_dir = args.evaluate or args.resume
-    if args.evaluate and args.resume:
-        fail("--evaluate and --resume: one of them, please; a finished run is scored, an unfinished one is continued")
-    with or_fail(f"{run_dir}: not a run folder of this script, or nothing to --evaluate yet: finish it with --resume"):
-        saved = json.loads(Path(run_dir, "args.json").read_text())
-        saved = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
-        os.stat(os.path.join(run_dir, "final" if args.evaluate else ""))
-    free = ["resume", "save_steps", "device", "compile"] + ["max_steps"] * (saved.lr_scheduler_type == "constant")
-    # a flag on the command line counts as given with its default value, too
-    words = {w.split("=")[0].replace("_", "-").replace("--no-", "--") for w in sys.argv if __name__ == "__main__"}
-    given = {x: now for x, now in vars(args).items() if now != getattr(Args, x) or f"--{x.replace('_', '-')}" in words}
-    for name, now in given.items():
-        if now != (before := getattr(saved, name)) and name not in free and not args.evaluate:
-            fail(f"--resume {run_dir}: the run began with --{name.replace('_', '-')} {before}, not {now}")
-    model = {"model_name_or_path": os.path.join(run_dir, "final"), "fsdp": False} if args.evaluate else {}
-    return replace(saved, **given | {"output_dir": run_dir} | model)
+def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
+    """Every process writes its shard; the newest two checkpoints are kept.
+
+    No random state is saved: problems and samples depend on the seed and the progress alone.
+    """
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "progress": progress}
+    dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
+    if rank == 0:
+        for old in checkpoints(run_dir)[:-2]:
+            shutil.rmtree(old)
 
 
-class Logger:
-    """metrics.csv (the same for the same seed), perf.csv (time, speed, memory) and TensorBoard in the run folder."""
+def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+    """Restore the newest checkpoint, if there is one; every process reads its shard."""
+    if not checkpoints(run_dir):
+        return  # get_state_dict would make a new AdamW count a step
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "progress": progress}
+    dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    progress.update(state["progress"])
 
-    def __init__(self, run_dir: str, args: Args, step: int):
-        """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
-        with or_fail(f"{run_dir}: cannot be used as a run folder"):
-            os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-            Path(run_dir, "args.tmp").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-            os.replace(os.path.join(run_dir, "args.tmp"), os.path.join(run_dir, "args.json"))
-            self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
-            for file in self.files.values():
-                file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
-                kept = [x for x in file if x[-1] == "\n" and (x[0] == "s" or int(x.split(",")[0]) <= step)]
-                file.truncate(sum(map(len, kept)))
-                file.write("" if kept else "step,tag,value\n")
-            self.board = SummaryWriter(run_dir, purge_step=step + 1)
 
-    def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
-        """Write tag -> value."""
-        self.files[file].writelines(f"{step},{tag},{value}\n" for tag, value in values.items())
+def save_final(run_dir: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=whole)  # all processes take part
+    if rank == 0:
+        final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
+        final.load_state_dict(weights)
+        final.save_pretrained(f"{run_dir}/final")
+        tokenizer.save_pretrained(f"{run_dir}/final")
+        print(f"{run_dir}/final: the trained model", flush=True)
+
+
+def open_run(args: Args, rank: int) -> str:
+    """The run folder, the same for all processes; the first one makes it."""
+    run_dir = args.resume or args.output_dir
+    if run_dir is None:
+        run_dir = f"runs/{Path(__file__).stem}__{args.env}__{args.seed}__{time.time():.0f}"
+        run_dir = gather([run_dir])[0]  # the clocks of processes differ
+    path = Path(run_dir, "args.json")
+    if rank == 0:
+        if path.exists() and not args.resume:
+            sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+        os.makedirs(run_dir, exist_ok=True)
+        path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    return run_dir
+
+
+def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
+    with open(f"{run_dir}/metrics.csv", "a") as file:
+        if file.tell() == 0:
+            file.write("step,tag,value\n")
         for tag, value in values.items():
-            self.board.add_scalar(tag, value, step)
-        self.board.flush()
+            file.write(f"{step},{tag},{value}\n")
+            board.add_scalar(tag, value, step)
+    board.flush()
 
 
-# === 7 Evaluation =====================================================================================================
+def log_completions(run_dir: str, step: int, completions, advantages, tokenizer, task, args: Args):
+    """Add the first groups of a step to completions.jsonl, for people to read."""
+    shown = completions[: GROUPS_SHOWN * args.num_generations]
+    with open(f"{run_dir}/completions.jsonl", "a") as file:
+        for completion, advantage in zip(shown, advantages.tolist()):
+            row = {
+                "step": step,
+                "prompt": tokenizer.decode(completion.prompt),
+                "completion": completion.text,
+                "rewards": dict(zip(task.reward_functions, completion.rewards)),
+                "advantage": advantage,
+            }
+            file.write(json.dumps(row) + "\n")
 
 
-def evaluate(model, tokenizer, task, args: Args) -> tuple[dict[str, float], str]:
-    """Greedy pass@1 and pass@k of k samples on problems that training never sees; three completions as text."""
-    rank, world_size = rank_and_world_size()
-    problems, k = task.evaluation_problems(args.eval_problems), args.num_generations_eval
-    mine = list(range(rank, len(problems), world_size)) or [0]
-    problems, seeds = [problems[i] for i in mine], [f"evaluation {i}" for i in mine]
-    _, greedy, rewards, texts = complete(model, tokenizer, task, problems, 1, args, None)  # rewards (P,K)
-    right = complete(model, tokenizer, task, problems, k, args, seeds)[2][:, 0].view(-1, k)  # (P,k) is it right
-    columns = [rewards[:, :1], right.mean(1, True), right.amax(1, True), rewards, greedy.mask.sum(1, True)]
-    means = gather(torch.cat(columns, 1))[0].nanmean(0).tolist()
-    names = ["pass_at_1", f"mean_at_{k}", f"pass_at_{k}", *(f"rewards/{name}" for name in task.reward_functions)]
-    shown = [f"{task.prompt(problem)[-1]['content']}\n>>> {text}" for problem, text in zip(problems[:3], texts)]
-    return {f"eval/{name}": value for name, value in zip([*names, "mean_length"], means)}, "\n".join(shown)
+def report(step: int, metrics: dict, task, args: Args) -> None:
+    """Print a summary of under 80 columns."""
+    name = next(iter(task.reward_functions))
+    left = metrics["seconds/step"] * (args.max_steps - step)
+    line = f"step {step:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
+    line += f"  {name[:12]} {metrics[f'rewards/{name}/mean']:.2f}"
+    line += f"  length {metrics['completions/mean_length']:.0f}"
+    line += f"  {metrics['seconds/step']:.1f} s"
+    print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
 
-# === 8 Training loop ==================================================================================================
+# --- Evaluation and training --------------------------------------------------------------------
 
 
-def check_args(args: Args) -> None:
-    """One sentence for every combination of flags that cannot work."""
-    ranks, group, micro = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations, args.per_device_train_batch_size
-    least = dict.fromkeys(["warmup_steps", "max_steps", "eval_steps", "seed"], 0) | {"num_generations": 2}
-    least |= {"temperature": 1e-6, "top_p": 1e-6, "delta": 1}
-    for f in fields(Args):
-        x, low, high = getattr(args, f.name), least.get(f.name, int(f.type is int)), 1 if f.name == "top_p" else 2**31
-        kinds = [getattr(k, "__name__", k) for k in get_args(f.type) * (get_origin(f.type) is not tuple) or (f.type,)]
-        unfit = x not in kinds and not {*kinds, "int", "list"} & {kind.__name__ for kind in type(x).__mro__}
-        if x == "" or unfit or (isinstance(x, (int, float)) and not low <= x <= high):
-            wanted = "a name" if x == "" else " or ".join(kinds) if unfit else f"{low} or more, at most {high}"
-            fail(f"--{f.name.replace('_', '-')} {x!r}: expected {wanted}")
-    if args.num_prompts_per_step % ranks:
-        fail(f"--num-prompts-per-step {args.num_prompts_per_step}: not divisible by the {ranks} processes")
-    if micro % group and group % micro:
-        fail(f"--per-device-train-batch-size {micro}: expected a multiple or a divisor of --num-generations {group}")
-    if args.fsdp and ranks == 1:
-        fail("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
-
-
-def learning_rate(step: int, args: Args) -> float:
-    """Learning rate of a step."""
-    done = min(1.0, step / max(1, args.max_steps))
-    shapes = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return args.learning_rate * (min(1.0, (step + 1) / max(1, args.warmup_steps)) * shapes[args.lr_scheduler_type])
-
-
-def batch_metrics(batch: Batch, task, args: Args, progress: Progress) -> dict[str, float]:
-    """What the completions of a step say, over all processes. Counts them in progress."""
-    own = torch.stack([batch.info["length"], batch.info["ended"], batch.info["entropy"]], 1)  # (B,3)
-    table = gather(torch.cat([own, batch.rewards], 1))[0]  # (rows of all processes,3+K)
-    lengths, rewards = table[:, 0], table[:, 3:]
-    totals = total_rewards(rewards, args).view(-1, args.num_generations)  # (P,G)
-    progress["tokens"] += int(lengths.sum())
-    metrics = {"reward": totals.nanmean(), "reward_std": totals.std(1, unbiased=args.num_generations > 1).nanmean()}
-    columns = [group_advantages(x, args.num_generations).view(-1, args.num_generations) for x in rewards.unbind(1)]
-    silent = torch.stack([column.eq(0).all(1) for column in columns], 1)  # (P,K) no row differs in this reward
-    metrics["frac_reward_zero_std"] = silent[:, [weight != 0 for weight in args.reward_weights]].all(1).float().mean()
-    for name, mean, share in zip(task.reward_functions, rewards.nanmean(0), silent.float().mean(0)):
-        metrics |= {f"rewards/{name}/mean": mean, f"gdpo/{name}/frac_zero_std": share}
-    metrics |= {"completions/mean_length": lengths.mean(), "completions/max_length": lengths.max()}
-    metrics |= {"completions/clipped_ratio": 1 - table[:, 1].mean(), "entropy": table[:, 2].sum() / lengths.sum()}
-    return {name: float(value) for name, value in metrics.items()} | {"num_tokens": progress["tokens"]}
+def evaluate(
+    sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
+) -> tuple[dict[str, float], str]:
+    """Score problems that are not trained on by the first reward function: the greedy completion,
+    and the mean and the best of k samples. Also returns some greedy completions as text."""
+    k = args.num_generations_eval
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", i) for i in mine]
+    problems = [problems[i] for i in mine]
+    greedy = complete(sampler, tokenizer, task, problems, 1, args)
+    scores = {"eval/greedy": [completion.rewards[0] for completion in greedy]}
+    if k > 0:
+        sampled = complete(sampler, tokenizer, task, problems, k, args, seeds)
+        rewards = torch.tensor([completion.rewards[0] for completion in sampled]).view(-1, k)
+        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
+        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
+    for column, name in enumerate(task.reward_functions):
+        scores[f"eval/rewards/{name}"] = [completion.rewards[column] for completion in greedy]
+    means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+    examples = []
+    for problem, completion in zip(problems[:3], greedy):
+        prompt = task.prompt(problem)[-1]["content"]
+        examples.append(f"{prompt}\n>>> {completion.text}\n(reward {completion.rewards[0]:g})\n")
+    return means, "\n".join(examples)
 
 
 def train(args: Args) -> dict[str, float]:
-    """Train as the flags say, or score a run for --evaluate. Returns the last evaluation. Steps as in grpo.md."""
-    transformers.logging.disable_progress_bar()
-    getattr(sys.stdout, "reconfigure", dict)(errors="replace")  # a terminal may not know all that a model writes
-    args = resume_args(args) if args.resume or args.evaluate else args
-    check_args(args)
-    device, rank = setup(args), rank_and_world_size()[0]
-    task, tokenizer = load_task(args), load_tokenizer(args)
-    model = load_model(args, tokenizer, device)
-    if args.evaluate:
-        scores, shown = evaluate(model, tokenizer, task, args)
-        if rank == 0:
-            print(shown, *(f"{tag} {value:.4f}" for tag, value in scores.items()), sep="\n")
-        return scores
-    reference = load_model(args, tokenizer, device).requires_grad_(False) if args.beta > 0 else None
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        args = replace(args, learning_rate=1e-6 if args.model_name_or_path else 2e-4)
+    rank, world_size, device = setup(args)
+    task, eval_problems = load_task(args)
+    conditioned = [name in args.conditioned_rewards for name in task.reward_functions]
+    if sum(conditioned) < len(args.conditioned_rewards):
+        sys.exit(f"--conditioned-rewards: expected some of {list(task.reward_functions)}")
+    model, tokenizer = load_model(args)
+    model.to(device)
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
+        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
+    reference = None
+    if args.beta > 0:
+        reference = copy_model(model, torch.float32)
+        if args.fsdp:
+            shard(reference, args)
+    # The sampler is the policy itself, or a copy: unsharded for --fsdp, in bfloat16 for --bf16.
+    sampler = model
+    if args.bf16 or args.fsdp:
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
     if args.fsdp:
         shard(model, args)
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0, fused=True)
-    progress = Progress(step=0, problems=0, tokens=0)
-    state = {"policy": Trained(model, optimizer), "progress": progress}
-    run_dir = args.output_dir or f"runs/{Path(__file__).stem}__{args.env}__{args.seed}__{time.time():.0f}"
-    if rank == 0 and not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
-        fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
-    loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
+    optimizer = torch.optim.AdamW(
+        model.parameters(), args.learning_rate, weight_decay=0.0, fused=True
+    )
+    run_dir = open_run(args, rank)
+    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
+    load_checkpoint(run_dir, model, optimizer, progress)
     if rank == 0:
-        logger = Logger(run_dir, args, loaded)
-        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} completions a step, {device}")
-    signals = []  # the step is finished and saved before the run leaves; a second signal leaves at once
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: os._exit(128 + number) if signals else signals.append(number))
-    start, first, scores = time.perf_counter(), progress["step"], {}
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    scores = {}
     while True:
-        step, last = progress["step"], progress["step"] >= args.max_steps
-        stop = int(gather(torch.tensor([max(signals, default=0)]))[0].max())  # a signal to any process
-        if step != loaded and args.eval_steps and (last or step % args.eval_steps == 0):
-            scores, shown = evaluate(model, tokenizer, task, args)
+        step = progress["step"]
+        last = step >= args.max_steps
+        refresh(sampler, model, args)
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores, examples = evaluate(
+                sampler, tokenizer, task, eval_problems, args, rank, world_size
+            )
             if rank == 0:
+                log(run_dir, board, step, scores)
                 if last or step == 0:
-                    print(shown)
-                    logger.board.add_text("eval/completions", "    " + shown.replace("\n", "\n    "), step)  # as code
-                logger.scalars(step, scores)
-                print("  ".join(f"{tag} {value:.3f}" for tag, value in list(scores.items())[:3]), flush=True)
-        if step not in (0, loaded) and (last or stop or step % args.save_steps == 0):
-            save_checkpoint(run_dir, step, state)
-        if last or stop:
+                    print(examples)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
             break
-        began, tokens = time.perf_counter(), progress["tokens"]
-        batch = rollout(model, tokenizer, task, args, progress)  # 1. sample G completions of each prompt, score them
-        metrics = batch_metrics(batch, task, args, progress) | {"learning_rate": learning_rate(step, args)}
+
+        # 1. sample G completions of each prompt and score them; processes have different prompts
+        began = time.perf_counter()
+        share = args.num_prompts_per_step // world_size
+        first = progress["num_prompts"] + rank * share
+        indices = range(first, first + share)
+        problems = [task.train_problem(i, args.seed) for i in indices]
+        seeds = [random_seed(args.seed, i) for i in indices]
+        completions = complete(
+            sampler, tokenizer, task, problems, args.num_generations, args, seeds
+        )
+        progress["num_prompts"] += args.num_prompts_per_step
         sampled = time.perf_counter()
-        advantages = compute_advantages(batch, args, progress)  # 2. compare each completion with its group
-        optimizer.param_groups[0]["lr"] = metrics["learning_rate"]
-        metrics |= update(model, optimizer, batch, advantages, args, reference)  # 3. clipped policy-gradient steps
-        progress["step"] += 1
-        now = time.perf_counter()  # 4. log; evaluate and save above
+
+        # 2. compare each reward with its group, then add; B counts the rows of all processes
+        table = gather([(c.rewards, len(c.ids), c.ended, c.entropy) for c in completions])
+        rewards, lengths, ended, entropy = zip(*table)
+        rewards = condition_rewards(torch.tensor(rewards), torch.tensor(conditioned))  # (B,K)
+        totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (B,)
+        advantages = compute_advantages(rewards, task.reward_weights, args)  # (B,)
+        own_advantages = advantages.chunk(world_size)[rank]
+
+        # 3. clipped policy-gradient steps
+        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        optimizer.param_groups[0]["lr"] = rate
+        metrics = update(model, reference, optimizer, completions, own_advantages, args)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        progress["num_tokens"] += sum(lengths)
+        groups = advantages.view(-1, args.num_generations)  # (P,G)
+        for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
+            metrics[f"rewards/{name}/mean"] = mean
+        metrics |= {
+            "reward": totals.mean().item(),
+            "frac_reward_zero_std": (groups == 0).all(1).float().mean().item(),
+            "entropy": sum(entropy) / sum(lengths),
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
         if rank == 0:
-            logger.scalars(step + 1, {f"train/{name}": value for name, value in metrics.items()})
-            gpu, speed = device.type == "cuda", (progress["tokens"] - tokens) / (now - began)
-            memory = torch.cuda.max_memory_allocated() if gpu else getrusage(RUSAGE_SELF).ru_maxrss * 1024  # bytes
-            perf = {"perf/step_seconds": now - began, "perf/rollout_seconds": sampled - began}
-            perf |= {"perf/tokens_per_second": speed, "perf/peak_memory_gb": memory / 1e9}
-            logger.scalars(step + 1, perf, "perf.csv")
-            left = (now - start) / (step + 1 - first) * (args.max_steps - step - 1)
-            right, length = metrics[f"rewards/{[*task.reward_functions][0]}/mean"], metrics["completions/mean_length"]
-            line = f"step {step + 1:>4}/{args.max_steps}  reward {metrics['reward']:.3f}  right {right:4.0%}"
-            line += f"  length {length:3.0f}  {speed / 1000:4.1f}k tok/s"
-            print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
-    if stop and not last:
-        fail(f"stopped after step {step}; continue with --resume {run_dir}", 128 + stop)
-    weights = state["policy"].state_dict()["model_state_dict"]  # all processes must call
-    weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
-    if rank == 0:
-        model.save_pretrained(os.path.join(run_dir, "final"), state_dict=weights)
-        tokenizer.save_pretrained(os.path.join(run_dir, "final"))
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_completions(run_dir, step, completions, own_advantages, tokenizer, task, args)
+            report(step, metrics, task, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, model, optimizer, progress, rank)
+
+    if args.max_steps > 0:
+        save_final(run_dir, model, tokenizer, args, rank)
     if dist.is_initialized():
         dist.destroy_process_group()
     return scores
 
 
+def parse_args() -> Args:
+    """The command line; with --resume, the flags of that run are its defaults."""
+    args = tyro.cli(Args)
+    if not args.resume:
+        return args
+    path = Path(args.resume, "args.json")
+    if not path.is_file():
+        sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+    saved = json.loads(path.read_text())
+    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+    saved = Args(**saved | lists)  # JSON has no tuples
+    args = tyro.cli(Args, default=saved)
+    fixed = "seed env task task_config dataset eval_dataset max_prompt_length system_prompt"
+    fixed += " chat_template_kwargs model_name_or_path num_prompts_per_step"
+    for name, before in asdict(saved).items():
+        now = getattr(args, name)
+        if now == before or name in ("resume", "output_dir"):
+            continue
+        flag = "--" + name.replace("_", "-")
+        if name in fixed.split():
+            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{flag} {now}: the run began with {before}", flush=True)
+    return args
+
+
 if __name__ == "__main__":
-    train(tyro.cli(Args))
+    train(parse_args())

@@ -6,7 +6,7 @@
 Each of 64 contexts has two independent choices: an easy one (1 of 4 is right) and a hard one (1 of 32), each with
 logits of its own that start at 0. A step samples G = 4 pairs of choices in 16 contexts, takes one reward for each
 choice (the hard one times `scale`), and makes a step of plain gradient ascent. The advantages are those of the
-functions that algorithms/gdpo.py trains with. Reported: probability of the right choice after 200 steps, mean over
+function that algorithms/gdpo.py trains with. Reported: probability of the right choice after 200 steps, mean over
 contexts.
 
 Studies: `equal` (learning rate 0.5 for all), `sweep` (five rates, a seed of its own), `best` (each arm and scale with
@@ -27,12 +27,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from algorithms.gdpo import (
-    batch_normalize,
-    condition_rewards,
-    decoupled_advantages,
-    group_advantages,
-)
+from algorithms import gdpo
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXTS, DRAWN, GENERATIONS, CHOICES = 64, 16, 4, (4, 32)
@@ -60,15 +55,6 @@ class Run:
     learning_rate: float = RATE
 
 
-def advantages(arm: str, rewards: Tensor, weights: tuple[float, ...]) -> Tensor:
-    """Advantages of one batch as algorithms/gdpo.py computes them. (B,2) -> (B,)"""
-    if arm.startswith("gdpo"):
-        return decoupled_advantages(rewards, GENERATIONS, weights, batch_norm=arm == "gdpo")
-    totals = (rewards * torch.tensor(weights)).sum(1)  # (B,)
-    found = group_advantages(totals, GENERATIONS, "none" if arm == "grpo_no_std" else "group")
-    return batch_normalize(found, GENERATIONS) if arm == "grpo_batch_norm" else found
-
-
 def policy_gradient(probs: Tensor, chosen: Tensor, advantages: Tensor) -> Tensor:
     """Gradient, by the logits, of the sum over contexts of the group's mean of advantage times log-probability.
 
@@ -87,6 +73,7 @@ def simulate(arm: str, runs: list[Run], steps: int, weight: float = 1.0, conditi
     scales = torch.tensor([[1.0, run.scale] for run in runs])[:, None]  # (R,1,2)
     logits = [torch.zeros(len(runs), CONTEXTS, count) for count in CHOICES]  # (R,C,A) each
     rows = torch.arange(len(runs))[:, None]  # (R,1)
+    args = gdpo.Args(num_generations=GENERATIONS, advantage=arm)
     for _ in range(steps):
         contexts = torch.stack([torch.randperm(CONTEXTS, generator=g)[:DRAWN] for g in generators])[which]  # (R,D)
         uniform = torch.stack([torch.rand(2, DRAWN, GENERATIONS, generator=g) for g in generators])[which]  # (R,2,D,G)
@@ -95,8 +82,9 @@ def simulate(arm: str, runs: list[Run], steps: int, weight: float = 1.0, conditi
         chosen = [x.clamp(max=count - 1) for x, count in zip(chosen, CHOICES)]
         rewards = torch.stack([(x == 0).float() for x in chosen], -1).view(len(runs), -1, 2)  # (R,D*G,2) 0 is right
         if conditioned:
-            rewards = condition_rewards(rewards.view(-1, 2), [0], on=1).view_as(rewards)
-        found = torch.vmap(lambda x: advantages(arm, x, (weight, 1.0)))(rewards * scales)  # (R,D*G)
+            hard_first = rewards.view(-1, 2).flip(1)
+            rewards = gdpo.condition_rewards(hard_first, torch.tensor([False, True])).flip(1).view_as(rewards)
+        found = torch.vmap(lambda x: gdpo.compute_advantages(x, (weight, 1.0), args))(rewards * scales)  # (R,D*G)
         for x, p, choice in zip(logits, probs, chosen):
             x[rows, contexts] += rates * policy_gradient(p, choice, found.view(choice.shape))
     return torch.stack([x.softmax(-1)[..., 0].mean(1) for x in logits], 1)

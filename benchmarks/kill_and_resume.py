@@ -30,8 +30,6 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 FLAGS = {  # a few seconds of steps, many of them and many checkpoints, so that kills meet every part of a run
-    "gdpo": "--num-prompts-per-step 4 --num-generations 4 --max-completion-length 32 --eval-problems 8 "
-    "--num-generations-eval 2 --max-steps 24 --save-steps 3 --eval-steps 8 --device cpu",
     "unimodal_poisson": "--env-id Pendulum-v1 --num-envs 4 --num-steps 128 --num-minibatches 8 --update-epochs 4 "
     "--eval-episodes 2 --total-timesteps 51200 --save-steps 2048 --eval-steps 8192",
     "fm3q": "--total-timesteps 32000 --hidden-size 32 --embed-dim 8 --batch-size 64 --learning-starts 640 "

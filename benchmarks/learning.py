@@ -19,6 +19,7 @@ they were logged (run, step, tag, value). GRPO's study is study.py's.
 import csv
 import os
 import platform
+import resource
 import shlex
 import shutil
 import statistics
@@ -41,7 +42,8 @@ AGENT_COLUMNS = ("norm_mean", "norm_p99", "norm_max", "inflation", "calls")
 RATES = ("1e-4", "2e-4", "4e-4")
 SWEEP_SEED = 100
 SCALED = (  # a driver in place of the script: the correctness reward of tool_calls, times a factor
-    "import tyro; from algorithms import {script} as script; functions = script.ToolCalls.reward_functions; "
+    "import tyro; from algorithms import {script} as script; from envs.tool_calls import ToolCalls; "
+    "functions = ToolCalls.reward_functions; "
     "original = functions['correctness']; functions['correctness'] = lambda *x: {scale} * original(*x); "
     "script.train(tyro.cli(script.Args))"
 )
@@ -97,22 +99,12 @@ TICTACTOE = {
 }
 POINTS = {TICTACTOE[f"random_{seat}_{x}"]: w for seat in ("first", "second") for x, w in (("win", 0.5), ("draw", 0.25))}
 KUHN = {"nash_conv_last": "eval/kuhn/nash_conv_last", "nash_conv_average": "eval/kuhn/nash_conv_average"}
-MICRO_BATCH = ("--per-device-train-batch-size", "128")  # for speed, the result is the same
-SPIRAL_TICTACTOE = (
-    *MICRO_BATCH,
-    "--num-prompts-per-step",
-    "4",
-    "--max-steps",
-    "16",
-    "--eval-steps",
-    "8",
-    "--eval-games",
-    "128",
-)
+SPIRAL_TICTACTOE = ("--num-games-per-step", "32", "--max-steps", "16", "--eval-steps", "8", "--eval-games", "128")
 SPIRAL_TICTACTOE += ("--eval-opponents", "random", "minimax")
-SPIRAL_KUHN = (*MICRO_BATCH, "--games", "kuhn", "--num-prompts-per-step", "16", "--num-generations", "4")
-SPIRAL_KUHN += ("--max-steps", "25", "--eval-steps", "5", "--eval-thoughts", "32", "--eval-games", "1")
-SPIRAL_GAMES = (*MICRO_BATCH, "--num-prompts-per-step", "3", "--max-steps", "20", "--eval-steps", "0")
+SPIRAL_KUHN = ("--games", "kuhn", "--num-games-per-step", "64", "--max-steps", "25", "--eval-steps", "5")
+SPIRAL_KUHN += ("--eval-games", "1")
+HANDICAP = ("--game-options", '{"kuhn": {"handicap": 3}}')
+SPIRAL_GAMES = ("--num-games-per-step", "24", "--max-steps", "20", "--eval-steps", "0")
 STUDIES = {
     "gdpo": Study(
         script="algorithms/gdpo.py",
@@ -139,8 +131,8 @@ STUDIES = {
             },
         },
         scores=PASS
-        | {name: f"eval/rewards/{name}" for name in ("correctness", "format", "length")}
-        | {"mean_length": "eval/mean_length"},
+        | {"pass_at_1": "eval/greedy"}
+        | {name: f"eval/rewards/{name}" for name in ("correctness", "format", "length")},
         tags=(*COMMON_TAGS, *(f"train/rewards/{name}/mean" for name in ("exact", "format", "length"))),
         rates=(*RATES, "8e-4"),
         fast="train/rewards/format/mean",
@@ -156,7 +148,7 @@ STUDIES = {
             "agent_std": Arm(("--normalization", "agent_std"), (1,), "agent"),
             "call": Arm(("--normalization", "call"), (1,), "agent"),
         },
-        scores=PASS,
+        scores=PASS | {"pass_at_1": "eval/greedy"},
         tags=("train/reward", "train/frac_reward_zero_std"),
         agents=("router", "searcher", "refiner", "responder"),
     ),
@@ -165,14 +157,14 @@ STUDIES = {
         common=IGPO,
         arms={
             "f1ig": Arm(seeds=(1, 2, 3, 4, 5)),
-            "f1": Arm(("--reward", "f1"), (1, 2, 3, 4, 5)),
-            "ig": Arm(("--reward", "ig"), rate="f1ig"),
+            "f1": Arm(("--advantage", "f1"), (1, 2, 3, 4, 5)),
+            "ig": Arm(("--advantage", "ig"), rate="f1ig"),
             "prob_joint": Arm(("--information-gain", "prob", "--normalization", "joint"), rate="f1ig"),
             "prob_separate": Arm(("--information-gain", "prob"), rate="f1ig"),
             "log_joint": Arm(("--normalization", "joint"), rate="f1ig"),
         },
-        scores={"pass_at_1": PASS["pass_at_1"], "mean_at_8": PASS["mean_at_8"]}
-        | {"f1_mean_at_8": "eval/f1_mean_at_8", "turns": "eval/turns"},
+        scores={"pass_at_1": "eval/greedy", "mean_at_8": PASS["mean_at_8"]}
+        | {"f1_mean_at_8": "eval/rewards/f1", "turns": "eval/turns"},
         tags=("train/rewards/f1/mean", "train/frac_reward_zero_std", "train/num_tokens")
         + tuple(f"train/igpo/{name}" for name in ("frac_no_signal", "turns", "gain")),
         first=("pass_at_1", "mean_at_8", "f1_mean_at_8", "turns"),
@@ -192,7 +184,7 @@ STUDIES = {
             "forward_kl": Arm(("--divergence", "forward_kl"), rate="qcp"),
             "examiner_frozen": Arm(("--examiner-steps", "0", "--max-steps", "45"), rate="qcp"),
         },
-        scores={"pass_at_1": PASS["pass_at_1"], "mean_at_8": PASS["mean_at_8"], "turns": "eval/turns"},
+        scores={"pass_at_1": "eval/greedy", "mean_at_8": PASS["mean_at_8"], "turns": "eval/turns"},
         tags=("train/reward", "train/frac_reward_zero_std", "train/num_tokens", "train/entropy")
         + tuple(f"train/pi_play/{name}" for name in ("divergence", "searches", "repeated_searches"))
         + tuple(f"train/pi_play/examiner/{name}" for name in ("reward", "format", "pass_rate", "num_tokens")),
@@ -216,7 +208,7 @@ STUDIES = {
     ),
     "spiral_kuhn": Study(
         script="algorithms/spiral_rae.py",
-        common=(*SPIRAL_KUHN, "--handicap", "3"),
+        common=(*SPIRAL_KUHN, *HANDICAP),
         arms={
             "role": Arm(),
             "none": Arm(("--baseline", "none")),
@@ -341,13 +333,16 @@ def run_once(args: Args, arm_name: str, stage: str, seed: int, rate: str, lock: 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        command = [sys.executable, *words, "--device", "cpu", "--output-dir", f"{folder}/run"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *words, "--output-dir", f"{folder}/run"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         minutes = (time.perf_counter() - start) / 60
         if done.returncode:
             raise SystemExit(f"{shlex.join(command)} failed:\n{done.stderr}")
         metrics, perf = read(Path(folder, "run/metrics.csv")), read(Path(folder, "run/perf.csv"))
+        if not perf:  # a newer script logs no memory: the largest of all runs so far, Linux counts in KB
+            memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+            perf = [{"tag": "memory_gb", "value": memory}]
         if args.keep:
             shutil.copytree(f"{folder}/run/final", Path(args.keep, run))
     row = {"run": run, "arm": arm_name, "stage": stage, "seed": seed, "learning_rate": rate}

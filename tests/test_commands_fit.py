@@ -1,4 +1,4 @@
-"""Commands of the pages that train a public model with grpo.py or dapo.py: each names its GPU beside it, as `# one 24 GB
+"""Commands of the pages that train a public model with grpo.py, dapo.py or gdpo.py: each names its GPU beside it, as `# one 24 GB
 GPU` or `# 8 x 80 GB` at its end or on the line before, or `# CPU`, and fits there by benchmarks/scaling.py."""
 
 import ast
@@ -19,7 +19,7 @@ SPARE = 0.1  # of the memory: the allocator leaves holes
 
 
 def commands(path: Path) -> list[tuple[str, str]]:
-    """Commands of a page or essay that run a public model with grpo.py or dapo.py, each with the comments beside it."""
+    """Commands of a page or essay that run a public model with one of these, each with the comments beside it."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(text)) or ""
@@ -27,7 +27,7 @@ def commands(path: Path) -> list[tuple[str, str]]:
     found = []
     for before, line in zip(["", *lines], lines):
         command, _, comment = line.partition(" # ")
-        if re.match(r"(python|torchrun|uv run) .*algorithms/(grpo|dapo)\.py .*--model-name-or-path [\w.-]+/", command):
+        if re.match(r"(python|torchrun|uv run) .*algorithms/(grpo|dapo|gdpo)\.py .*--model-name-or-path [\w.-]+/", command):
             above = before if before.startswith("# ") else ""
             found.append((command.strip(" `."), f"# {comment} {above}"))
     return found
@@ -41,7 +41,7 @@ COMMANDS = [(path.name, *found) for path in PAGES for found in commands(path)]
 def problems(command: str, comment: str) -> list[str]:
     """What is wrong with a command."""
     words = shlex.split(command)
-    script = next(word for word in words if word.endswith(("grpo.py", "dapo.py")))
+    script = next(word for word in words if word.endswith(("grpo.py", "dapo.py", "gdpo.py")))
     module = importlib.import_module(f"algorithms.{Path(script).stem}")
     args = tyro.cli(module.Args, args=words[words.index(script) + 1 :])
     processes = re.search(r"--nproc[_-]per[_-]node[ =](\d+)", command)
@@ -59,7 +59,7 @@ def problems(command: str, comment: str) -> list[str]:
     wrong = [f"{processes} processes on {devices} devices"] * (processes != devices)
     if found["peak"] > (1 - SPARE) * size:
         wrong.append(f"{found['peak']:.1f} GB on {size} GB: " + ", ".join(f"{k} {v:.1f}" for k, v in found.items()))
-    if args.max_steps > 0 and args.learning_rate > 1e-5:
+    if args.max_steps > 0 and (args.learning_rate or 0) > 1e-5:
         wrong.append(f"--learning-rate {args.learning_rate:g} is one for tiny models")
     if args.max_completion_length < 128 and not device[3]:
         wrong.append(f"--max-completion-length {args.max_completion_length} cuts every answer")
@@ -74,7 +74,7 @@ def test_commands_fit_the_gpu_beside_them(page, command, comment):
 
 
 def test_commands_are_found():
-    assert {"README.md", "grpo.md", "dapo.md"} <= {page for page, *_ in COMMANDS}
+    assert {"README.md", "grpo.md", "dapo.md", "gdpo.md"} <= {page for page, *_ in COMMANDS}
 
 
 GOOD = "torchrun --nproc_per_node 2 algorithms/grpo.py --model-name-or-path Qwen/Qwen2.5-0.5B-Instruct --bf16 "
