@@ -1,7 +1,19 @@
-"""What two-player text games share: how an action is read from what a model wrote, the two seats, how a game ends.
+"""What two-player text games share: how an action is read, the two seats, how a game ends.
 
-The games are in `envs/text_games.py`. Parsing and rewards follow SPIRAL's code (spiral-rl/spiral at a02d0ed with
-TextArena 0.6.4). No dependencies, importable alone.
+The games are in `envs/text_games.py`. A game of your own (envs/examples/nim.py is one) subclasses
+Game and has four methods:
+
+    start(generator)     set the game up; chance comes from this random.Random alone
+    legal_actions()      what the player whose turn it is (self.player) may do, as in ["[0]", "[4]"]
+    observation(player)  what a player sees, its role in the first line
+    play(action)         carry a legal action out, give the turn on (self.player) and call self.end
+                         when the game is over; False rejects the action, as it must "", no text
+
+Without Game, a class needs reset(generator), step(text), prompt(player), legal_actions() and the
+attributes player, turns, done, rewards, reason, handicap, all as they are here.
+
+Parsing and rewards follow SPIRAL's code (spiral-rl/spiral at a02d0ed with TextArena 0.6.4). No
+dependencies, importable alone.
 """
 
 import random
@@ -11,10 +23,11 @@ REQUEST = "Think inside <think> </think>, then give your action inside \\boxed{}
 
 
 def boxed(text: str) -> str | None:
-    """What the last \\boxed{} holds, without one \\text{} around it; None if there is none or it is never closed."""
-    start, depth = text.rfind("\\boxed{"), 0
+    """What the last \\boxed{} holds, without one \\text{} around it; None without a closed box."""
+    start = text.rfind("\\boxed{")
     if start < 0 or text.rfind("\\boxed") > start:
         return None
+    depth = 0
     for brace in re.finditer("[{}]", text[start:]):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
@@ -25,10 +38,11 @@ def boxed(text: str) -> str | None:
 
 
 def parse_action(text: str, legal: list[str]) -> str | None:
-    """The legal action that a text names, None if it names none, "" for an empty text (`extract_action` of SPIRAL).
+    """The legal action that a text names, None if it names none, "" for an empty text.
 
-    The last \\boxed{} counts, without a box the whole text. Five words at most get square brackets if there are none,
-    white space is collapsed, and what results must be a legal action to the letter.
+    As SPIRAL's `extract_action`: the last \\boxed{} counts, without a box the whole text. Five
+    words at most get square brackets if there are none, white space is collapsed, and what results
+    must be a legal action to the letter.
     """
     if not text:
         return ""
@@ -43,28 +57,40 @@ def parse_action(text: str, legal: list[str]) -> str | None:
 class Game:
     """What the games share: two seats, forfeits, the turn limit, the prompt.
 
-    forfeit_rewards: of the player whose text names no legal action, and of the other one; not zero-sum.
-    zero_sum_forfeits: -1 and +1 instead, also for what the game itself rejects (-1 and 0 otherwise).
+    forfeit_rewards: of the player whose text names no legal action, and of the other one; not
+        zero-sum.
+    zero_sum_forfeits: -1 and +1 instead, also for what the game itself rejects, which costs -1
+        and brings the other one nothing otherwise.
     max_turns: of both players together; then the game is a draw.
     handicap: added to player 0's result and subtracted from player 1's, however the game ends.
     """
 
-    def __init__(self, *, forfeit_rewards=(-1.5, 0.5), zero_sum_forfeits=False, max_turns=50, handicap=0.0):
+    def __init__(
+        self, *, forfeit_rewards=(-1.5, 0.5), zero_sum_forfeits=False, max_turns=50, handicap=0.0
+    ):
         if len(forfeit_rewards) != 2 or max_turns < 1:
-            raise ValueError("a text game needs two forfeit_rewards (the offender's, the other's) and max_turns >= 1")
+            message = "two forfeit_rewards (the offender's, the other's) and max_turns >= 1"
+            raise ValueError(f"a text game needs {message}")
         self.forfeit_rewards = (-1.0, 1.0) if zero_sum_forfeits else tuple(forfeit_rewards)
         self.rejected_rewards = (-1.0, 1.0) if zero_sum_forfeits else (-1.0, 0.0)
-        self.max_turns, self.handicap, self.done = max_turns, handicap, True
+        self.max_turns = max_turns
+        self.handicap = handicap
+        self.done = True  # until it is begun by reset
 
     def reset(self, generator: random.Random) -> None:
-        self.player, self.turns, self.done, self.rewards, self.reason = 0, 0, False, [0.0, 0.0], ""
+        self.player = 0
+        self.turns = 0
+        self.done = False
+        self.rewards = [0.0, 0.0]
+        self.reason = ""
         self.start(generator)
 
     def step(self, text: str) -> str | None:
-        """The player's turn. Returns the action that the text names, None if the player forfeits."""
+        """A turn. Returns the action that the text names, None if the player forfeits."""
         if self.done:
             raise ValueError("the game is over or was never begun: call reset() first")
-        action, offender = self.parse(text), self.player
+        offender = self.player
+        action = self.parse(text)
         self.turns += 1
         if action is None:
             self.end(offender, *self.forfeit_rewards, "forfeit")
@@ -78,11 +104,14 @@ class Game:
         return parse_action(text, self.legal_actions())
 
     def end(self, player: int, reward: float, other: float, reason: str) -> None:
+        """The game is over with these rewards for `player` and for the other one."""
         first, second = (reward, other) if player == 0 else (other, reward)
-        self.done, self.rewards, self.reason = True, [first + self.handicap, second - self.handicap], reason
+        self.done = True
+        self.rewards = [first + self.handicap, second - self.handicap]
+        self.reason = reason
 
     def prompt(self, player: int) -> list[dict]:
-        """Chat messages for the player whose turn it is. The role is in the observation's own first line."""
+        """Chat messages for the player whose turn it is."""
         text = f"This is a two-player zero-sum game.\n{self.observation(player)}\n{REQUEST}"
         return [{"role": "user", "content": text}]
 

@@ -1,22 +1,20 @@
-"""Exact solutions of two small games: Kuhn poker (best responses, NashConv, CFR) and tic-tac-toe (minimax, win rates).
+"""Exact solutions of two small games: Kuhn poker (best responses, NashConv, CFR) and tic-tac-toe (minimax).
 
 For tests and evaluation; nothing here is sampled. A Kuhn policy is the probability of betting or calling at each of
 the 12 information sets of the standard game (the only one meant here): a dict by name, or rows in the order of
 KUHN_INFOSETS, shape (12,) or (12,2) for (check or fold, bet or call). Names are OpenSpiel's: the card (0 is J, 1 Q,
 2 K) and what was done since, p for check or fold, b for bet or call; "1pb" is player 0 with Q who checked and faces a
-bet. A tic-tac-toe player is a function from a board (nine characters, a dot where a cell is free) to a dict of cells
-and probabilities.
+bet. A tic-tac-toe board has nine characters, a dot where a cell is free. The tests compare with OpenSpiel.
 """
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from envs.text_games import KuhnPoker, TicTacToe
 
 KUHN_INFOSETS = ("0", "1", "2", "0pb", "1pb", "2pb", "0p", "1p", "2p", "0b", "1b", "2b")
-KUHN_VALUE = -1 / 18  # to player 0 (Kuhn 1950)
 DEALS = tuple(itertools.permutations(range(3), 2))  # player 0's and player 1's card, one in six each
 LETTERS = {"[check]": "p", "[fold]": "p", "[bet]": "b", "[call]": "b"}
 
@@ -196,50 +194,3 @@ def optimal_cells(board: str) -> list[int]:
 def minimax_action(board: str, generator: random.Random) -> str:
     """An optimal action, each with the same probability."""
     return f"[{generator.choice(optimal_cells(board))}]"
-
-
-def random_player(board: str) -> dict[int, float]:
-    cells = free_cells(board)
-    return {cell: 1 / len(cells) for cell in cells}
-
-
-def minimax_player(board: str) -> dict[int, float]:
-    cells = optimal_cells(board)
-    return {cell: 1 / len(cells) for cell in cells}
-
-
-def tictactoe_states() -> dict[str, int | None]:
-    """All 5478 boards that can occur, with their result (None: the game goes on), the empty board first."""
-    states, boards = {}, ["." * 9]
-    while boards:
-        states |= {board: tictactoe_result(board) for board in boards}
-        ahead = (after(board, cell) for board in boards if states[board] is None for cell in free_cells(board))
-        boards = list(dict.fromkeys(ahead))
-    return states
-
-
-Player = Callable[[str], Mapping[int, float]]
-
-
-def tictactoe_outcomes(first: Player | None, second: Player | None) -> dict[str, float]:
-    """Exact chances of `first_win`, `draw` and `second_win`, and the mean number of `turns`.
-
-    None for one of the two: it answers the other one best.
-    """
-
-    @cache
-    def play(board: str) -> tuple[float, float, float, float]:
-        result = tictactoe_result(board)
-        if result is not None:
-            return float(result == 1), float(result == 0), float(result == -1), 9.0 - board.count(".")
-        mover = board.count(".") % 2 == 0
-        player = (first, second)[mover]
-        if player is None:
-            sign = -1 if mover else 1
-            return max(
-                (play(after(board, cell)) for cell in free_cells(board)), key=lambda row: sign * (row[0] - row[2])
-            )
-        rows = [(probability, play(after(board, cell))) for cell, probability in player(board).items()]
-        return tuple(sum(probability * row[i] for probability, row in rows) for i in range(4))
-
-    return dict(zip(("first_win", "draw", "second_win", "turns"), play("." * 9)))

@@ -1,25 +1,35 @@
-"""Tic-tac-toe, Kuhn poker and a negotiation as text games for two players: the zero-sum games of SPIRAL (2506.24119).
+"""Tic-tac-toe, Kuhn poker and a negotiation as text games: SPIRAL's zero-sum games (2506.24119).
 
     game = make_game("kuhn")
     game.reset(random.Random(0))
     while not game.done:
         game.step(model(game.prompt(game.player)))
-    game.rewards  # [player 0's, player 1's]; game.reason: win, draw, forfeit, rejected or turn limit
+    game.rewards  # player 0's and player 1's
+    game.reason  # win, draw, forfeit, rejected or turn limit
 
-`step` takes what a model wrote, thoughts included, and reads the action from it as SPIRAL's code does. Rules, texts and
-rewards follow that code too (spiral-rl/spiral at a02d0ed on TextArena 0.6.4), except that Kuhn poker is by default the
-standard game of one hand. Every random choice comes from the `random.Random` that is passed in. No dependencies.
+`step` takes what a model wrote, thoughts included, and reads the action from it as SPIRAL's code
+does. Rules, texts and rewards follow that code too (spiral-rl/spiral at a02d0ed on TextArena
+0.6.4), except that Kuhn poker is by default the standard game of one hand. Every random choice
+comes from the `random.Random` that is passed in. No dependencies.
+
+make_game also takes the games of the package textarena (envs/textarena_games.py) and your own
+(envs/game.py says what it needs, envs/examples/nim.py is one).
 """
 
+import functools
 import inspect
+import os
 import random
+import runpy
+import sys
+from collections.abc import Callable
 
 from envs.game import Game
 from envs.negotiation import Negotiation
 
 
 class TicTacToe(Game):
-    """Cells 0 to 8 by rows; `board` has a dot where one is free. Player 0 plays O and moves first, player 1 plays X."""
+    """Cells 0 to 8 by rows; `board` has a dot where one is free. Player 0 plays O and begins."""
 
     LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 
@@ -49,11 +59,14 @@ class TicTacToe(Game):
 
 
 class KuhnPoker(Game):
-    """Three cards J < Q < K, one each, an ante of 1, at most one bet of 1. A prompt shows the whole history.
+    """Three cards J < Q < K, one each, an ante of 1, at most one bet of 1.
 
-    variant: `standard` is one hand, player 0 acts first, the rewards are chips (value -1/18 to player 0). In the two
-    published ones player 1 acts first in the first hand, then the first move alternates, bets move no chips, and the
-    winner gets 1: of the last of five hands in `spiral`, of more chips after three hands in `textarena`.
+    A prompt shows the whole history.
+
+    variant: `standard` is one hand, player 0 acts first, the rewards are chips (value -1/18 to
+        player 0). In the two published ones player 1 acts first in the first hand, then the first
+        move alternates, bets move no chips, and the winner gets 1: of the last of five hands in
+        `spiral`, of more chips after three hands in `textarena`.
     cards: player 0's and player 1's card of each hand, as in ("JK", "QJ"), instead of random ones.
     """
 
@@ -64,18 +77,25 @@ class KuhnPoker(Game):
         "textarena": "3 hands, more chips win.",
     }
 
-    def __init__(self, *, variant: str = "standard", cards: tuple[str, ...] | None = None, **options):
+    def __init__(
+        self, *, variant: str = "standard", cards: tuple[str, ...] | None = None, **options
+    ):
         super().__init__(**options)
         if variant not in self.HANDS:
-            raise ValueError(f"kuhn has no variant {variant}, expected one of {', '.join(self.HANDS)}")
+            names = ", ".join(self.HANDS)
+            raise ValueError(f"kuhn has no variant {variant}, expected one of {names}")
         pairs = {a + b for a in "JQK" for b in "JQK" if a != b}
-        if cards is not None and (len(cards) != self.HANDS[variant] or not set(cards) <= pairs):
-            raise ValueError(f"kuhn, {variant}, needs cards for {self.HANDS[variant]} hands, each like JK or QJ")
-        self.variant, self.cards = variant, cards
+        hands = self.HANDS[variant]
+        if cards is not None and (len(cards) != hands or not set(cards) <= pairs):
+            raise ValueError(f"kuhn, {variant}, needs cards for {hands} hands, each like JK or QJ")
+        self.variant = variant
+        self.cards = cards
 
     def start(self, generator: random.Random) -> None:
-        self.deals = self.cards or ["".join(generator.sample("JQK", 2)) for _ in range(self.HANDS[self.variant])]
-        self.chips, self.hands = [0, 0], []  # a hand is a list of (player, action); the last one is being played
+        hands = range(self.HANDS[self.variant])
+        self.deals = self.cards or ["".join(generator.sample("JQK", 2)) for _ in hands]
+        self.chips = [0, 0]
+        self.hands = []  # each a list of (player, action); the last one is being played
         self.winners = []  # of the hands before it
         self.begin_hand()
 
@@ -91,7 +111,8 @@ class KuhnPoker(Game):
     def observation(self, player: int) -> str:
         lines = [f"You are Player {player} in Kuhn poker, J < Q < K. {self.RULES[self.variant]}"]
         for number, (deal, hand) in enumerate(zip(self.deals, self.hands)):
-            texts = [f"Your card: {deal[player]}."] + [f"Player {who}: {action}." for who, action in hand]
+            texts = [f"Your card: {deal[player]}."]
+            texts += [f"Player {who}: {action}." for who, action in hand]
             if number < len(self.winners):
                 shown = f" {deal[1 - player]} was shown." * (hand[-1][1] != "[fold]")
                 texts.append(f"Player {self.winners[number]} wins.{shown}")
@@ -128,11 +149,46 @@ GAMES = {"tictactoe": TicTacToe, "kuhn": KuhnPoker, "negotiation": Negotiation}
 
 
 def make_game(name: str, **options) -> Game:
-    """A game by its name in GAMES; the options are the keywords of its class and of Game."""
-    if name not in GAMES:
-        raise ValueError(f"there is no text game {name}, expected one of {', '.join(GAMES)}")
-    known = [*inspect.signature(GAMES[name]).parameters, *inspect.signature(Game).parameters]
+    """A game by its name: one of GAMES, `textarena:TicTacToe-v0`, or FILE.py:Class for your own.
+
+    The options are the keywords of its class and of Game.
+    """
+    game = game_class(name)
+    parameters = inspect.signature(game).parameters
+    known = [option for option, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
+    if len(known) < len(parameters):  # it hands what it does not know on to Game
+        known += inspect.signature(Game).parameters
     for option in options:
-        if option not in known or option == "options":
-            raise ValueError(f"{name} has no option {option}, expected one of {', '.join(dict.fromkeys(known))}")
-    return GAMES[name](**options)
+        if option not in known:
+            expected = ", ".join(known) or "none"
+            raise ValueError(f"{name} has no option {option}, expected one of {expected}")
+    return game(**options)
+
+
+def game_class(name: str) -> Callable[..., Game]:
+    """What makes the games of this name."""
+    if name in GAMES:
+        return GAMES[name]
+    kind, _, rest = name.rpartition(":")
+    if kind == "textarena":
+        from envs.textarena_games import TextArenaGame
+
+        return functools.partial(TextArenaGame, rest)
+    if not kind.endswith(".py"):
+        expected = ", ".join([*GAMES, "textarena:NAME or FILE.py:CLASS"])
+        raise ValueError(f"there is no text game {name}, expected one of {expected}")
+    if not os.path.isfile(kind):
+        raise ValueError(f"text game {name}: there is no file {kind}")
+    names = own_file(os.path.abspath(kind))
+    if rest not in names:
+        raise ValueError(f"text game {name}: {kind} has no class {rest}")
+    return names[rest]
+
+
+@functools.cache
+def own_file(path: str) -> dict:
+    """The names that a file defines, run once for all its games."""
+    folder = os.path.dirname(path)
+    if folder not in sys.path:
+        sys.path.append(folder)  # so that the file can import its neighbours
+    return runpy.run_path(path)
