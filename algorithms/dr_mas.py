@@ -2,890 +2,1419 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
-"""Dr. MAS: GRPO for a team of language-model agents, with the advantage normalised for every agent by itself.
+"""Dr. MAS: GRPO for a team of agents. Every call of an agent is compared with the calls of the same
+agent in the group, not with all episodes of the group. Feng et al., arXiv 2602.08847.
 
-Feng et al., Dr. MAS: Stable Reinforcement Learning for Multi-Agent LLM Systems, arXiv 2602.08847.
+    score of a call       s = reward of its episode, less a fine if its text has not the right tags
+    advantage of a call   A = (s - mean) / (std + 1e-6), over this agent's calls in the group
 
-Differs from grpo.py in:
-1. the method: `agent_advantages` (with `pool_statistics`) for `group_advantages` and `scale_rewards`, in
-   `compute_advantages` with `normalization` (for `advantage`), `lone_call`, `invalid_penalty`; `inflation_factor`
-2. a row is an agent's call: `play` lets a team write (`env`, `load_task`, `retriever_url`, `max_rounds`,
-   `missing_verdict`); `rollout`, `batch_metrics`, `evaluate`; the first reward function is the reward, without
-   `reward_weights`, `total_rewards`, `complete`, `sample_batch`; `max_steps`, `eval_problems`, `num_prompts_per_step`
-3. a model for all or for each: `Player`, `load_players`, `train`, `share_model`, `agent_models`, `agent_learning_rates`
-4. left out, in `check_args` too: DAPO (`dynamic_sampling`, `mask_truncated_completions`, `overlong_buffer_len`,
-   `soft_overlong_penalty`), `top_p` (`sample_tokens`, `generate`), `compile` (`load_model`, `resume_args`), schedules
-   (`learning_rate`, `lr_scheduler_type`, `warmup_steps`), `num_numbers`, `max_number`
-Differs from the paper in:
-1. as its code: ddof 1, std + 1e-6, a lone call keeps its score, invalid calls are fined before normalising
-2. one update on all calls of a step; its search recipe makes 5, and duplicates rows to even out batches
+A group is the G episodes of one problem. The loss is that of grpo.py.
 
-    python algorithms/dr_mas.py                                                    # tiny models, CPU, offline, 2-3 min
-    python algorithms/dr_mas.py --dataset nq.jsonl --retriever-url http://127.0.0.1:8000/retrieve \
-        --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 --learning-rate 1e-6 ...  # one GPU
-    torchrun --nproc_per_node 8 algorithms/dr_mas.py --model-name-or-path Qwen/Qwen2.5-7B-Instruct --fsdp ...
+Differs from grpo.py:
+1. A row is a call: what one agent writes when it is its turn, with a prompt of its own. Teams are
+   in envs/teams.py.
+2. agent_advantages replaces group_advantages. Its control is --normalization global, which is GRPO.
+3. Every agent has a model of its own, or all share one (--share-model).
 
-P prompts, G episodes a prompt, R rows (calls of agents), S prompt tokens, T completion tokens, V vocabulary, K reward
-functions, L tokens of a packed row, N predicted tokens. A group is the episodes of a prompt. The rest is in dr_mas.md.
+Differs from the paper:
+1. As in its code, std is that of a sample, and the only call of an agent in a group keeps its score
+   as advantage.
+2. One update on all calls of a step; its code makes five for search, and copies calls at random
+   until batches divide evenly.
+3. No entropy bonus (its code: 0.001 for search).
+
+    python algorithms/dr_mas.py                              # tiny models, CPU, offline
+
+    # one 80 GB GPU; questions with answers, and a search server with the protocol of Search-R1
+    python algorithms/dr_mas.py --share-model --model-name-or-path Qwen/Qwen2.5-3B-Instruct --bf16 \
+        --dataset nq_train.jsonl --eval-dataset nq_test.jsonl \
+        --retriever-url http://127.0.0.1:8000/retrieve --max-prompt-length 4096 \
+        --max-completion-length 800 --invalid-penalty 0.01 --gradient-checkpointing \
+        --micro-batch-size 4 --decode-batch-size 16 --eval-steps 50 --num-generations-eval 0
+
+    torchrun --nproc_per_node 8 algorithms/dr_mas.py --share-model --fsdp ...
+
+Your own team: `--env FILE.py:ClassName`, see envs/teams.py. Your own reward: `--reward
+FILE.py:function`, called as function(problem, answer of the team) -> float.
+
+Letters in shapes: P problems, G episodes of each, R calls of all, B calls of a model, S prompt
+tokens, T completion tokens, V vocabulary, H hidden size, K reward functions; in packed batches, R
+rows of L tokens, N predicted tokens. In attention masks, Q queries and K keys.
 """
 
-import contextlib
+import copy
 import json
 import math
 import os
 import random
-import signal
+import runpy
+import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+import warnings
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
-from typing import Literal, get_args, get_origin
+from types import MethodType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository root, for envs/
-from envs.countdown import Countdown
-from envs.math_jsonl import MathJsonl
-from envs.search_qa import SearchQA
-from envs.teams import RouterSearcherResponder, SolverVerifier
+ROOT = Path(__file__).resolve().parents[1]  # the repository root
+sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
-TINY_MODELS = os.path.join(sys.path[0], "envs", "tiny_lm")
-LOGITS_PER_CHUNK = 2**26  # 256 MB in float32
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of checkpoints, under FSDP too
+MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
+PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 
-# === 2 Args ===========================================================================================================
+# torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass
 class Args:
+    # models, problems, rewards
     model_name_or_path: str | None = None
-    """policy: a Hugging Face causal language model, by name or folder; None is the env's tiny model (ours)"""
-    env: Literal["countdown", "search_qa"] = "search_qa"
-    """task and team: solver and verifier on the number game, or router, searcher, responder on questions (Dr. MAS 5)"""
-    dataset: str | None = None
-    """JSON-lines file in place of the env's own problems; its keys are in envs/ (ours)"""
-    retriever_url: str | None = None
-    """search_qa: a Search-R1 retrieval server, for questions from a file; None searches the env's own world (ours)"""
-    max_rounds: int | None = None
-    """solutions of the solver, or steps of the search team; None: 2 and 4 (Dr. MAS)"""
-    missing_verdict: Literal["approve", "reject"] = "approve"
-    """what a verifier or router without a verdict has said (Dr. MAS code: approve)"""
+    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
     share_model: bool = False
-    """one model and optimizer for all agents, or one each (Dr. MAS: both)"""
-    agent_models: tuple[str, ...] | None = None
-    """one model for each agent, in the team's order; None: all as --model-name-or-path (Dr. MAS fig. 5)"""
-    agent_learning_rates: tuple[float, ...] | None = None
-    """one learning rate for each agent; None: all as --learning-rate (Dr. MAS code)"""
-    normalization: Literal["agent", "global", "agent_mean", "agent_std", "call"] = "agent"
-    """agent: the method; controls: see agent_advantages, global is GRPO (Dr. MAS table 3; call: ours)"""
-    lone_call: Literal["raw", "zero"] = "raw"
-    """advantage of an agent's only call in a group: its score, or 0 (Dr. MAS code: raw)"""
-    invalid_penalty: float = 0.1
-    """taken off the score of a call without the tags that its role asks for (Dr. MAS: 0.1 math, 0.01 search)"""
+    """one model for all agents; otherwise each agent trains its own"""
+    agent_models: tuple[str, ...] = ()
+    """one model for each agent, in the order of the team, in place of --model-name-or-path"""
+    env: str = "search_qa"
+    """search_qa: router, searcher and responder; countdown: solver and verifier, with --dataset on
+    its questions; or FILE.py:ClassName of a team, see envs/teams.py"""
+    max_rounds: int | None = None
+    """most steps of the search team, or solutions of the solver; None is 4 and 2 (paper)"""
+    missing_verdict: Literal["approve", "reject"] = "approve"
+    """what a router or verifier without a verdict is taken to say"""
+    dataset: str | None = None
+    """JSON-lines file of problems"""
+    eval_dataset: str | None = None
+    """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
+    retriever_url: str | None = None
+    """search_qa: search server with the protocol of Search-R1; None searches an invented world"""
+    system_prompt: str | None = None
+    """system message before every prompt"""
+    chat_template_kwargs: str = "{}"
+    """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
+    reward: tuple[str, ...] = ()
+    """one or more FILE.py:function, called as function(problem, answer) -> float, in place of the
+    rewards of --env; the first is trained on, the others are logged"""
+    # rollout
     num_prompts_per_step: int = 16
-    """P, prompts in one step over all processes (ours; DeepSeekMath 4.2: 16)"""
+    """P, problems in one step, over all processes"""
     num_generations: int = 8
-    """G, completions of each prompt: one group (TRL 1.16; DeepSeekMath 4.2: 64)"""
+    """G, episodes of each problem"""
+    max_prompt_length: int = 1024
+    """longest prompt of a call in tokens: problems of a dataset with a longer one are dropped, and
+    episodes that grow over it end"""
     max_completion_length: int = 64
-    """T, longest completion in tokens (ours, for the tiny model; DeepSeekMath 4.2: 1024)"""
+    """T, longest call in tokens"""
     temperature: float = 1.0
-    """sampling temperature; log-probabilities are taken at this temperature too (TRL 1.16)"""
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "grpo"
-    """how token losses are averaged, see policy_loss (DeepSeekMath eq. 3; TRL 1.16: dapo)"""
+    """sampling temperature, also applied to the log-probabilities in the loss"""
+    # method
+    normalization: Literal["agent", "global", "agent_mean", "agent_std", "call"] = "agent"
+    """agent is Dr. MAS; controls: global is GRPO, for the others see agent_advantages"""
+    lone_call: Literal["raw", "zero"] = "raw"
+    """advantage of an agent's only call in a group: its score (the official code), or 0"""
+    invalid_penalty: float = 0.1
+    """taken off the score of a call without the tags of its role (paper: 0.1 math, 0.01 search)"""
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
+    """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
-    """clip range of the probability ratio, below (TRL 1.16, verl 0.9)"""
-    epsilon_high: float | None = None
-    """clip range above; None is epsilon (TRL 1.16; DAPO 3.1: 0.28)"""
-    delta: float | None = None
-    """upper bound of the ratio before the minimum, also for negative advantages (TRL 1.16; verl 0.9: 3 as dual clip)"""
+    """clip range of the probability ratio"""
     beta: float = 0.0
-    """weight of the KL penalty to the initial model, loaded only if above 0 (TRL 1.16; DeepSeekMath 4.2: 0.04)"""
-    use_bias_correction_kl: bool = False
-    """multiply the KL estimate by the ratio (DeepSeekMath eq. 4: no; TRL 1.16: yes)"""
+    """weight of the KL penalty (paper: 0); above 0, a copy of each initial model is kept"""
     num_iterations: int = 1
-    """mu, optimizer steps on each batch of completions (DeepSeekMath 4.2)"""
-    skip_equal_groups: bool = True
-    """leave groups without advantage out of the update when nothing else acts on them: exact, only faster (ours)"""
-    learning_rate: float = 2e-4
-    """peak learning rate of AdamW (ours, for the tiny model; DeepSeekMath 4.2: 1e-6)"""
+    """mu, optimizer steps on each batch of calls"""
+    # optimizer
+    learning_rate: float | None = None
+    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others"""
+    warmup_steps: int = 0
+    """linear warm-up steps"""
     max_grad_norm: float = 1.0
-    """gradients are scaled down to this norm (TRL 1.16)"""
+    """clip the gradient norm at this value"""
     max_steps: int = 60
-    """steps: batches of completions (ours)"""
+    """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
-    """seed of problems, sampling and everything else (ours)"""
-    per_device_train_batch_size: int = 32
-    """completions in one micro-batch of the update; changes memory and speed, not the result (ours)"""
-    max_packed_length: int = 4096
-    """longest packed row in tokens: a prompt followed by as many of its completions as fit (ours)"""
+    """seed of problems and sampling"""
+    # memory and speed; results change by rounding only
+    decode_batch_size: int = 256
+    """episodes played at once"""
+    micro_batch_size: int = 32
+    """calls in one forward pass of the update"""
     bf16: bool = False
-    """compute in bfloat16; weights and optimizer stay float32 (TRL 1.16: yes)"""
+    """compute in bfloat16; weights and optimizer stay in float32"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, slower (TRL 1.16: yes)"""
+    """recompute activations in the backward pass"""
     fsdp: bool = False
-    """shard weights, gradients and optimizer state over the processes of torchrun with FSDP2 (ours)"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU if there is one (ours)"""
+    """shard weights, gradients and optimizer state over the processes; needs --share-model"""
+    # bookkeeping
     eval_steps: int = 25
-    """steps between evaluations, which also come first and last; 0 is never (ours)"""
+    """steps between evaluations; 0 disables them"""
     eval_problems: int = 64
-    """problems of the evaluation set (ours)"""
+    """number of evaluation problems, unless --eval-dataset is given"""
     num_generations_eval: int = 8
-    """k, sampled completions of each evaluation problem, for pass@k (ours)"""
+    """k, sampled episodes of each evaluation problem in addition to the greedy one"""
     save_steps: int = 25
-    """steps between checkpoints: at most this many are repeated after a crash (ours)"""
+    """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<env>__<seed>__<time> (ours)"""
+    """run folder; None is runs/<script>__<env>__<seed>__<time>"""
     resume: str | None = None
-    """run folder to continue, with the flags it was started with (ours)"""
-    evaluate: str | None = None
-    """run folder whose policy is scored; nothing is trained (ours)"""
+    """run folder to continue; its flags are used unless given anew"""
 
 
-# === 3 The method =====================================================================================================
+# --- The method ---------------------------------------------------------------------------------
 
 
-def pool_statistics(values: Tensor, weights: Tensor, *ids: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation and size of the pool of each row: the rows whose ids all agree. (R,) each -> 3 x (R,)
+def pool_statistics(
+    values: Tensor, weights: Tensor, *ids: Tensor, ddof: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, std and size of each row's pool: the rows that agree in all ids. (R,) each -> 3 x (R,)
 
-    A row counts `weights` times. Equal values have a standard deviation of exactly 0, however they are rounded.
+    Each row counts as many times as its weight says.
     """
-    pools = torch.stack(ids).unique(dim=1, return_inverse=True)[1]  # (R,) number of each row's pool
-    size, total = (torch.zeros_like(x).index_add(0, pools, x)[pools] for x in (weights, weights * values))  # (R,) each
-    squares = weights * (values - total / size).square()  # (R,)
-    std = (torch.zeros_like(squares).index_add(0, pools, squares)[pools] / (size - ddof).clamp(min=1)).sqrt()  # (R,)
-    return total / size, std.masked_fill(std < 1e-9 * (1 + (total / size).abs()), 0.0), size.round()
+    pools = torch.stack(ids).unique(dim=1, return_inverse=True)[1]  # (R,) number of the pool
+
+    def pool_sum(x):
+        return torch.zeros_like(x).index_add(0, pools, x)[pools]
+
+    size = pool_sum(weights)
+    mean = pool_sum(weights * values) / size
+    squares = pool_sum(weights * (values - mean).square())
+    std = (squares / (size - ddof).clamp(min=1)).sqrt()
+    # With equal values, a rounding error divided by a tiny std would not be 0.
+    equal = std < 1e-9 * (1 + mean.abs())
+    return mean, std.masked_fill(equal, 0.0), size.round()
 
 
-# fmt: off
-def agent_advantages(scores: Tensor, group_ids: Tensor, agent_ids: Tensor, trajectory_ids: Tensor,
-                     normalization="agent", std_epsilon=1e-6, lone_call="raw") -> Tensor:  # fmt: on
-    """Advantage of every call: its score minus a mean, over a standard deviation (ddof 1). (R,) each -> (R,)
+def agent_advantages(
+    scores: Tensor,
+    group_ids: Tensor,
+    agent_ids: Tensor,
+    trajectory_ids: Tensor,
+    normalization: str = "agent",
+    std_epsilon: float = 1e-6,
+    lone_call: str = "raw",
+) -> Tensor:
+    """Compare the score of each call with others of its group. (R,) each -> (R,)
 
-    `agent`: mean and std of the agent's calls in the group (Dr. MAS eq. 5). `global`: of the group's trajectories, each
-    with the mean score of its calls, which all its rows take (eq. 2). `agent_mean`, `agent_std`: only that one is the
-    agent's (table 3). `call`: of all calls in the group. A pool without variance gives exactly 0; the only call of its
-    agent in a group keeps its score, or gets 0 with lone_call="zero". Trajectory ids differ between groups.
+    normalization  mean and std over
+    agent          the agent's calls, Dr. MAS eq. 5
+    global         episodes, eq. 2: each counts once, with the mean score of its calls
+    agent_mean     mean over the agent's calls, std over episodes, table 3
+    agent_std      mean over episodes, std over the agent's calls, table 3
+    call           all calls of the group, whoever made them; not in the paper
+
+    Equal scores get exactly 0. An agent's only call in a group keeps its score, or gets 0 with
+    lone_call zero. Trajectories of different groups have different ids.
     """
-    values, once = scores.double(), torch.ones_like(scores, dtype=torch.double)  # (R,)
-    of_trajectory, _, calls = pool_statistics(values, once, trajectory_ids)  # (R,) each
-    pooled = (values, once) if normalization == "call" else (of_trajectory, 1 / calls)  # (R,) each: scores, weights
-    own, team = pool_statistics(values, once, group_ids, agent_ids), pool_statistics(*pooled, group_ids)  # 3 x (R,)
-    values = of_trajectory if normalization == "global" else values  # (R,)
-    mean = (own if normalization in ("agent", "agent_mean") else team)[0]  # (R,)
-    std = (own if normalization in ("agent", "agent_std") else team)[1]  # (R,)
-    advantages = ((values - mean) / (std + std_epsilon)).masked_fill(std == 0, 0.0)  # (R,)
-    lone = (own if normalization.startswith("agent") else team)[2] == 1  # (R,)
-    return torch.where(lone, values * (lone_call == "raw"), advantages).to((scores * 1.0).dtype)
+    values = scores.double()
+    once = torch.ones_like(values)
+    episode_scores, _, num_calls = pool_statistics(values, once, trajectory_ids)
+    own_mean, own_std, own_size = pool_statistics(values, once, group_ids, agent_ids)
+    if normalization == "call":
+        mean, std, size = pool_statistics(values, once, group_ids)
+    else:  # the calls of an episode count once together
+        mean, std, size = pool_statistics(episode_scores, 1 / num_calls, group_ids)
+    if normalization == "global":
+        values = episode_scores
+    if normalization in ("agent", "agent_mean"):
+        mean = own_mean
+    if normalization in ("agent", "agent_std"):
+        std = own_std
+    if normalization in ("agent", "agent_mean", "agent_std"):
+        size = own_size
+    advantages = ((values - mean) / (std + std_epsilon)).masked_fill(std == 0, 0.0)
+    lone_advantages = values if lone_call == "raw" else torch.zeros_like(values)
+    advantages = torch.where(size == 1, lone_advantages, advantages)
+    return advantages.to((1.0 * scores).dtype)  # integers become floats
 
 
-def inflation_factor(mean_agent: Tensor, std_agent: Tensor, mean_global: Tensor, std_global: Tensor) -> Tensor:
-    """Dr. MAS lemma 4.2: how much the global baseline inflates an agent's squared gradient; 1 with its own baseline.
+def inflation_factor(
+    mean_agent: Tensor, std_agent: Tensor, mean_global: Tensor, std_global: Tensor
+) -> Tensor:
+    """How much the baseline of GRPO inflates an agent's squared gradient, Dr. MAS lemma 4.2.
 
-    Of rewards, with population standard deviations; any shape, e.g. (R,). At most N - 1 for N binary rewards.
+    The std are those of populations. With an agent's own baseline the factor is 1.
     """
     return torch.as_tensor((std_agent**2 + (mean_agent - mean_global) ** 2) / std_global**2)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) at each sampled token, never negative. (B,T), (B,T) -> (B,T)
-
-    DeepSeekMath eq. 4, known as k3; not clamped (verl's low_var_kl clamps at 10).
-    """
-    log_ratio = ref_logprobs - logprobs  # (B,T)
+    """KL(policy || reference) at each sampled token, DeepSeekMath eq. 4, known as k3."""
+    log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - log_ratio - 1
 
 
-# fmt: off
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo",
-    epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, beta: float = 0.0,
-    ref_logprobs: Tensor | None = None, use_bias_correction_kl: bool = False,
-    max_completion_length: int | None = None, num_tokens: Tensor | float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: on
-    """Clipped policy loss of DeepSeekMath eq. 3, to be minimised. (B,T) tensors, advantages (B,) or (B,T) -> scalar
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, DeepSeekMath eq. 3, and whether it was clipped (only KL acts then).
 
-    loss_type averages the token losses as TRL 1.16 does: `grpo` each row over its tokens, then over rows; `bnpo` over
-    the tokens given; `dapo` over `num_tokens`, the tokens of the whole step (default: the tokens given); `dr_grpo` over
-    B max_completion_length (default T). Masked positions have no influence on the loss and get exactly zero gradient.
+    Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
     """
-    mask = mask.bool()  # (B,T)
-    logprobs, old_logprobs = logprobs.masked_fill(~mask, 0), old_logprobs.masked_fill(~mask, 0)  # (B,T)
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages  # (B,1) or (B,T)
-    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
-    ratio = (logprobs - old_logprobs).exp()  # (B,T)
-    losses = -torch.min(ratio.clamp(max=delta or math.inf) * advantages, ratio.clamp(low, high) * advantages)  # (B,T)
-    tokens = mask.sum().clamp(min=1)  # scalar
-    metrics = {"clip_ratio/low_mean": ((ratio < low) & (advantages < 0) & mask).sum() / tokens}  # scalars
-    metrics["clip_ratio/high_mean"] = ((ratio > high) & (advantages > 0) & mask).sum() / tokens
-    metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped_gain = ratio * advantages
+    clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
+    losses = -torch.min(unclipped_gain, clipped_gain)
     if beta > 0:
-        kl = kl_estimate(logprobs, ref_logprobs.where(mask, 0)) * (ratio if use_bias_correction_kl else 1)  # (B,T)
-        losses = losses + beta * kl  # (B,T)
-        metrics["kl"] = kl.detach().sum() / tokens
-    losses = losses.masked_fill(~mask, 0)  # (B,T)
-    if loss_type == "grpo":
-        return (losses.sum(1) / mask.sum(1).clamp(min=1)).mean(), metrics
-    if loss_type == "dr_grpo":
-        return losses.sum() / (len(losses) * (max_completion_length or losses.size(1))), metrics
-    return losses.sum() / (tokens if num_tokens is None or loss_type == "bnpo" else num_tokens), metrics
+        losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
+    return losses, clipped_gain < unclipped_gain
 
 
-# === 4 Model and tokenizer ============================================================================================
+def token_weights(
+    lengths: Tensor,
+    loss_type: str,
+    *,
+    num_rows: int,
+    num_tokens: int,
+    max_completion_length: int,
+) -> Tensor:
+    """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
+
+    num_rows and num_tokens count over all processes and micro-batches. (B,) -> (B,)
+    """
+    ones = torch.ones_like(lengths, dtype=torch.float32)
+    if loss_type == "grpo":  # mean over a completion, then over completions (DeepSeekMath eq. 3)
+        return ones / (lengths.clamp(min=1) * num_rows)
+    if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
+        return ones / (num_rows * max_completion_length)
+    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
 
 
-def fail(message: str, code: int = 2) -> None:
-    """Stop with one sentence: code 2 for what the user can mend, 1 for a run that went wrong."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
+# --- Processes, problems, model -----------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def or_fail(message: str, code: int = 2):
-    """What goes wrong inside the with-block stops the program with this sentence."""
+def setup(args: Args) -> tuple[int, int, torch.device]:
+    """Rank, number of processes, device."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
+    rank = int(os.environ.get("RANK", 0))
+    if args.num_prompts_per_step % world_size:
+        sys.exit(f"--num-prompts-per-step: not divisible by the {world_size} processes")
+    if args.fsdp and world_size == 1:
+        sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if args.fsdp and not args.share_model:
+        sys.exit("--fsdp: shards one model, so it needs --share-model")
+    if args.num_generations < 2:
+        sys.exit("--num-generations: a group needs at least 2 episodes to compare")
     try:
-        yield
-    except Exception as error:  # torch, safetensors, templates and file systems raise dozens of types
-        fail(f"{message} ({error!r:.300})", code)
+        json.loads(args.chat_template_kwargs)
+    except ValueError as error:
+        sys.exit(f"--chat-template-kwargs: expected JSON, found {error}")
+    transformers.utils.logging.disable_progress_bar()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return rank, world_size, device
 
 
-def setup(args: Args) -> torch.device:
-    """Device, seed, and the other processes if torchrun started several."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: this machine, or this build of torch, has no CUDA device; use --device auto or cpu")
-    torch.manual_seed(args.seed)
-    cuda = torch.cuda.is_available() and args.device != "cpu"
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if cuda else -1)  # -1 does nothing
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+def gather(items: list) -> list:
+    """The items of all processes, in rank order."""
+    if not dist.is_initialized():
+        return items
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, items)
+    return [item for piece in pieces for item in piece]
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    """Number of this process and count of processes; (0, 1) without torchrun."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def load_team(args: Args, dataset: str | None):
+    """The team, see envs/teams.py; its task has the problems."""
+    options = (args.max_rounds, args.missing_verdict)
+    if args.env not in ("search_qa", "countdown"):
+        return load_env(args.env)(dataset, *options)
+    from envs.countdown import Countdown
+    from envs.math_jsonl import MathJsonl
+    from envs.search_qa import SearchQA
+    from envs.teams import RouterSearcherResponder, SolverVerifier
+
+    try:
+        if args.env == "search_qa":
+            return RouterSearcherResponder(SearchQA(dataset, args.retriever_url), *options)
+        return SolverVerifier(MathJsonl(dataset) if dataset else Countdown(), *options)
+    except ValueError as error:  # a file that is missing, or a line that is broken
+        sys.exit(str(error))
 
 
-def gather(values: Tensor) -> tuple[Tensor, slice]:
-    """The rows of all processes in rank order, and where this process's rows stand among them. (b,...) -> (B,...)"""
-    rank, world_size = rank_and_world_size()
-    if world_size == 1:
-        return values, slice(None)
-    pieces = [None] * world_size
-    dist.all_gather_object(pieces, values.cpu())  # processes may hold different numbers of rows
-    start = sum(map(len, pieces[:rank]))
-    return torch.cat(pieces).to(values.device), slice(start, start + len(values))
+def load_env(name: str):
+    """The class that FILE.py:ClassName names."""
+    path, _, class_name = name.rpartition(":")
+    if not os.path.isfile(path):
+        sys.exit(f"--env {name}: expected search_qa, countdown or FILE.py:ClassName")
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    names = runpy.run_path(path)
+    if class_name not in names:
+        sys.exit(f"--env {name}: {path} has no class {class_name!r}")
+    return names[class_name]
 
 
-def load_pretrained(kind, args: Args, **options):
-    """kind.from_pretrained(--model-name-or-path), or one sentence."""
-    with or_fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable"):
-        return kind.from_pretrained(args.model_name_or_path or os.path.join(TINY_MODELS, args.env), **options)
-
-
-def load_tokenizer(args: Args):
-    """The policy's tokenizer; load_model tries it."""
-    return load_pretrained(transformers.AutoTokenizer, args)
-
-
-def load_model(args: Args, tokenizer, device: torch.device):
-    """The policy: any Hugging Face causal language model, in float32 (bf16 is a matter of autocast)."""
-    model, log = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32, output_loading_info=True)
-    # weights that are drawn at random, or tokens that only another model knows
-    if missing := [*sorted(log["missing_keys"]), *range(len(model.get_input_embeddings().weight), len(tokenizer))]:
-        fail(f"--model-name-or-path {args.model_name_or_path}: has no weights or no embedding for {missing[0]}")
-    ends = model.to(device).generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    model.generation_config.eos_token_id = sorted(ends)
-    with torch.no_grad(), or_fail(f"--model-name-or-path {args.model_name_or_path}: unfit chat template or tokenizer"):
-        ids = torch.tensor([encode(tokenizer, [{"role": "user", "content": "1"}])], device=device)  # (1,S)
-        # the update applies the head itself, so nothing may come after the head
-        logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        if not torch.allclose(logits, model(ids).logits, atol=1e-3):
-            fail(f"--model-name-or-path {args.model_name_or_path}: changes its logits after the head; not supported")
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-def shard(model, args: Args) -> None:
-    """FSDP2 in place: every block of layers, then the rest. With bf16 the sharded weights stay float32."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
-    blocks = [block for module in model.modules() if isinstance(module, torch.nn.ModuleList) for block in module]
-    for module in [*blocks, model]:  # gathered by the first forward pass, kept until the end of the backward pass:
-        fully_shard(module, mp_policy=policy, reshard_after_forward=False)  # decoding needs no communication
-    model.completion_logprobs = completion_logprobs.__get__(model)  # a forward pass of its own, see token_logprobs
-    register_fsdp_forward_method(model, "completion_logprobs")
-
-
-class Player:
-    """A model with what trains it, for one agent or for all."""
-
-    def __init__(self, args: Args, device: torch.device):
-        self.tokenizer = load_tokenizer(args)
-        self.model = load_model(args, self.tokenizer, device)
-        self.reference = load_model(args, self.tokenizer, device).requires_grad_(False) if args.beta > 0 else None
-        if args.fsdp:
-            shard(self.model, args)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), args.learning_rate, weight_decay=0.0, fused=True)
-
-
-def load_players(args: Args, agents: tuple[str, ...], device: torch.device) -> dict[str, Player]:
-    """Name -> player: one named team for all agents, or one for each agent under the agent's name."""
-    names = ["team"] if args.share_model else list(agents)
-    models = args.agent_models or [args.model_name_or_path] * len(names)
-    models = [os.path.join(args.evaluate, "final", name) for name in names] if args.evaluate else models
-    rates = args.agent_learning_rates or [args.learning_rate] * len(names)
-    if len(models) != len(names) or len(rates) != len(names) or not all(0 <= rate < 2**31 for rate in rates):
-        fail(f"--agent-models {models} --agent-learning-rates {rates}: expected one for each of {names}, rates >= 0")
-    flags = zip(names, models, rates)
-    return {n: Player(replace(args, model_name_or_path=m, learning_rate=rate), device) for n, m, rate in flags}
-
-
-def encode(tokenizer, messages: list[dict]) -> list[int]:
-    """Token ids of a chat, up to where the assistant begins."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
-# === 5 Rollout ========================================================================================================
-
-
-@dataclass
-class Samples:
-    """What `generate` returns, a group's rows contiguous."""
-
-    completion_ids: Tensor  # (B,T) int64, 0 where nothing was written
-    mask: Tensor  # (B,T) bool: up to and including the first end token
-    logprobs: Tensor  # (B,T) of the sampled tokens, at the sampling temperature, over the whole vocabulary
-    entropy: Tensor  # (B,T) nats, of the distribution that each token was drawn from
-    ended: Tensor  # (B,) bool: an end token was written
-
-
-@dataclass
-class Batch:
-    """What a step learns from: B rows, in `info` too."""
-
-    prompts: list[list[int]]  # ids; consecutive rows with equal prompts share one copy of it in the update
-    completion_ids: Tensor  # (B,T)
-    mask: Tensor  # (B,T) bool: tokens that count
-    logprobs: Tensor  # (B,T) as sampled
-    rewards: Tensor  # (B,K), NaN where a reward function has no opinion
-    info: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Progress(dict):
-    """Counters that a resumed run continues: steps, problems drawn (the cursor in the data), tokens sampled."""
-
-    state_dict, load_state_dict = dict.copy, dict.update
+def load_reward(name: str):
+    """The function that FILE.py:function names."""
+    path, _, function = name.rpartition(":")
+    if not os.path.isfile(path):
+        sys.exit(f"--reward {name}: expected FILE.py:function, but there is no file {path!r}")
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    names = runpy.run_path(path)
+    if function not in names:
+        sys.exit(f"--reward {name}: {path} has no function {function!r}")
+    return names[function]
 
 
 def load_task(args: Args):
-    """The team: `agents`, `start`, `prompt`, `advance`, `rewards`, and its `task`, the source of problems."""
-    options = args.max_rounds, args.missing_verdict
+    """The team, and those problems that are for evaluation."""
+    if args.eval_dataset and not args.dataset and args.max_steps > 0:
+        sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
+    team = load_team(args, args.dataset or args.eval_dataset)
+    task = team.task
+    problems = task.evaluation_problems(args.eval_problems)
+    if args.eval_dataset:
+        held_out = load_team(args, args.eval_dataset).task
+        problems = held_out.evaluation_rows + held_out.train_rows
+        task.train_rows = task.evaluation_rows + task.train_rows  # nothing has to be held out
+    names = [name.rpartition(":")[2] for name in args.reward]
+    if len(set(names)) < len(names):
+        sys.exit("--reward: two functions have the same name")
+    if args.reward:
+        task.reward_functions = dict(zip(names, map(load_reward, args.reward)))
+    if not problems:
+        sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
+    return team, problems
+
+
+def model_path(args: Args) -> str:
+    """Name or folder of the model that training starts from."""
+    return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / args.env)
+
+
+def load_model(args: Args):
+    """The policy in float32 and its tokenizer."""
+    path = model_path(args)
     try:
-        if args.env == "search_qa":
-            return RouterSearcherResponder(SearchQA(args.dataset, args.retriever_url), *options)
-        return SolverVerifier(MathJsonl(args.dataset) if args.dataset else Countdown(), *options)
-    except ValueError as error:
-        fail(str(error))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({error})")
+    if tokenizer.chat_template is None:
+        sys.exit(f"--model-name-or-path {path}: has no chat template; use an instruct model")
+    refuse_unsupported(model)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = {tokenizer.eos_token_id, *ends} - {None}
+    if not ends:
+        sys.exit(f"--model-name-or-path {path}: neither model nor tokenizer names an end token")
+    model.generation_config.eos_token_id = sorted(ends)
+    longest = longest_text(model)
+    if args.max_prompt_length + args.max_completion_length > longest:
+        sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
+    add_methods(model)
+    return model, tokenizer
+
+
+def encode(tokenizer, messages: list[dict], args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    if args.system_prompt:
+        messages = [{"role": "system", "content": args.system_prompt}] + messages
+    encoded = tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=True,
+        return_dict=True,
+        **json.loads(args.chat_template_kwargs),
+    )
+    return encoded["input_ids"]
+
+
+def drop_long_prompts(problems: list, tokenizer, team, args: Args) -> list:
+    """The problems whose first prompts fit; prints how many are dropped."""
+    kept = []
+    for problem in problems:
+        messages = team.prompt(team.start(problem))
+        if len(encode(tokenizer, messages, args)) <= args.max_prompt_length:
+            kept.append(problem)
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
+
+
+# --- Model compatibility ------------------------------------------------------------------------
+
+
+def refuse_unsupported(model) -> None:
+    """Exit if the configuration has layers that an attention mask cannot express.
+
+    check_model finds what the configuration does not tell.
+    """
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers - MASKED_LAYERS)]
+    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
+        if getattr(config, limit, None):
+            reasons.append(f"limits attention by {limit}")
+    if model._is_stateful:
+        reasons.append("is recurrent")
+    if reasons:
+        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+
+
+def longest_text(model) -> float:
+    """Most tokens of prompt and completion together.
+
+    Beyond that, learned positions end, and longrope changes all positions of a batch.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
+    """The attention masks of the model, given which keys each query may see, (B,Q,K) bool.
+
+    A mask (B,1,Q,K) holds 0 and -inf, because eager attention adds it to the scores. It replaces
+    the model's own mask, so it must include the sliding window, measured in positions. Models with
+    two types of layers take a dict. A query that sees no key at all would be NaN.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    layers = layers or ["sliding_attention" if window else "full_attention"]
+    dtype = model.dtype
+    if torch.is_autocast_enabled(visible.device.type):
+        dtype = torch.bfloat16  # else autocast would convert and keep the mask in every layer
+    masks = {}
+    for kind in set(layers):
+        seen = visible
+        if kind == "sliding_attention":
+            distance = query_positions[:, :, None] - key_positions[:, None, :]  # (B,Q,K)
+            seen = visible & (distance < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
+    return masks if len(masks) > 1 else masks[layers[0]]
+
+
+class Hidden(BaseModelOutputWithPast):
+    """A model output that holds hidden states and nothing else."""
+
+    def __getattr__(self, name):
+        return None  # some models look for router_logits, cross_attentions and the like
+
+
+class ReturnHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns its input as their hidden states."""
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
+        return Hidden(last_hidden_state=inputs_embeds)
+
+
+def add_methods(model) -> None:
+    """Add two methods to the model: logits_from_hidden and token_logprobs.
+
+    logits_from_hidden runs what comes after the layers, on hidden states passed as inputs_embeds:
+    the head with Granite's scaling and Gemma's soft cap. As methods, both follow copy.deepcopy and
+    FSDP.
+    """
+    without_layers = copy.copy(model)  # a shallow copy, which shares all weights
+    without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
+    model.logits_from_hidden = without_layers.forward
+    model.token_logprobs = MethodType(token_logprobs, model)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing in evaluation mode; that of transformers needs dropout switched on."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
+
+
+@torch.no_grad()
+def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
+    """Largest difference of log-probabilities, in nats, from those of the plain forward pass."""
+    completions = generate(model, prompts, args, seeds=range(len(prompts)))
+    packed = pack(completions, list(range(len(completions))), model.device)
+    plain = []
+    for completion in completions:
+        ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
+        logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
+        targets = ids[0, len(completion.prompt) :]
+        plain.append(-F.cross_entropy(logits, targets, reduction="none"))
+    plain = torch.cat(plain)  # (N,)
+    learner = model.token_logprobs(packed, args)
+    return {
+        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
+        "packing": (learner - plain).abs().max().item(),
+    }
+
+
+def check_model(model, prompt: list[int], args: Args) -> None:
+    """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
+    name = type(model).__name__
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
+    # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
+    prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = 4  # shorter than the texts of this check
+    try:
+        gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sys.exit(f"{name}: not supported ({reason})")
+    if window:
+        config.sliding_window = window
+    for computation, gap in gaps.items():
+        if not gap < 1e-3:  # also if it is NaN
+            sys.exit(
+                f"{name}: not supported, {computation} is {gap:.2g} nats off the plain forward pass"
+            )
+
+
+# --- Rollout ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Completion:
+    """One call."""
+
+    prompt: list[int]
+    ids: list[int]  # with the end token
+    logprobs: list[float]  # as sampled
+    entropy: float  # nats, sum over tokens
+    ended: bool
+    text: str = ""
+    agent: str = ""
+    valid: bool = True  # the text has the tags of its role
 
 
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one token a row by inverting the cumulative distribution. (B,V), (B,) in [0,1) -> (B,)"""
+    """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    tokens = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)  # (B,1)
-    return tokens[:, 0].clamp(max=logprobs.size(1) - 1)
+    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
 
-def generate(model, prompts: list[list[int]], num_generations: int, args: Args, generator: list | None) -> Samples:
-    """Sample G completions of each prompt; `generator` holds one torch.Generator a prompt, None decodes greedily.
+@torch.no_grad()
+def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicCache, Tensor]:
+    """Compute each different prompt once. Returns keys and values, and the next logits, (B,V)."""
+    numbers = {}  # of the U different prompts
+    for prompt in prompts:
+        numbers.setdefault(tuple(prompt), len(numbers))
+    ids = [torch.tensor(prompt) for prompt in numbers]
+    ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
+    positions = torch.arange(ids.size(1), device=model.device).expand(ids.shape)  # (U,S)
+    visible = positions[:, None, :] <= positions[:, :, None]  # (U,S,S)
+    cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
+    hidden = model.base_model(
+        ids,
+        attention_mask=attention_masks(model, visible, positions, positions),
+        position_ids=positions,
+        past_key_values=cache,
+    ).last_hidden_state  # (U,S,H)
+    last = [hidden[number, len(prompt) - 1] for prompt, number in numbers.items()]
+    logits = model.logits_from_hidden(inputs_embeds=torch.stack(last)[None]).logits[0]  # (U,V)
+    rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
+    cache.batch_select_indices(rows)
+    return cache, logits[rows]
 
-    Each prompt is computed once, then its keys and values are repeated for the group. Finished rows are dropped when a
-    quarter has finished. Random numbers belong to (row, position), so dropping a row does not change the others.
+
+@torch.no_grad()
+def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+    """A completion of each prompt: sampled with one seed for each prompt, greedy without seeds.
+
+    Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
+    rows does not change others.
     """
-    device, width, steps = model.device, max(map(len, prompts)), args.max_completion_length
-    size = len(prompts) * num_generations
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)  # (P,S)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)  # (P,S)
-    uniform = generator and torch.cat([torch.rand(num_generations, steps, generator=g) for g in generator]).to(device)
+    device = model.device
+    steps = args.max_completion_length
     ends = torch.tensor(model.generation_config.eos_token_id, device=device)
-    completion_ids = torch.zeros(size, steps, dtype=torch.long, device=device)  # (B,T)
-    logprobs, entropy, tokens = *torch.zeros(2, size, steps, device=device), completion_ids[:, 0]  # (B,T) twice, (B,)
-    rows, live = torch.arange(size, device=device), torch.ones(size, dtype=torch.bool, device=device)  # (B,), (B,)
-    model.eval()
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-        inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}  # (P,S) each
-        out = model(ids, use_cache=True, logits_to_keep=1, **inputs)
-        cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(num_generations, 0)  # (B,V)
-        cache.batch_repeat_interleave(num_generations)  # in place
-        positions, mask = mask.sum(1).repeat_interleave(num_generations), mask.repeat_interleave(num_generations, 0)
-        mask = torch.cat([mask, mask.new_ones(size, steps)], 1)  # (B,S+T)
-        for t in range(steps):
-            if t > 0:
-                if device.type == "cpu" or t % 8 == 0:  # counting waits for a GPU, so there only now and then
-                    keep = live.nonzero()[:, 0]
-                    if len(keep) == 0:
-                        break
-                    if len(keep) <= 0.75 * len(live):
-                        cache.batch_select_indices(keep)
-                        rows, tokens, positions, mask, live = (x[keep] for x in (rows, tokens, positions, mask, live))
-                inputs = {"attention_mask": mask[:, : width + t], "position_ids": positions[:, None] + (t - 1)}
-                out = model(tokens[:, None], past_key_values=cache, use_cache=True, **inputs)
-                logits = out.logits[:, -1]  # (B,V)
-            logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
-            tokens = sample_tokens(logp, uniform[rows, t]) if generator else logp.argmax(1)  # (B,)
-            completion_ids[rows, t], logprobs[rows, t] = tokens, logp.gather(1, tokens[:, None])[:, 0]
-            entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)
-            live = live & ~torch.isin(tokens, ends)  # (B,)
-    is_end = torch.isin(completion_ids, ends)  # (B,T)
-    counted = is_end.cumsum(1) - is_end.long() == 0  # (B,T) nothing after a row's first end token
-    completion_ids, logprobs, entropy = (x.masked_fill(~counted, 0) for x in (completion_ids, logprobs, entropy))
-    return Samples(completion_ids, counted, logprobs, entropy, is_end.any(1))
+    if seeds:
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        uniform = torch.stack([torch.rand(steps, generator=g) for g in generators])
+        uniform = uniform.to(device)  # (B,T)
+
+    # The result, in the order of the batch.
+    written = torch.zeros(len(prompts), steps, dtype=torch.long, device=device)  # (B,T)
+    logprobs = torch.zeros(len(prompts), steps, device=device)  # (B,T)
+    entropy = torch.zeros(len(prompts), steps, device=device)  # (B,T)
+
+    # The rows still in the cache: all at first, fewer later. Columns are those of the padded
+    # prompts and the completion; every step uses one more of them.
+    cache, logits = read_prompts(model, prompts)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    width = int(cache.get_seq_length())  # S
+    columns = torch.arange(width + steps, device=device)
+    filled = (columns < lengths[:, None]) | (columns >= width)  # (B,S+T)
+    positions = filled.cumsum(1) - 1  # (B,S+T)
+    rows = torch.arange(len(prompts), device=device)  # their indices in the batch
+    live = torch.ones_like(rows, dtype=torch.bool)
+
+    for t in range(steps):
+        logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
+        tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
+        written[rows, t] = tokens
+        logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
+        entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)  # 0 log 0 = 0
+        live = live & ~torch.isin(tokens, ends)
+        if t == steps - 1:
+            break
+        if device.type == "cpu" or t % 8 == 7:  # waits for a GPU, so only every 8 tokens
+            keep = live.nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache
+                cache.batch_select_indices(keep)
+                rows = rows[keep]
+                tokens = tokens[keep]
+                filled = filled[keep]
+                positions = positions[keep]
+                live = live[keep]
+        last = width + t  # column of the new tokens
+        visible = filled[:, None, : last + 1]
+        query = positions[:, last : last + 1]
+        key = positions[:, : last + 1]
+        out = model(
+            tokens[:, None],
+            attention_mask=attention_masks(model, visible, query, key),
+            position_ids=query,
+            past_key_values=cache,
+        )
+        logits = out.logits[:, -1]
+
+    # A completion ends with its first end token; some finished rows were sampled further.
+    is_end = torch.isin(written, ends)  # (B,T)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    lengths = (ends_before == 0).sum(1).tolist()
+    ended = is_end.any(1).tolist()
+    written = written.tolist()
+    logprobs = logprobs.tolist()
+    entropy = entropy.tolist()
+    completions = []
+    for row, length in enumerate(lengths):
+        completion = Completion(
+            prompt=prompts[row],
+            ids=written[row][:length],
+            logprobs=logprobs[row][:length],
+            entropy=sum(entropy[row][:length]),
+            ended=ended[row],
+        )
+        completions.append(completion)
+    return completions
 
 
-def play(players: dict[str, Player], team, problems: list, num_generations: int, args: Args, seeds: list[str] | None):
-    """G episodes of each problem: (episodes, rewards (P G,K), calls), a Batch of calls for every `generate`.
+def complete(players, team, problems, num_generations, args: Args, seeds=None) -> list:
+    """G episodes of each problem with their rewards: sampled, or greedy without seeds."""
+    episodes = []
+    for number, problem in enumerate(problems):
+        for g in range(num_generations):
+            episode = team.start(problem)
+            if seeds:
+                episode.seed = random_seed(seeds[number], g)
+            episodes.append(episode)
+    for first in range(0, len(episodes), args.decode_batch_size):
+        play(players, team, episodes[first : first + args.decode_batch_size], args)
+    for episode in episodes:
+        for name, function in team.task.reward_functions.items():
+            reward = function(episode.problem, episode.answer)
+            if reward is None or not math.isfinite(reward):
+                sys.exit(f"reward function {name}: returned {reward} for {episode.answer!r:.200}")
+            episode.rewards += (float(reward),)
+    return episodes
 
-    In each round one agent writes in all the episodes that wait for it, in the team's order. The first prompts are
-    those of the problems, the same for a group; later ones hold what was written. No seeds: greedily.
+
+def play(players, team, episodes: list, args: Args) -> None:
+    """Let the agents write until all episodes are over.
+
+    Of the agents that some episode waits for, the first of the team writes in all that wait for it.
     """
-    episodes, calls = [team.start(problem) for problem in problems for _ in range(num_generations)], []
-    for player in players.values() if args.fsdp else ():  # all gather weights in one order, needed or not
-        generate(player.model, [[0]], 1, replace(args, max_completion_length=1), None)
-    while agent := next((name for name in team.agents if any(e.agent == name for e in episodes)), None):
-        due = [i for i, episode in enumerate(episodes) if episode.agent == agent]
-        player, copies = players.get(agent) or players["team"], 1 if calls else num_generations
-        prompts = [encode(player.tokenizer, team.prompt(episodes[i])) for i in due[::copies]]
-        names = seeds and [f"{seeds[i // num_generations]} {i % num_generations} {len(episodes[i].calls)}" for i in due]
-        generator = names and [torch.Generator().manual_seed(random.Random(x).getrandbits(63)) for x in names[::copies]]
-        samples = generate(player.model, prompts, copies, args, generator)
-        rows = [row[:length] for row, length in zip(samples.completion_ids.tolist(), samples.mask.sum(1).tolist())]
-        texts = player.tokenizer.batch_decode(rows, skip_special_tokens=True)
-        valid = team.advance([episodes[i] for i in due], texts)
-        info = {"agent": [team.agents.index(agent)] * len(due), "episode": due, "valid": valid}  # (R,) each
-        info = {name: torch.tensor(values, device=samples.mask.device) for name, values in info.items()}
-        info |= {"length": samples.mask.sum(1), "ended": samples.ended, "entropy": samples.entropy.sum(1)}
-        prompts = [prompt for prompt in prompts for _ in range(copies)]  # a list for each row
-        calls.append(Batch(prompts, samples.completion_ids, samples.mask, samples.logprobs, samples.logprobs, info))
-    return episodes, torch.tensor([e.rewards(team.task) for e in episodes], device=samples.mask.device), calls
+    while True:
+        waiting = {episode.agent for episode in episodes if episode.agent}
+        if not waiting:
+            return
+        agent = min(waiting, key=team.agents.index)
+        player = player_of(players, agent)
+        due = []
+        prompts = []
+        for episode in episodes:
+            if episode.agent != agent:
+                continue
+            prompt = encode(player.tokenizer, team.prompt(episode), args)
+            if len(prompt) > args.max_prompt_length:
+                episode.agent = None
+                episode.cut = True
+                continue
+            due.append(episode)
+            prompts.append(prompt)
+        if not due:
+            continue
+        seeds = [random_seed(e.seed, len(e.completions)) for e in due if e.seed is not None]
+        completions = generate(player.sampler, prompts, args, seeds)
+        for completion in completions:
+            completion.agent = agent
+            completion.text = player.tokenizer.decode(completion.ids, skip_special_tokens=True)
+        valid = team.advance(due, [completion.text for completion in completions])
+        for episode, completion, is_valid in zip(due, completions, valid):
+            completion.valid = is_valid
+            episode.completions.append(completion)
 
 
-def rollout(players: dict[str, Player], team, args: Args, progress: Progress) -> Batch:
-    """The calls of a step: G episodes of the next P problems, of which every process takes its share."""
-    rank, world_size = rank_and_world_size()
-    first = progress["problems"] + rank * (share := args.num_prompts_per_step // world_size)
-    progress["problems"] += args.num_prompts_per_step
-    problems = [team.task.train_problem(i, args.seed) for i in range(first, first + share)]
-    seeds = [f"{args.seed} {i}" for i in range(first, first + share)]
-    _, rewards, calls = play(players, team, problems, args.num_generations, args, seeds)
-    batch = batch_map(lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) else sum(xs, []), *calls)
-    batch.rewards = rewards[batch.info["episode"]]  # (R,K) every call has the rewards of its episode
-    batch.info["trajectory"] = batch.info.pop("episode") + first * args.num_generations  # (R,)
-    batch.info["group"] = batch.info["trajectory"] // args.num_generations  # (R,)
-    return batch
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
 
 
-def batch_map(function, *batches: Batch) -> Batch:
-    """Apply a function to every field of the batches, and to every entry of info."""
-    columns = [{**vars(batch), **batch.info} for batch in batches]
-    result = {name: function(*(column[name] for column in columns)) for name in columns[0] if name != "info"}
-    return Batch(*(result.pop(f.name) for f in fields(Batch) if f.name != "info"), result)
-
-
-def compute_advantages(batch: Batch, args: Args, progress: Progress) -> Tensor:
-    """Advantages of this process's rows, from the first reward less the fine for invalid calls. -> (R,)"""
-    scores = batch.rewards[:, 0].nan_to_num() - args.invalid_penalty * ~batch.info["valid"]  # (R,)
-    ids = batch.info["group"], batch.info["agent"], batch.info["trajectory"]  # (R,) each; no group is divided
-    return agent_advantages(scores, *ids, args.normalization, lone_call=args.lone_call)
+# --- Log-probabilities of packed groups ---------------------------------------------------------
 
 
 @dataclass
 class Packed:
-    """One micro-batch of b rows: R packed rows of L tokens, of which N predict a token of a completion."""
+    """A micro-batch. A row is a prompt and its completions, which see the prompt and themselves:
 
-    rows: list[int]  # b rows of the batch
-    input_ids: Tensor  # (R,L)
-    position_ids: Tensor  # (R,L) restart for every completion
-    owners: Tensor  # (R,L) 0 prompt, 1.. the completions, -1 padding
-    filled: Tensor  # (b,T) bool: where the N predicted tokens stand in the batch
-    targets: Tensor  # (N,) the predicted tokens
+        tokens     p1 p2 | p3 a1 a2 | p3 b1        prompt p1 p2 p3, completions a1 a2 a3 and b1 b2
+        owners      0  0 |  1  1  1 |  2  2
+        positions   0  1 |  2  3  4 |  2  3        as if each completion stood alone
+        targets          | a1 a2 a3 | b1 b2
 
-
-def pack(batch: Batch, rows: list[int], args: Args) -> list[Packed]:
-    """Micro-batches of these rows of the batch, in which consecutive rows with equal prompts share the prompt.
-
-    A packed row is a prompt without its last token, then for each completion that last token and the completion without
-    its own last: every token behind the prompt predicts one token. A completion sees the prompt and itself, at the
-    positions it would have alone, so nothing differs from separate rows. Sorting by length avoids padding.
+    p3 starts every completion, because it predicts their first tokens.
     """
-    columns = torch.arange(1, batch.mask.size(1) + 1, device=batch.mask.device)  # (T,)
-    lengths = (batch.mask * columns).amax(1)  # (B,) up to the last token that counts
-    filled, lengths, ids, strips = columns <= lengths[:, None], lengths.tolist(), batch.completion_ids.tolist(), []
-    rows = [row for row in rows if lengths[row] > 0]
-    for prompt, group in ((prompt, list(group)) for prompt, group in groupby(rows, key=lambda row: batch.prompts[row])):
-        room = (args.max_packed_length - len(prompt)) // max(lengths[row] for row in group)
-        most = max(1, min(room, args.per_device_train_batch_size, args.num_generations))
-        strips += [group[i : i + most] for i in range(0, len(group), most)]  # one strip, one packed row
-    strips.sort(key=lambda strip: sum(lengths[row] for row in strip))
-    count = max(1, args.per_device_train_batch_size // args.num_generations)
-    return [pack_strips(strips[i : i + count], batch, filled, lengths, ids) for i in range(0, len(strips), count)]
+
+    input_ids: Tensor  # (R,L)
+    position_ids: Tensor  # (R,L)
+    owners: Tensor  # (R,L) 0 prompt, 1.. completions, -1 padding
+    predicting: Tensor  # (N,) the tokens with owner 1.., as indices into R*L
+    targets: Tensor  # (N,) the tokens that they predict
+    sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
+    completion_index: Tensor  # (N,) the completion of the batch that each target belongs to
+    old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
+    ref_logprobs: Tensor | None = None  # (N,)
 
 
-def pack_strips(strips: list[list[int]], batch: Batch, filled: Tensor, lengths: list[int], ids: list) -> Packed:
-    """One micro-batch of packed rows, one for each list of rows with equal prompts."""
-    columns = []
-    for strip in strips:
-        *prompt, last = batch.prompts[strip[0]]
-        tokens, positions, owners = list(prompt), list(range(len(prompt))), [0] * len(prompt)
-        for owner, row in enumerate(strip, 1):
-            tokens += [last, *ids[row][: lengths[row] - 1]]
-            positions += range(len(prompt), len(prompt) + lengths[row])
-            owners += [owner] * lengths[row]
-        columns.append((tokens, positions, owners))
-    size, rows = max(len(tokens) for tokens, _, _ in columns), [row for strip in strips for row in strip]  # L, b rows
-    padded = [[x + [-1] * (size - len(x)) for x in column] for column in zip(*columns)]  # 3 x R x L
-    input_ids, position_ids, owners = torch.tensor(padded, device=filled.device)  # (R,L) each
-    filled, targets = filled[rows], batch.completion_ids[rows][filled[rows]]  # (b,T), (N,)
-    return Packed(rows, input_ids.clamp(0), position_ids.clamp(0), owners, filled, targets)
+def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
+    """Pack some completions of the batch; neighbours with the same prompt share a packed row."""
+    packed_rows = []  # lists of (token, position, owner)
+    order = []  # the completions in the order of the packed rows
+    for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
+        group = list(group)
+        # A long group is split over several packed rows, each of which repeats the prompt.
+        num_tokens = sum(len(completions[row].ids) for row in group)
+        num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
+        num_parts = min(num_parts, len(group))
+        for part in range(num_parts):
+            packed_row = [(token, position, 0) for position, token in enumerate(prompt[:-1])]
+            for owner, row in enumerate(group[part::num_parts], start=1):
+                inputs = [prompt[-1]] + completions[row].ids[:-1]
+                for position, token in enumerate(inputs, start=len(prompt) - 1):
+                    packed_row.append((token, position, owner))
+                order.append(row)
+            packed_rows.append(packed_row)
 
-
-def completion_logprobs(model, packed: Packed, temperature: float) -> Tensor:
-    """Log-probability of every predicted token. The head works on these positions only, and in chunks. -> (N,)"""
-    query, key = packed.owners[:, :, None], packed.owners[:, None]  # (R,L,1), (R,1,L)
-    sees = ((key == query) | (key == 0)).tril()  # (R,L,L)
-    inputs = {"attention_mask": sees[:, None], "position_ids": packed.position_ids, "use_cache": False}
-    body, head = model.__dict__.get("training_body", model.base_model), model.get_output_embeddings()
-    hidden = body(input_ids=packed.input_ids, **inputs).last_hidden_state[packed.owners > 0]  # (N,H)
-
-    def chunk_logprobs(hidden, targets):
-        return -torch.nn.functional.cross_entropy(head(hidden).float() / temperature, targets, reduction="none")
-
-    parts = (x.split(max(1, LOGITS_PER_CHUNK // model.config.vocab_size)) for x in (hidden, packed.targets))
-    if len(chunks := list(zip(*parts))) == 1:
-        return chunk_logprobs(*chunks[0])
-    return torch.cat([torch.utils.checkpoint.checkpoint(chunk_logprobs, *part, use_reentrant=False) for part in chunks])
+    width = max(len(packed_row) for packed_row in packed_rows)
+    width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
+    for packed_row in packed_rows:
+        packed_row += [(0, 0, -1)] * (width - len(packed_row))
+    input_ids, position_ids, owners = torch.tensor(packed_rows).unbind(2)  # (R,L)
+    targets = [token for row in order for token in completions[row].ids]
+    sampled_logprobs = [logprob for row in order for logprob in completions[row].logprobs]
+    completion_index = [row for row in order for _ in completions[row].ids]
+    return Packed(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        owners=owners.to(device),
+        predicting=(owners > 0).flatten().nonzero()[:, 0].to(device),
+        targets=torch.tensor(targets, device=device),
+        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
+        completion_index=torch.tensor(completion_index, device=device),
+    )
 
 
 def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
-    """Log-probabilities of the completions of a micro-batch, 0 where there is no token. -> (b,T)"""
-    forward = getattr(model, "completion_logprobs", None) or completion_logprobs.__get__(model)  # FSDP has its own
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=args.bf16):
-        logprobs = forward(packed, args.temperature)  # (N,)
-    return torch.zeros(packed.filled.shape, device=logprobs.device).masked_scatter(packed.filled, logprobs)
+    """Log-probability of every predicted token. -> (N,)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
+
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(logits / args.temperature, targets, reduction="none")
+
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
 
 
-def update(model, optimizer, batch: Batch, advantages: Tensor, args: Args, reference=None) -> dict[str, float]:
-    """num_iterations optimizer steps on a batch; returns metrics, the same on all processes. `reference`: for beta > 0.
+# --- Update -------------------------------------------------------------------------------------
 
-    The loss of a step is the sum over micro-batches and processes, each with its share in normalisers that are global:
-    neither changes the gradient. Rows on which nothing acts are left out, but still count in the normalisers.
+
+def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
+    """Pack rows of the batch. Equal prompts become neighbours; similar lengths avoid padding."""
+
+    def prompt_key(row: int):
+        return len(completions[row].prompt), completions[row].prompt
+
+    # Longest first: a step that does not fit fails at once.
+    rows = sorted(rows, key=prompt_key, reverse=True)
+    size = args.micro_batch_size
+    return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
+
+
+def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
+    """num_iterations optimizer steps on the batch of all processes.
+
+    completions and advantages are those of this process. The loss of a step is a sum over tokens,
+    so its gradient depends neither on micro-batches nor on the number of processes.
     """
-    world_size, device = rank_and_world_size()[1], batch.mask.device
-    acts = advantages[:, None].ne(0).flatten(1).any(1) | (args.beta > 0 or not args.skip_equal_groups)  # (B,)
-    micro_batches = pack(batch, acts.nonzero()[:, 0].tolist(), args)
-    counts = [batch.mask.sum(), len(acts), len(micro_batches), batch.mask[acts].sum()]
-    all_counts = gather(torch.tensor([counts], device=device))[0]  # (processes,4)
-    num_tokens, num_rows, _, num_trained = all_counts.sum(0).clamp(min=1)  # scalars
-    if args.fsdp:  # forward and backward are collective: a process with less to do joins in with one idle token
-        token = torch.zeros(1, 1, dtype=torch.long, device=device)
-        idle = Packed([], token, token, token, batch.mask[:0], token[0, :0])
-        micro_batches += [idle] * (max(1, int(all_counts[:, 2].max())) - len(micro_batches))
-    options = {"loss_type": args.loss_type, "epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
-    options |= {"delta": args.delta, "beta": args.beta, "use_bias_correction_kl": args.use_bias_correction_kl}
-    options |= {"max_completion_length": args.max_completion_length, "num_tokens": num_tokens}
-    names = ["loss", "gap", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
-    sums = dict.fromkeys(names + ["kl"] * (args.beta > 0), torch.zeros((), device=device))
-    old_logprobs, ref_logprobs, largest = *torch.zeros(2, *batch.mask.shape, device=device), sums["gap"]  # (B,T) twice
-    model.train(args.gradient_checkpointing)  # else without dropout, which would make learner and sampler differ
+    device = model.device
+    lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
+    all_lengths = gather(lengths.tolist())
+    num_tokens = sum(all_lengths)
+    weights = token_weights(
+        lengths,
+        args.loss_type,
+        num_rows=len(all_lengths),
+        num_tokens=num_tokens,
+        max_completion_length=args.max_completion_length,
+    ).to(device)  # (B,)
+    rows = list(range(len(completions)))
+    if args.beta == 0 and not args.fsdp:
+        # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
+        # processes different numbers of passes, and they would wait for each other forever.
+        rows = advantages.nonzero()[:, 0].tolist()
+    advantages = advantages.to(device)
+    batches = micro_batches(completions, rows, args, device)
+    if args.fsdp:
+        # Processes have different numbers of calls. Those with fewer make idle passes, on a row of
+        # their own with weight 0: the one that stands last.
+        weights = F.pad(weights, (0, 1))
+        advantages = F.pad(advantages, (0, 1))
+        idle = pack(completions, rows[:1], device)
+        idle.completion_index.fill_(-1)
+        batches += [idle] * (max(gather([len(batches)])) - len(batches))
+
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    largest_gap = torch.zeros((), device=device)
     for iteration in range(args.num_iterations):
-        optimizer.zero_grad(set_to_none=True)
-        for packed in micro_batches:
-            logprobs, rows = token_logprobs(model, packed, args), packed.rows  # (b,T)
-            if not rows:  # idle
-                logprobs.sum().backward()
-                continue
-            mask, tokens = batch.mask[rows], batch.mask[rows].sum()  # (b,T), scalar
-            if iteration == 0:  # the weights are those that sampled: the ratio is exactly 1
-                old_logprobs[rows] = logprobs.detach()
-                if args.beta > 0:
-                    ref_logprobs[rows] = token_logprobs(reference, packed, args).detach()
-                gap = (logprobs.detach() - batch.logprobs[rows]).abs() * mask  # (b,T)
-                sums["gap"], largest = sums["gap"] + gap.sum() / num_trained, torch.maximum(largest, gap.max())
-            options["ref_logprobs"] = ref_logprobs[rows]
-            loss, metrics = policy_loss(logprobs, old_logprobs[rows], advantages[rows], mask, **options)
-            share = {"dapo": 1.0, "bnpo": tokens / num_tokens}.get(args.loss_type, len(rows) / num_rows)
-            (loss * share * (world_size if args.fsdp else 1)).backward()  # FSDP takes the mean where we want the sum
-            sums["loss"] = sums["loss"] + loss.detach() * share / args.num_iterations
-            for name, value in metrics.items():
-                sums[name] = sums[name] + value * tokens / num_tokens / args.num_iterations
-        grad_norm = apply_gradients(model, optimizer, args)
-    metrics = dict(zip(sums, gather(torch.stack(list(sums.values()))[None])[0].sum(0).tolist()))
-    metrics["sampling/logprob_difference/mean"] = metrics.pop("gap")
-    metrics["sampling/logprob_difference/max"] = gather(largest[None])[0].max().item()
-    return metrics | {"grad_norm": grad_norm, "frac_tokens_trained": (all_counts[:, 3].sum() / num_tokens).item()}
-
-
-def apply_gradients(model, optimizer, args: Args) -> float:
-    """Add the gradients of all processes, clip, step. Returns the norm before clipping."""
-    for parameter in model.parameters():
-        if parameter.grad is None:  # nothing acted: AdamW's momentum still moves the weights, so it gets a zero
-            parameter.grad = parameter.detach() * 0  # and NaN for a broken weight, which is noticed below
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
+        for batch in batches:
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                # No step has been taken yet, so these are the old log-probabilities. Those of the
+                # sampler differ by rounding; the largest difference is logged.
+                batch.old_logprobs = logprobs.detach()
+                gap = (batch.old_logprobs - batch.sampled_logprobs).abs().max()
+                largest_gap = torch.maximum(largest_gap, gap)
+                if reference is not None:
+                    with torch.no_grad():
+                        batch.ref_logprobs = reference.token_logprobs(batch, args)
+            losses, clipped = policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                advantages[batch.completion_index],
+                epsilon=args.epsilon,
+                beta=args.beta,
+                ref_logprobs=batch.ref_logprobs,
+            )
+            loss = (losses * weights[batch.completion_index]).sum()
+            sums[0] += loss.detach()
+            sums[1] += clipped.sum()
+            if reference is not None:
+                kl = kl_estimate(logprobs.detach(), batch.ref_logprobs)
+                sums[2] += kl[batch.completion_index >= 0].sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
         if dist.is_initialized() and not args.fsdp:
-            dist.all_reduce(parameter.grad)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    grad_norm = (grad_norm.full_tensor() if args.fsdp else grad_norm).item()
-    if not math.isfinite(grad_norm):
-        fail(f"the gradient norm is {grad_norm}: lower --learning-rate, check rewards and weights; checkpoints stay", 1)
-    optimizer.step()
-    return grad_norm
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(
+                f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
+            )
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    metrics = {
+        "loss": loss,
+        "clip_ratio": num_clipped / num_tokens,
+        "grad_norm": norm,
+        "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
+    }
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
 
 
-# === 6 Checkpoint =====================================================================================================
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
+
+
+def copy_model(model, dtype: torch.dtype):
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype."""
+    weights = {}
+    for parameter in model.parameters():
+        weight = parameter.detach().to(dtype, copy=True)
+        weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
+    return copy.deepcopy(model, weights)  # deepcopy takes them for copies that it has made
+
+
+@torch.no_grad()
+def refresh(sampler, model, args: Args) -> None:
+    """Copy the weights of the policy into the sampler."""
+    if sampler is model:
+        return
+    weights = dict(model.named_parameters())
+    for name, parameter in sampler.named_parameters():
+        weight = weights[name]
+        parameter.copy_(weight.full_tensor() if args.fsdp else weight)
 
 
 @dataclass
-class Trained:
-    """State of a model and its optimizer as if on one device, so that a checkpoint fits any number of them."""
+class Player:
+    """A model and what it is trained with, for one agent or for all."""
 
-    model: torch.nn.Module
+    name: str
+    agents: tuple[str, ...]
+    args: Args  # that name its model
+    tokenizer: transformers.PreTrainedTokenizerBase
+    model: transformers.PreTrainedModel
+    sampler: transformers.PreTrainedModel
+    reference: transformers.PreTrainedModel | None
     optimizer: torch.optim.Optimizer
 
-    def state_dict(self) -> dict:
-        """Whole tensors in the memory of process 0; all processes must call."""
-        return dict(zip(("model_state_dict", "optim_state_dict"), get_state_dict(*vars(self).values(), options=WHOLE)))
 
-    def load_state_dict(self, state: dict) -> None:
-        """Every process takes what it holds of the whole tensors."""
-        set_state_dict(self.model, self.optimizer, **state, options=WHOLE)
+def player_of(players: list[Player], agent: str) -> Player:
+    """The player whose model writes for this agent."""
+    return next(player for player in players if agent in player.agents)
 
 
-def checkpoints(run_dir: str) -> list[str]:
-    """Checkpoint files of a run, oldest first."""
-    return sorted(map(str, Path(run_dir, "checkpoints").glob("step_*[0-9].pt")))
+def load_player(name: str, agents, messages: list[dict], args: Args, device) -> Player:
+    """Load a model and check it on a prompt."""
+    model, tokenizer = load_model(args)
+    model.to(device)
+    check_model(model, encode(tokenizer, messages, args)[: args.max_prompt_length], args)
+    reference = None
+    if args.beta > 0:
+        reference = copy_model(model, torch.float32)
+        if args.fsdp:
+            shard(reference, args)
+    # The sampler is the policy itself, or a copy: unsharded for --fsdp, in bfloat16 for --bf16.
+    sampler = model
+    if args.bf16 or args.fsdp:
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
+    if args.fsdp:
+        shard(model, args)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), args.learning_rate, weight_decay=0.0, fused=True
+    )
+    return Player(name, agents, args, tokenizer, model, sampler, reference, optimizer)
 
 
-def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None:
-    """Write state (name -> object with a state_dict). A crash leaves either the old files or the new one."""
-    payload = {name: thing.state_dict() for name, thing in state.items()} | {"random": torch.get_rng_state()}
-    if rank_and_world_size()[0] == 0:
-        path = os.path.join(run_dir, "checkpoints", f"step_{step:08d}.pt")
-        with or_fail(f"{path}: cannot be written; the checkpoints before it are kept", 1):
-            torch.save(payload, path + ".tmp")
-            os.replace(path + ".tmp", path)
-        for old in checkpoints(run_dir)[:-keep]:
-            os.remove(old)
+def load_players(team, problem, args: Args, device: torch.device) -> list[Player]:
+    """One player for all agents, or one for each."""
+    members = {"team": team.agents}
+    if not args.share_model:
+        members = {agent: (agent,) for agent in team.agents}
+    models = args.agent_models or (args.model_name_or_path,) * len(members)
+    if len(models) != len(members):
+        sys.exit(f"--agent-models: expected one for each of {', '.join(members)}")
+    messages = team.prompt(team.start(problem))
+    players = []
+    for (name, agents), model in zip(members.items(), models):
+        own_args = replace(args, model_name_or_path=model)
+        players.append(load_player(name, agents, messages, own_args, device))
+    return players
 
 
-def load_checkpoint(run_dir: str, state: dict) -> bool:
-    """Restore the newest checkpoint into the objects of state; False if the run was stopped before its first."""
-    for path in checkpoints(run_dir)[-1:]:
-        with or_fail(f"{path}: damaged, or of another script; delete it to continue from the one before", 1):
-            payload = torch.load(path, map_location="cpu", weights_only=True)
-            for name, thing in state.items():
-                thing.load_state_dict(payload[name])
-            torch.set_rng_state(payload["random"])
-    return bool(checkpoints(run_dir))
+# --- Checkpoints and logs -----------------------------------------------------------------------
 
 
-def resume_args(args: Args) -> Args:
-    """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
-    run_dir = args.evaluate or args.resume
-    if args.evaluate and args.resume:
-        fail("--evaluate and --resume: one of them, please; a finished run is scored, an unfinished one is continued")
-    with or_fail(f"{run_dir}: not a run folder of this script, or nothing to --evaluate yet: finish it with --resume"):
-        saved = json.loads(Path(run_dir, "args.json").read_text())
-        saved = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
-        os.stat(os.path.join(run_dir, "final" if args.evaluate else ""))
-    free = ["resume", "save_steps", "device", "max_steps", "retriever_url"]
-    # a flag on the command line counts as given with its default value, too
-    words = {w.split("=")[0].replace("_", "-").replace("--no-", "--") for w in sys.argv if __name__ == "__main__"}
-    given = {x: now for x, now in vars(args).items() if now != getattr(Args, x) or f"--{x.replace('_', '-')}" in words}
-    for name, now in given.items():
-        if now != (before := getattr(saved, name)) and name not in free and not args.evaluate:
-            fail(f"--resume {run_dir}: the run began with --{name.replace('_', '-')} {before}, not {now}")
-    model = {"model_name_or_path": os.path.join(run_dir, "final"), "fsdp": False} if args.evaluate else {}
-    return replace(saved, **given | {"output_dir": run_dir} | model)
+def checkpoints(run_dir: str) -> list[Path]:
+    """Finished checkpoints, oldest first: torch writes .metadata last."""
+    return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
 
 
-class Logger:
-    """metrics.csv (the same for the same seed), perf.csv (time, speed, memory) and TensorBoard in the run folder."""
+def checkpoint_state(players: list[Player], progress: dict) -> dict:
+    """What a checkpoint holds."""
+    state = {"progress": progress, "models": {}, "optimizers": {}}
+    for player in players:
+        weights, moments = get_state_dict(player.model, player.optimizer)
+        state["models"][player.name] = weights
+        state["optimizers"][player.name] = moments
+    return state
 
-    def __init__(self, run_dir: str, args: Args, step: int):
-        """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
-        with or_fail(f"{run_dir}: cannot be used as a run folder"):
-            os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-            Path(run_dir, "args.tmp").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-            os.replace(os.path.join(run_dir, "args.tmp"), os.path.join(run_dir, "args.json"))
-            self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
-            for file in self.files.values():
-                file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
-                kept = [x for x in file if x[-1] == "\n" and (x[0] == "s" or int(x.split(",")[0]) <= step)]
-                file.truncate(sum(map(len, kept)))
-                file.write("" if kept else "step,tag,value\n")
-            self.board = SummaryWriter(run_dir, purge_step=step + 1)
 
-    def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
-        """Write tag -> value."""
-        self.files[file].writelines(f"{step},{tag},{value}\n" for tag, value in values.items())
+def save_checkpoint(run_dir: str, players: list[Player], progress: dict, rank: int) -> None:
+    """Every process writes its shard; the newest two checkpoints are kept.
+
+    No random state is saved: problems and samples depend on the seed and the progress alone.
+    """
+    state = checkpoint_state(players, progress)
+    dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
+    if rank == 0:
+        for old in checkpoints(run_dir)[:-2]:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(run_dir: str, players: list[Player], progress: dict) -> None:
+    """Restore the newest checkpoint, if there is one; every process reads its shard."""
+    if not checkpoints(run_dir):
+        return  # get_state_dict would make a new AdamW count a step
+    state = checkpoint_state(players, progress)
+    dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
+    for player in players:
+        set_state_dict(
+            player.model,
+            player.optimizer,
+            model_state_dict=state["models"][player.name],
+            optim_state_dict=state["optimizers"][player.name],
+        )
+    progress.update(state["progress"])
+
+
+def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=whole)  # all processes take part
+    if rank == 0:
+        final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
+        final.load_state_dict(weights)
+        final.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        print(f"{folder}: the trained model", flush=True)
+
+
+def open_run(args: Args, rank: int) -> str:
+    """The run folder, the same for all processes; the first one makes it."""
+    run_dir = args.resume or args.output_dir
+    if run_dir is None:
+        env = Path(args.env).name  # without the folders of FILE.py:ClassName
+        run_dir = f"runs/{Path(__file__).stem}__{env}__{args.seed}__{time.time():.0f}"
+        run_dir = gather([run_dir])[0]  # the clocks of processes differ
+    path = Path(run_dir, "args.json")
+    if rank == 0:
+        if path.exists() and not args.resume:
+            sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+        os.makedirs(run_dir, exist_ok=True)
+        path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    return run_dir
+
+
+def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
+    with open(f"{run_dir}/metrics.csv", "a") as file:
+        if file.tell() == 0:
+            file.write("step,tag,value\n")
         for tag, value in values.items():
-            self.board.add_scalar(tag, value, step)
-        self.board.flush()
+            file.write(f"{step},{tag},{value}\n")
+            board.add_scalar(tag, value, step)
+    board.flush()
 
 
-# === 7 Evaluation =====================================================================================================
+def log_episodes(run_dir: str, step: int, episodes, advantages, players, task, args: Args):
+    """Add the first groups of a step to completions.jsonl, for people to read."""
+    advantages = iter(advantages.tolist())  # of the calls, in their order
+    with open(f"{run_dir}/completions.jsonl", "a") as file:
+        for episode in episodes[: GROUPS_SHOWN * args.num_generations]:
+            calls = []
+            for completion in episode.completions:
+                player = player_of(players, completion.agent)
+                call = {
+                    "agent": completion.agent,
+                    "prompt": player.tokenizer.decode(completion.prompt),
+                    "completion": completion.text,
+                    "valid": completion.valid,
+                    "advantage": next(advantages),
+                }
+                calls.append(call)
+            rewards = dict(zip(task.reward_functions, episode.rewards))
+            file.write(json.dumps({"step": step, "calls": calls, "rewards": rewards}) + "\n")
 
 
-def evaluate(players: dict[str, Player], team, args: Args) -> tuple[dict[str, float], str]:
-    """Greedy pass@1 and pass@k of k episodes on problems that training never sees; three episodes as text."""
-    rank, world_size = rank_and_world_size()
-    problems, k = team.task.evaluation_problems(args.eval_problems), args.num_generations_eval
-    mine = list(range(rank, len(problems), world_size)) or [0]
-    problems, seeds = [problems[i] for i in mine], [f"evaluation {i}" for i in mine]
-    episodes, rewards, _ = play(players, team, problems, 1, args, None)  # rewards (P,K)
-    right = play(players, team, problems, k, args, seeds)[1][:, 0].view(-1, k)  # (P,k) is it right
-    means = torch.cat([rewards[:, :1], right.mean(1, True), right.amax(1, True), rewards], 1)
-    names = ["pass_at_1", f"mean_at_{k}", f"pass_at_{k}", *(f"rewards/{name}" for name in team.task.reward_functions)]
-    shown = "\n".join(episode.transcript(team.task) for episode in episodes[:3])
-    return {f"eval/{name}": value for name, value in zip(names, gather(means)[0].nanmean(0).tolist())}, shown
+def report(step: int, metrics: dict, task, args: Args) -> None:
+    """Print a summary of under 80 columns."""
+    name = next(iter(task.reward_functions))
+    left = metrics["seconds/step"] * (args.max_steps - step)
+    line = f"step {step:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
+    line += f"  {name[:12]} {metrics[f'rewards/{name}/mean']:.2f}"
+    line += f"  length {metrics['completions/mean_length']:.0f}"
+    line += f"  {metrics['seconds/step']:.1f} s"
+    print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
 
-# === 8 Training loop ==================================================================================================
+# --- Evaluation and training --------------------------------------------------------------------
 
 
-def check_args(args: Args) -> None:
-    """One sentence for every combination of flags that cannot work."""
-    ranks, group, micro = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations, args.per_device_train_batch_size
-    least = {"max_steps": 0, "eval_steps": 0, "seed": 0, "num_generations": 2, "max_rounds": 1}
-    least |= {"temperature": 1e-6, "delta": 1}
-    for f in fields(Args):
-        x, low = getattr(args, f.name), least.get(f.name, int(f.type is int))
-        kinds = [getattr(k, "__name__", k) for k in get_args(f.type) * (get_origin(f.type) is not tuple) or (f.type,)]
-        unfit = x not in kinds and not {*kinds, "int", "list"} & {kind.__name__ for kind in type(x).__mro__}
-        if x == "" or unfit or (isinstance(x, (int, float)) and not low <= x <= 2**31):
-            wanted = "a name" if x == "" else " or ".join(kinds) if unfit else f"{low} or more, at most {2**31}"
-            fail(f"--{f.name.replace('_', '-')} {x!r}: expected {wanted}")
-    if args.num_prompts_per_step % ranks:
-        fail(f"--num-prompts-per-step {args.num_prompts_per_step}: not divisible by the {ranks} processes")
-    if micro % group and group % micro:
-        fail(f"--per-device-train-batch-size {micro}: expected a multiple or a divisor of --num-generations {group}")
-    if args.fsdp and ranks == 1:
-        fail("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+def evaluate(
+    players, team, problems, args: Args, rank: int, world_size: int
+) -> tuple[dict[str, float], str]:
+    """Score problems that are not trained on by the first reward function: the greedy episode, and
+    the mean and the best of k sampled ones. Also returns some greedy episodes as text."""
+    k = args.num_generations_eval
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", i) for i in mine]
+    problems = [problems[i] for i in mine]
+    greedy = complete(players, team, problems, 1, args)
+    scores = {"eval/greedy": [episode.rewards[0] for episode in greedy]}
+    if k > 0:
+        sampled = complete(players, team, problems, k, args, seeds)
+        rewards = torch.tensor([episode.rewards[0] for episode in sampled]).view(-1, k)
+        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
+        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
+    means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+    examples = []
+    for episode in greedy[:3]:
+        lines = [team.prompt(team.start(episode.problem))[-1]["content"]]
+        lines += [f"{call.agent} >>> {call.text}" for call in episode.completions]
+        examples.append("\n".join(lines) + f"\n(reward {episode.rewards[0]:g})\n")
+    return means, "\n".join(examples)
 
 
-def batch_metrics(batch: Batch, team, args: Args, progress: Progress) -> dict[str, float]:
-    """What the calls of a step say, over all processes. Counts their tokens in progress."""
-    info = {name: gather(values)[0].double() for name, values in batch.info.items()}  # (R,) each, of all processes
-    group, agent, trajectory, lengths = (info[name] for name in ("group", "agent", "trajectory", "length"))
-    rewards = gather(batch.rewards)[0].double()  # (R,K)
-    once, reward = torch.ones_like(group), rewards[:, 0].nan_to_num()  # (R,) each
-    calls = pool_statistics(reward, once, trajectory)[2]  # (R,) of its trajectory
-    mean, std, _ = pool_statistics(reward, 1 / calls, group, ddof=0)  # (R,) each, over trajectories
-    own_mean, own_std, own_calls = pool_statistics(reward, once, group, agent, ddof=0)  # (R,) each
-    factor = inflation_factor(own_mean, own_std, mean, std).masked_fill(std == 0, math.nan)  # (R,)
-    progress["tokens"] += int(lengths.sum())
+def agent_metrics(
+    rewards: Tensor, groups: Tensor, call_rewards: Tensor, valid: Tensor
+) -> dict[str, float]:
+    """What the calls of one agent are like, and how GRPO's baseline would inflate its gradient.
 
-    def average(values, weights):
-        return (values * weights).nansum() / (weights * ~values.isnan()).sum()
-
-    metrics = {"reward": average(reward, 1 / calls), "frac_reward_zero_std": average((std == 0).double(), 1 / calls)}
-    metrics |= {f"rewards/{k}/mean": average(x, 1 / calls) for k, x in zip(team.task.reward_functions, rewards.T)}
-    metrics |= {"completions/mean_length": lengths.mean(), "completions/max_length": lengths.max()}
-    metrics |= {"completions/clipped_ratio": 1 - info["ended"].mean(), "entropy": info["entropy"].sum() / lengths.sum()}
-    values = {"inflation_factor": factor, "frac_zero_std": (own_std == 0).double(), "valid": info["valid"]}  # (R,) each
-    for number, name in enumerate(team.agents):
-        weights = (agent == number) / own_calls  # (R,) every group counts once
-        metrics |= {f"dr_mas/{name}/{key}": average(value, weights) for key, value in values.items()}
-        metrics[f"dr_mas/{name}/calls"] = (agent == number).sum() / (1 / calls).sum()
-    return {name: float(value) for name, value in metrics.items()} | {"num_tokens": progress["tokens"]}
+    rewards (P,G) are those of all episodes; the others, (C,), belong to the agent's calls.
+    """
+    metrics = {"calls": len(groups) / rewards.numel()}  # in an episode
+    factors = []
+    equal = []
+    for group in groups.unique():
+        own = call_rewards[groups == group]
+        everybody = rewards[group]  # (G,)
+        equal.append((own == own[0]).all())
+        if (everybody != everybody[0]).any():
+            own_std = own.std(correction=0)
+            std = everybody.std(correction=0)
+            factors.append(inflation_factor(own.mean(), own_std, everybody.mean(), std))
+    if equal:
+        metrics["valid"] = valid.float().mean().item()
+        metrics["frac_zero_std"] = torch.stack(equal).float().mean().item()
+    if factors:
+        metrics["inflation_factor"] = torch.stack(factors).mean().item()
+    return metrics
 
 
 def train(args: Args) -> dict[str, float]:
-    """Train as the flags say, or score a run for --evaluate. Returns the last evaluation. Steps as in dr_mas.md."""
-    transformers.logging.disable_progress_bar()
-    getattr(sys.stdout, "reconfigure", dict)(errors="replace")  # a terminal may not know all that a model writes
-    args = resume_args(args) if args.resume or args.evaluate else args
-    check_args(args)
-    device, rank = setup(args), rank_and_world_size()[0]
-    team = load_task(args)
-    players = load_players(args, team.agents, device)
-    if args.evaluate:
-        scores, shown = evaluate(players, team, args)
-        if rank == 0:
-            print(shown, *(f"{tag} {value:.4f}" for tag, value in scores.items()), sep="\n")
-        return scores
-    progress = Progress(step=0, problems=0, tokens=0)
-    state = {name: Trained(player.model, player.optimizer) for name, player in players.items()} | {"progress": progress}
-    run_dir = args.output_dir or f"runs/{Path(__file__).stem}__{args.env}__{args.seed}__{time.time():.0f}"
-    if rank == 0 and not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
-        fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
-    loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        tiny = not args.model_name_or_path and not args.agent_models
+        args = replace(args, learning_rate=2e-4 if tiny else 1e-6)
+    rank, world_size, device = setup(args)
+    team, eval_problems = load_task(args)
+    task = team.task
+    players = load_players(team, eval_problems[0], args, device)
+    tokenizer = players[0].tokenizer
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, team, args)
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
+        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, team, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    run_dir = open_run(args, rank)
+    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
+    load_checkpoint(run_dir, players, progress)
     if rank == 0:
-        logger = Logger(run_dir, args, loaded)
-        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} episodes a step, {device}")
-    signals = []  # the step is finished and saved before the run leaves; a second signal leaves at once
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: os._exit(128 + number) if signals else signals.append(number))
-    start, first, scores = time.perf_counter(), progress["step"], {}
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    scores = {}
     while True:
-        step, last = progress["step"], progress["step"] >= args.max_steps
-        stop = int(gather(torch.tensor([max(signals, default=0)]))[0].max())  # a signal to any process
-        if step != loaded and args.eval_steps and (last or step % args.eval_steps == 0):
-            scores, shown = evaluate(players, team, args)
+        step = progress["step"]
+        last = step >= args.max_steps
+        for player in players:
+            refresh(player.sampler, player.model, args)
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores, examples = evaluate(players, team, eval_problems, args, rank, world_size)
             if rank == 0:
+                log(run_dir, board, step, scores)
                 if last or step == 0:
-                    print(shown)
-                    logger.board.add_text("eval/completions", "    " + shown.replace("\n", "\n    "), step)  # as code
-                logger.scalars(step, scores)
-                print("  ".join(f"{tag} {value:.3f}" for tag, value in list(scores.items())[:3]), flush=True)
-        if step not in (0, loaded) and (last or stop or step % args.save_steps == 0):
-            save_checkpoint(run_dir, step, state)
-        if last or stop:
+                    print(examples)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
             break
-        began, tokens = time.perf_counter(), progress["tokens"]
-        batch = rollout(players, team, args, progress)  # 1. play G episodes of each problem, score them
-        metrics = batch_metrics(batch, team, args, progress)
+
+        # 1. play G episodes of each problem and score them; processes have different problems
+        began = time.perf_counter()
+        share = args.num_prompts_per_step // world_size
+        first = progress["num_prompts"] + rank * share
+        indices = range(first, first + share)
+        problems = [task.train_problem(i, args.seed) for i in indices]
+        seeds = [random_seed(args.seed, i) for i in indices]
+        episodes = complete(players, team, problems, args.num_generations, args, seeds)
+        progress["num_prompts"] += args.num_prompts_per_step
         sampled = time.perf_counter()
-        advantages = compute_advantages(batch, args, progress)  # 2. compare each call with its agent's
-        for number, (name, player) in enumerate(players.items()):  # 3. clipped policy-gradient steps
-            rows = ((batch.info["agent"] == number) | args.share_model).nonzero()[:, 0]  # (rows,)
-            part = batch_map(lambda x, rows=rows: x[rows] if isinstance(x, Tensor) else [x[i] for i in rows], batch)
-            if len(gather(rows)[0]):  # else nothing to learn from; the momentum must not move the weights either
-                learned = update(player.model, player.optimizer, part, advantages[rows], args, player.reference)
-                metrics |= {f"dr_mas/{name}/{tag}": value for tag, value in learned.items()}
-        progress["step"] += 1
-        now = time.perf_counter()  # 4. log; evaluate and save above
+
+        # 2. compare each call with those of its agent; R counts the calls of all processes
+        completions = []
+        table = []
+        for number, episode in enumerate(episodes, start=rank * len(episodes)):
+            for c in episode.completions:
+                agent = team.agents.index(c.agent)
+                table.append((number, agent, c.valid, len(c.ids), c.ended, c.entropy))
+                completions.append(c)
+        trajectories, agents, valid, lengths, ended, entropy = zip(*gather(table))
+        trajectories = torch.tensor(trajectories)  # (R,)
+        groups = trajectories // args.num_generations
+        agents = torch.tensor(agents)
+        valid = torch.tensor(valid)
+        rewards = torch.tensor(gather([episode.rewards for episode in episodes]))  # (P G,K)
+        call_rewards = rewards[trajectories, 0]  # (R,)
+        advantages = agent_advantages(
+            call_rewards - args.invalid_penalty * ~valid,
+            groups,
+            agents,
+            trajectories,
+            args.normalization,
+            lone_call=args.lone_call,
+        )
+        own_advantages = advantages.split(gather([len(completions)]))[rank]
+
+        # 3. clipped policy-gradient steps of each model on the calls of its agents
+        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        metrics = {}
+        for player in players:
+            rows = [row for row, c in enumerate(completions) if c.agent in player.agents]
+            if not any(gather([len(rows)])):
+                continue  # AdamW would move the weights even so
+            player.optimizer.param_groups[0]["lr"] = rate
+            calls = [completions[row] for row in rows]
+            learned = update(
+                player.model, player.reference, player.optimizer, calls, own_advantages[rows], args
+            )
+            metrics |= {f"dr_mas/{player.name}/{tag}": value for tag, value in learned.items()}
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        progress["num_tokens"] += sum(lengths)
+        totals = rewards[:, 0].view(-1, args.num_generations)  # (P,G)
+        for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
+            metrics[f"rewards/{name}/mean"] = mean
+        for number, name in enumerate(team.agents):
+            own = agents == number
+            found = agent_metrics(totals, groups[own], call_rewards[own], valid[own])
+            metrics |= {f"dr_mas/{name}/{tag}": value for tag, value in found.items()}
+        metrics |= {
+            "reward": totals.mean().item(),
+            "frac_reward_zero_std": (totals == totals[:, :1]).all(1).float().mean().item(),
+            "entropy": sum(entropy) / sum(lengths),
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "dr_mas/cut_ratio": sum(gather([e.cut for e in episodes])) / len(rewards),
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
         if rank == 0:
-            logger.scalars(step + 1, {f"train/{name}": value for name, value in metrics.items()})
-            gpu, speed = device.type == "cuda", (progress["tokens"] - tokens) / (now - began)
-            memory = torch.cuda.max_memory_allocated() if gpu else getrusage(RUSAGE_SELF).ru_maxrss * 1024  # bytes
-            perf = {"perf/step_seconds": now - began, "perf/rollout_seconds": sampled - began}
-            perf |= {"perf/tokens_per_second": speed, "perf/peak_memory_gb": memory / 1e9}
-            logger.scalars(step + 1, perf, "perf.csv")
-            left = (now - start) / (step + 1 - first) * (args.max_steps - step - 1)
-            line = f"step {step + 1:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
-            line += f"  length {metrics['completions/mean_length']:3.0f}  {speed / 1000:4.1f}k tok/s"
-            print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
-    if stop and not last:
-        fail(f"stopped after step {step}; continue with --resume {run_dir}", 128 + stop)
-    for name, player in players.items():
-        weights = state[name].state_dict()["model_state_dict"]  # all processes must call
-        weights = {key: weight for key, weight in weights.items() if key not in player.model.all_tied_weights_keys}
-        if rank == 0:
-            player.model.save_pretrained(os.path.join(run_dir, "final", name), state_dict=weights)
-            player.tokenizer.save_pretrained(os.path.join(run_dir, "final", name))
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_episodes(run_dir, step, episodes, own_advantages, players, task, args)
+            report(step, metrics, task, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, players, progress, rank)
+
+    if args.max_steps > 0:
+        for player in players:
+            folder = f"{run_dir}/final/{player.name}"
+            save_final(folder, player.model, player.tokenizer, player.args, rank)
     if dist.is_initialized():
         dist.destroy_process_group()
     return scores
 
 
+def parse_args() -> Args:
+    """The command line; with --resume, the flags of that run are its defaults."""
+    args = tyro.cli(Args)
+    if not args.resume:
+        return args
+    path = Path(args.resume, "args.json")
+    if not path.is_file():
+        sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+    saved = json.loads(path.read_text())
+    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+    saved = Args(**saved | lists)  # JSON has no tuples
+    args = tyro.cli(Args, default=saved)
+    fixed = "seed env dataset eval_dataset max_prompt_length system_prompt chat_template_kwargs"
+    fixed += " model_name_or_path agent_models share_model num_prompts_per_step"
+    for name, before in asdict(saved).items():
+        now = getattr(args, name)
+        if now == before or name in ("resume", "output_dir"):
+            continue
+        flag = "--" + name.replace("_", "-")
+        if name in fixed.split():
+            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{flag} {now}: the run began with {before}", flush=True)
+    return args
+
+
 if __name__ == "__main__":
-    train(tyro.cli(Args))
+    train(parse_args())

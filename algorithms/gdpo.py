@@ -1057,7 +1057,8 @@ def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
     run_dir = args.resume or args.output_dir
     if run_dir is None:
-        run_dir = f"runs/{Path(__file__).stem}__{args.env}__{args.seed}__{time.time():.0f}"
+        env = Path(args.env).name  # without the folders of FILE.py:ClassName
+        run_dir = f"runs/{Path(__file__).stem}__{env}__{args.seed}__{time.time():.0f}"
         run_dir = gather([run_dir])[0]  # the clocks of processes differ
     path = Path(run_dir, "args.json")
     if rank == 0:

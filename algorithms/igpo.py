@@ -2,879 +2,1470 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
-"""IGPO: GRPO for search agents, in which every turn is rewarded by how much likelier it makes the right answer.
+"""IGPO: GRPO for agents that search and answer. Every turn gets an advantage of its own, from how
+much likelier it makes the right answer. Wang et al., arXiv 2510.14967 (version 2, ICLR 2026).
 
-Wang et al., Information Gain-based Policy Optimization, arXiv 2510.14967 (v2, ICLR 2026).
+    gain of a turn        r = log-probability of the right answer after it minus that before it
+    reward of the last    r = word F1 of the answer, or -2 if the format is wrong
+    advantage of a turn   A = its z-score in the group plus those of all later turns
 
-Differs from grpo.py in:
-1. the method: `information_gains` of turns, from `answer_logprobs`, and `turn_advantages` (with `pool_statistics`) for
-   `group_advantages` and `scale_rewards`, in `compute_advantages` with `information_gain`, `normalization`, `gamma`
-   and `reward` (for `advantage`), whose value f1 is GRPO
-2. a row is an episode of several turns: `play`, `score_episodes`, `rollout`, `batch_metrics`,
-   `evaluate`, `train`, `load_task` with `env`, `retriever_url`, `hops`, `max_turns`; word F1 or `format_penalty` is
-   the reward, without `reward_weights`, `total_rewards`, `complete`, `sample_batch`, `batch_map`; smaller default:
-   `max_steps`, `eval_problems`, `num_prompts_per_step`
-3. left out, in `check_args` too: DAPO (`dynamic_sampling`, `mask_truncated_completions`, `overlong_buffer_len`,
-   `soft_overlong_penalty`), `top_p` (`sample_tokens`, `generate`), `compile` (`load_model`, `resume_args`), schedules
-   (`learning_rate`, `lr_scheduler_type`, `warmup_steps`), `num_numbers`, `max_number`
-Differs from the paper in:
-1. no KL penalty by default (the paper: 0.001) and no entropy bonus (its code: 0.001)
-2. format penalty -2 as in its code, the paper gives no number; a reply without search or answer ends the episode
+Gains have one mean and std in the group, outcomes another. The loss is that of grpo.py.
 
-    python algorithms/igpo.py                                                      # tiny model, CPU, offline, 1-2 min
-    python algorithms/igpo.py --dataset nq.jsonl --retriever-url http://127.0.0.1:8000/retrieve --bf16 \
-        --model-name-or-path Qwen/Qwen2.5-3B-Instruct --learning-rate 1e-6 ...     # one GPU
-    torchrun --nproc_per_node 8 algorithms/igpo.py --model-name-or-path Qwen/Qwen2.5-7B-Instruct --fsdp --bf16 ...
+Differs from grpo.py:
+1. The unit is an episode: the model writes, reads what the task replies, and writes again. What it
+   read is not trained on. A turn continues from the keys and values of the turns before it.
+2. The log-probability of the right answer is taken at the start of every turn, by the sampler.
+3. turn_advantages replaces group_advantages. Its control is --advantage: f1 is GRPO, ig uses the
+   gains alone.
 
-P prompts, G episodes a prompt, B = P G rows, S prompt tokens, T tokens of an episode behind its prompt, N turns, V
-vocabulary, K reward functions, R packed rows of L tokens. The rest is in igpo.md.
+Differs from the paper:
+1. No KL penalty by default (paper: 0.001) and no entropy bonus (its code: 0.001).
+2. The format penalty is that of its code; the paper gives no number.
+
+    python algorithms/igpo.py                                # tiny model, CPU, offline
+
+    # one 80 GB GPU; questions with answers, and a search server with the protocol of Search-R1
+    python algorithms/igpo.py --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 \
+        --dataset nq_train.jsonl --eval-dataset nq_test.jsonl \
+        --retriever-url http://127.0.0.1:8000/retrieve --max-prompt-length 4096 \
+        --max-completion-length 512 --gradient-checkpointing --micro-batch-size 4 \
+        --decode-batch-size 64 --eval-steps 50 --num-generations-eval 0
+
+    torchrun --nproc_per_node 8 algorithms/igpo.py --fsdp ...
+
+Your own tools: `--env FILE.py:ClassName`, see envs/README.md. Your own reward: `--reward
+FILE.py:function`, called as function(problem, episode as text) -> float.
+
+Letters in shapes: P problems, G episodes of each, B = P G (of this process, if not said otherwise),
+T turns, S tokens of a context, W new ones, V vocabulary, H hidden size, K reward functions; R
+packed rows of L tokens, N predicted tokens. In attention masks, Q queries and K keys.
 """
 
-import contextlib
+import copy
 import json
 import math
 import os
 import random
-import signal
+import runpy
+import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+import warnings
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
-from typing import Literal, get_args, get_origin
+from types import MethodType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository root, for envs/
-from envs.episodes import Episode, padded, reply_ids
-from envs.search_qa import KNOWN, SearchQA
-from envs.search_text import f1
+ROOT = Path(__file__).resolve().parents[1]  # the repository root
+sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
-TINY_MODELS = os.path.join(sys.path[0], "envs", "tiny_lm")
-LOGITS_PER_CHUNK = 2**26  # 256 MB in float32
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of checkpoints, under FSDP too
+MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
+PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 
-# === 2 Args ===========================================================================================================
+# torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass
 class Args:
+    # model, problems, rewards
     model_name_or_path: str | None = None
-    """policy: a Hugging Face causal language model, by name or folder; None is the env's tiny model (ours)"""
-    env: Literal["search_qa"] = "search_qa"
-    """task: multi-hop questions, an invented world to search in (ours)"""
+    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    env: str = "search_qa"
+    """search_qa, or FILE.py:ClassName of an agent task, see envs/README.md"""
     dataset: str | None = None
-    """JSON-lines file in place of the env's own problems; its keys are in envs/ (ours)"""
+    """JSON-lines file of problems; for search_qa, questions with golden_answers or answer"""
+    eval_dataset: str | None = None
+    """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
     retriever_url: str | None = None
-    """search_qa: a Search-R1 retrieval server, for questions from a file; None searches the env's own world (ours)"""
+    """search_qa: search server with the protocol of Search-R1; None searches an invented world"""
     hops: tuple[int, ...] = (1, 2)
-    """search_qa: hops of the questions, drawn evenly (ours)"""
-    max_turns: int = 5
-    """turns of an episode; one without an answer by then has failed (ours; IGPO table 4: 10)"""
-    reward: Literal["f1+ig", "f1", "ig"] = "f1+ig"
-    """f1+ig: the method; controls: f1 = outcome alone (GRPO), ig = information gain alone (IGPO table 3)"""
-    information_gain: Literal["log", "prob"] = "log"
-    """difference of mean log-probabilities, or of their exponentials (IGPO v2 eq. 4; v1: prob)"""
-    normalization: Literal["separate", "joint"] = "separate"
-    """normalise gains and outcomes apart, or in one pool (IGPO v2 eq. 5; v1: joint)"""
-    gamma: float = 1.0
-    """discount per turn (IGPO table 4; SPIRAL code)"""
+    """search_qa without --dataset: numbers of searches that a question needs"""
+    system_prompt: str | None = None
+    """system message before every prompt"""
+    chat_template_kwargs: str = "{}"
+    """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
+    reward: tuple[str, ...] = ()
+    """one or more FILE.py:function, called as function(problem, text) -> float, in place of the
+    rewards of --env; text is all that was written and read in the episode"""
+    reward_weights: tuple[float, ...] = ()
+    """one weight for each reward function; the default is 1 for each --reward"""
     format_penalty: float = -2.0
-    """outcome of an episode whose format is wrong (IGPO code)"""
+    """search_qa: outcome of an episode whose format is wrong; without --reward"""
+    # rollout
     num_prompts_per_step: int = 16
-    """P, prompts in one step over all processes (ours; DeepSeekMath 4.2: 16)"""
+    """P, problems in one step, over all processes"""
     num_generations: int = 8
-    """G, completions of each prompt: one group (TRL 1.16; DeepSeekMath 4.2: 64)"""
+    """G, episodes of each problem"""
+    max_turns: int = 5
+    """turns of an episode"""
+    max_prompt_length: int = 1024
+    """longest context of a turn in tokens: problems of a dataset with a longer prompt are dropped,
+    and episodes that would grow over it end"""
     max_completion_length: int = 64
-    """T, longest completion in tokens (ours, for the tiny model; DeepSeekMath 4.2: 1024)"""
+    """longest turn in tokens"""
     temperature: float = 1.0
-    """sampling temperature; log-probabilities are taken at this temperature too (TRL 1.16)"""
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "grpo"
-    """how token losses are averaged, see policy_loss (DeepSeekMath eq. 3; TRL 1.16: dapo)"""
+    """sampling temperature, also applied to all log-probabilities"""
+    # method
+    advantage: Literal["f1+ig", "f1", "ig"] = "f1+ig"
+    """f1+ig is IGPO; controls: f1 uses the outcome alone (GRPO), ig the information gain alone"""
+    information_gain: Literal["log", "prob"] = "log"
+    """difference of log-probabilities, or of probabilities (version 1 of the paper)"""
+    normalization: Literal["separate", "joint"] = "separate"
+    """compare gains and outcomes apart, or in one pool (version 1)"""
+    gamma: float = 1.0
+    """discount per turn"""
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
+    """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
-    """clip range of the probability ratio, below (TRL 1.16, verl 0.9)"""
-    epsilon_high: float | None = None
-    """clip range above; None is epsilon (TRL 1.16; DAPO 3.1: 0.28)"""
-    delta: float | None = None
-    """upper bound of the ratio before the minimum, also for negative advantages (TRL 1.16; verl 0.9: 3 as dual clip)"""
+    """clip range of the probability ratio"""
     beta: float = 0.0
-    """weight of the KL penalty to the initial model, loaded only if above 0 (TRL 1.16; DeepSeekMath 4.2: 0.04)"""
-    use_bias_correction_kl: bool = False
-    """multiply the KL estimate by the ratio (DeepSeekMath eq. 4: no; TRL 1.16: yes)"""
+    """weight of the KL penalty (paper: 0.001); above 0, a copy of the initial model is kept"""
     num_iterations: int = 1
-    """mu, optimizer steps on each batch of completions (DeepSeekMath 4.2)"""
-    skip_equal_groups: bool = True
-    """leave groups without advantage out of the update when nothing else acts on them: exact, only faster (ours)"""
-    learning_rate: float = 2e-4
-    """peak learning rate of AdamW (ours, for the tiny model; DeepSeekMath 4.2: 1e-6)"""
+    """mu, optimizer steps on each batch of episodes"""
+    # optimizer
+    learning_rate: float | None = None
+    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others"""
+    warmup_steps: int = 5
+    """linear warm-up steps"""
     max_grad_norm: float = 1.0
-    """gradients are scaled down to this norm (TRL 1.16)"""
+    """clip the gradient norm at this value"""
     max_steps: int = 60
-    """steps: batches of completions (ours)"""
+    """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
-    """seed of problems, sampling and everything else (ours)"""
-    per_device_train_batch_size: int = 32
-    """completions in one micro-batch of the update; changes memory and speed, not the result (ours)"""
-    max_packed_length: int = 4096
-    """longest packed row in tokens: a prompt followed by as many of its completions as fit (ours)"""
+    """seed of problems and sampling"""
+    # memory and speed; results change by rounding only
+    decode_batch_size: int = 256
+    """episodes played at once"""
+    micro_batch_size: int = 32
+    """episodes in one forward pass of the update"""
     bf16: bool = False
-    """compute in bfloat16; weights and optimizer stay float32 (TRL 1.16: yes)"""
+    """compute in bfloat16; weights and optimizer stay in float32"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, slower (TRL 1.16: yes)"""
+    """recompute activations in the backward pass"""
     fsdp: bool = False
-    """shard weights, gradients and optimizer state over the processes of torchrun with FSDP2 (ours)"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU if there is one (ours)"""
+    """shard weights, gradients and optimizer state over the processes of torchrun"""
+    # bookkeeping
     eval_steps: int = 25
-    """steps between evaluations, which also come first and last; 0 is never (ours)"""
+    """steps between evaluations; 0 disables them"""
     eval_problems: int = 64
-    """problems of the evaluation set (ours)"""
+    """number of evaluation problems, unless --eval-dataset is given"""
     num_generations_eval: int = 8
-    """k, sampled completions of each evaluation problem, for pass@k (ours)"""
+    """k, samples of each evaluation problem in addition to the greedy completion"""
     save_steps: int = 25
-    """steps between checkpoints: at most this many are repeated after a crash (ours)"""
+    """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<env>__<seed>__<time> (ours)"""
+    """run folder; None is runs/<script>__<env>__<seed>__<time>"""
     resume: str | None = None
-    """run folder to continue, with the flags it was started with (ours)"""
-    evaluate: str | None = None
-    """run folder whose policy is scored; nothing is trained (ours)"""
+    """run folder to continue; its flags are used unless given anew"""
 
 
-# === 3 The method =====================================================================================================
-
-
-def pool_statistics(values: Tensor, weights: Tensor, *ids: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation and size of the pool of each row: the rows whose ids all agree. (R,) each -> 3 x (R,)
-
-    A row counts `weights` times. Equal values have a standard deviation of exactly 0, however they are rounded.
-    """
-    pools = torch.stack(ids).unique(dim=1, return_inverse=True)[1]  # (R,) number of each row's pool
-    size, total = (torch.zeros_like(x).index_add(0, pools, x)[pools] for x in (weights, weights * values))  # (R,) each
-    squares = weights * (values - total / size).square()  # (R,)
-    std = (torch.zeros_like(squares).index_add(0, pools, squares)[pools] / (size - ddof).clamp(min=1)).sqrt()  # (R,)
-    return total / size, std.masked_fill(std < 1e-9 * (1 + (total / size).abs()), 0.0), size.round()
+# --- The method ---------------------------------------------------------------------------------
 
 
 def information_gains(answer_logprobs: Tensor, kind: str = "log") -> Tensor:
-    """IGPO eq. 4: what each turn but the last adds to the mean log-probability of the right answer. (N,) -> (N - 1,)
+    """What each turn but the last adds to the log-probability of the right answer. (T,) -> (T-1,)
 
-    `answer_logprobs[t]` is taken after t turns and their search results. kind `prob` takes exponentials first (v1).
+    IGPO eq. 4. answer_logprobs has the mean over the answer's tokens at the start of each turn,
+    after everything before it was read. kind prob compares probabilities, as version 1 does.
     """
-    values = answer_logprobs.exp() if kind == "prob" else answer_logprobs  # (N,)
+    values = answer_logprobs.exp() if kind == "prob" else answer_logprobs
     return values[1:] - values[:-1]
 
 
-# fmt: off
-def turn_advantages(gains: list[Tensor], outcomes: Tensor, group_ids: Tensor, gamma=1.0, normalization="separate",
-                    reward="f1+ig") -> list[Tensor]:  # fmt: on
-    """IGPO eq. 5 and 6: normalise in the group, then add up what follows each turn. R x (N_i - 1,), (R,) -> R x (N_i,)
+def standardize(values: Tensor, pool: Tensor) -> Tensor:
+    """Compare values with their pool, with the std of a population; 0 if all of it is equal."""
+    if (pool == pool[:1]).all():
+        return torch.zeros_like(values)
+    return (values - pool.mean()) / ((pool.var(correction=0) + 1e-8).sqrt() + 1e-6)
 
-    Gains of all turns and rollouts of a group are one pool, outcomes another; `joint` makes them one. Population std:
-    sqrt(variance + 1e-8) + 1e-6; a lone value, or equal ones, give exactly 0. gamma counts turns, not tokens. `reward`
-    `f1` leaves out the gains, `ig` the outcomes, after normalising.
+
+def turn_advantages(
+    gains: list[Tensor],
+    outcomes: Tensor,
+    group_ids: Tensor,
+    gamma: float = 1.0,
+    normalization: str = "separate",
+    parts: str = "f1+ig",
+) -> list[Tensor]:
+    """Advantage of each turn, IGPO eq. 5 and 6. R x (T_i-1,), (R,), (R,) -> R x (T_i,)
+
+    Gains and outcomes of a group are compared with those of the group, then what follows a turn is
+    added up; gamma counts turns. joint takes gains and outcomes as one pool. parts f1 leaves out
+    the gains and ig the outcomes, both after comparing.
     """
-    counts = torch.tensor([len(gain) for gain in gains], device=outcomes.device)  # (R,)
-    values = torch.cat([*gains, outcomes]).double()  # (M,) all gains, then all outcomes
-    owners = torch.cat([group_ids.repeat_interleave(counts), group_ids])  # (M,)
-    kinds = (torch.arange(len(values), device=owners.device) >= len(values) - len(outcomes)).long()  # (M,) 1: outcome
-    mean, std, _ = pool_statistics(
-        values, torch.ones_like(values), owners, kinds * (normalization == "separate"), ddof=0
-    )
-    scores = ((values - mean) / ((std**2 + 1e-8).sqrt() + 1e-6)).masked_fill(std == 0, 0.0)  # (M,)
-    scores = scores * (kinds == 1 if reward == "f1" else kinds == 0 if reward == "ig" else 1)  # (M,)
-    *turns, last = scores.to(outcomes.dtype).split([*counts.tolist(), len(outcomes)])  # R x (N_i - 1,), (R,)
-    returns = pad_sequence([torch.cat([turn, outcome[None]]) for turn, outcome in zip(turns, last)], True)  # (R,N)
-    for turn in reversed(range(returns.size(1) - 1)):
-        returns[:, turn] += gamma * returns[:, turn + 1]  # (R,) 0 behind a rollout's last turn
-    return [row[: count + 1] for row, count in zip(returns, counts.tolist())]
+    advantages = [None] * len(gains)
+    for group in group_ids.unique():
+        rows = (group_ids == group).nonzero()[:, 0].tolist()
+        gain_pool = torch.cat([gains[row] for row in rows]).double()
+        outcome_pool = outcomes[rows].double()
+        if normalization == "joint":
+            gain_pool = outcome_pool = torch.cat([gain_pool, outcome_pool])
+        for row in rows:
+            gain_scores = standardize(gains[row].double(), gain_pool)
+            outcome_score = standardize(outcomes[row : row + 1].double(), outcome_pool)
+            if parts == "f1":
+                gain_scores = torch.zeros_like(gain_scores)
+            if parts == "ig":
+                outcome_score = torch.zeros_like(outcome_score)
+            returns = torch.cat([gain_scores, outcome_score])  # (T_i,)
+            for turn in reversed(range(len(gain_scores))):
+                returns[turn] += gamma * returns[turn + 1]
+            advantages[row] = returns.to(outcomes.dtype)
+    return advantages
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) at each sampled token, never negative. (B,T), (B,T) -> (B,T)
-
-    DeepSeekMath eq. 4, known as k3; not clamped (verl's low_var_kl clamps at 10).
-    """
-    log_ratio = ref_logprobs - logprobs  # (B,T)
+    """KL(policy || reference) at each sampled token, DeepSeekMath eq. 4, known as k3."""
+    log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - log_ratio - 1
 
 
-# fmt: off
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo",
-    epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, beta: float = 0.0,
-    ref_logprobs: Tensor | None = None, use_bias_correction_kl: bool = False,
-    max_completion_length: int | None = None, num_tokens: Tensor | float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: on
-    """Clipped policy loss of DeepSeekMath eq. 3, to be minimised. (B,T) tensors, advantages (B,) or (B,T) -> scalar
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, DeepSeekMath eq. 3, and whether it was clipped (only KL acts then).
 
-    loss_type averages the token losses as TRL 1.16 does: `grpo` each row over its tokens, then over rows; `bnpo` over
-    the tokens given; `dapo` over `num_tokens`, the tokens of the whole step (default: the tokens given); `dr_grpo` over
-    B max_completion_length (default T). Masked positions have no influence on the loss and get exactly zero gradient.
+    Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
     """
-    mask = mask.bool()  # (B,T)
-    logprobs, old_logprobs = logprobs.masked_fill(~mask, 0), old_logprobs.masked_fill(~mask, 0)  # (B,T)
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages  # (B,1) or (B,T)
-    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
-    ratio = (logprobs - old_logprobs).exp()  # (B,T)
-    losses = -torch.min(ratio.clamp(max=delta or math.inf) * advantages, ratio.clamp(low, high) * advantages)  # (B,T)
-    tokens = mask.sum().clamp(min=1)  # scalar
-    metrics = {"clip_ratio/low_mean": ((ratio < low) & (advantages < 0) & mask).sum() / tokens}  # scalars
-    metrics["clip_ratio/high_mean"] = ((ratio > high) & (advantages > 0) & mask).sum() / tokens
-    metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped_gain = ratio * advantages
+    clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
+    losses = -torch.min(unclipped_gain, clipped_gain)
     if beta > 0:
-        kl = kl_estimate(logprobs, ref_logprobs.where(mask, 0)) * (ratio if use_bias_correction_kl else 1)  # (B,T)
-        losses = losses + beta * kl  # (B,T)
-        metrics["kl"] = kl.detach().sum() / tokens
-    losses = losses.masked_fill(~mask, 0)  # (B,T)
-    if loss_type == "grpo":
-        return (losses.sum(1) / mask.sum(1).clamp(min=1)).mean(), metrics
-    if loss_type == "dr_grpo":
-        return losses.sum() / (len(losses) * (max_completion_length or losses.size(1))), metrics
-    return losses.sum() / (tokens if num_tokens is None or loss_type == "bnpo" else num_tokens), metrics
+        losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
+    return losses, clipped_gain < unclipped_gain
 
 
-# === 4 Model and tokenizer ============================================================================================
+def token_weights(
+    lengths: Tensor,
+    loss_type: str,
+    *,
+    num_rows: int,
+    num_tokens: int,
+    max_completion_length: int,
+) -> Tensor:
+    """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
+
+    num_rows and num_tokens count over all processes and micro-batches. (B,) -> (B,)
+    """
+    ones = torch.ones_like(lengths, dtype=torch.float32)
+    if loss_type == "grpo":  # mean over a completion, then over completions (DeepSeekMath eq. 3)
+        return ones / (lengths.clamp(min=1) * num_rows)
+    if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
+        return ones / (num_rows * max_completion_length)
+    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
 
 
-def fail(message: str, code: int = 2) -> None:
-    """Stop with one sentence: code 2 for what the user can mend, 1 for a run that went wrong."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
+# --- Processes, problems, model -----------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def or_fail(message: str, code: int = 2):
-    """What goes wrong inside the with-block stops the program with this sentence."""
+def setup(args: Args) -> tuple[int, int, torch.device]:
+    """Rank, number of processes, device."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
+    rank = int(os.environ.get("RANK", 0))
+    if args.num_prompts_per_step % world_size:
+        sys.exit(f"--num-prompts-per-step: not divisible by the {world_size} processes")
+    if args.fsdp and world_size == 1:
+        sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if args.num_generations < 2:
+        sys.exit("--num-generations: a group needs at least 2 episodes to compare")
+    if args.env != "search_qa" and not args.model_name_or_path:
+        sys.exit(f"--env {args.env}: needs --model-name-or-path")
     try:
-        yield
-    except Exception as error:  # torch, safetensors, templates and file systems raise dozens of types
-        fail(f"{message} ({error!r:.300})", code)
+        json.loads(args.chat_template_kwargs)
+    except ValueError as error:
+        sys.exit(f"--chat-template-kwargs: expected JSON, found {error}")
+    transformers.utils.logging.disable_progress_bar()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return rank, world_size, device
 
 
-def setup(args: Args) -> torch.device:
-    """Device, seed, and the other processes if torchrun started several."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: this machine, or this build of torch, has no CUDA device; use --device auto or cpu")
-    torch.manual_seed(args.seed)
-    cuda = torch.cuda.is_available() and args.device != "cpu"
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if cuda else -1)  # -1 does nothing
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+def gather(items: list) -> list:
+    """The items of all processes, in rank order."""
+    if not dist.is_initialized():
+        return items
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, items)
+    return [item for piece in pieces for item in piece]
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    """Number of this process and count of processes; (0, 1) without torchrun."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def load_problems(args: Args, dataset: str | None):
+    """The agent task: an object with what envs/README.md lists."""
+    try:
+        if args.env != "search_qa":
+            return load_env(args.env)(dataset)
+        from envs.search_qa import SearchQA, f1
+
+        task = SearchQA(dataset, args.retriever_url, args.hops, max_turns=args.max_turns)
+    except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken
+        sys.exit(str(error))
+    task.rows = task.train_rows + task.evaluation_rows
+    outcome = partial(f1, invalid=args.format_penalty)
+    task.reward_functions = SearchQA.reward_functions | {"outcome": outcome}
+    task.reward_weights = (0.0, 0.0, 0.0, 1.0)
+    return task
 
 
-def gather(values: Tensor) -> tuple[Tensor, slice]:
-    """The rows of all processes in rank order, and where this process's rows stand among them. (b,...) -> (B,...)"""
-    rank, world_size = rank_and_world_size()
-    if world_size == 1:
-        return values, slice(None)
-    pieces = [None] * world_size
-    dist.all_gather_object(pieces, values.cpu())  # processes may hold different numbers of rows
-    start = sum(map(len, pieces[:rank]))
-    return torch.cat(pieces).to(values.device), slice(start, start + len(values))
+def load_env(name: str):
+    """The class that FILE.py:ClassName names."""
+    path, _, class_name = name.rpartition(":")
+    if not os.path.isfile(path):
+        sys.exit(f"--env {name}: expected search_qa or FILE.py:ClassName of a file that exists")
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    names = runpy.run_path(path)
+    if class_name not in names:
+        sys.exit(f"--env {name}: {path} has no class {class_name!r}")
+    return names[class_name]
 
 
-def load_pretrained(kind, args: Args, **options):
-    """kind.from_pretrained(--model-name-or-path), or one sentence."""
-    with or_fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable"):
-        return kind.from_pretrained(args.model_name_or_path or os.path.join(TINY_MODELS, args.env), **options)
-
-
-def load_tokenizer(args: Args):
-    """The policy's tokenizer; load_model tries it."""
-    return load_pretrained(transformers.AutoTokenizer, args)
-
-
-def load_model(args: Args, tokenizer, device: torch.device):
-    """The policy: any Hugging Face causal language model, in float32 (bf16 is a matter of autocast)."""
-    model, log = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32, output_loading_info=True)
-    # weights that are drawn at random, or tokens that only another model knows
-    if missing := [*sorted(log["missing_keys"]), *range(len(model.get_input_embeddings().weight), len(tokenizer))]:
-        fail(f"--model-name-or-path {args.model_name_or_path}: has no weights or no embedding for {missing[0]}")
-    ends = model.to(device).generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    model.generation_config.eos_token_id = sorted(ends)
-    with torch.no_grad(), or_fail(f"--model-name-or-path {args.model_name_or_path}: unfit chat template or tokenizer"):
-        ids = torch.tensor([encode(tokenizer, [{"role": "user", "content": "1"}])], device=device)  # (1,S)
-        # the update applies the head itself, so nothing may come after the head
-        logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        if not torch.allclose(logits, model(ids).logits, atol=1e-3):
-            fail(f"--model-name-or-path {args.model_name_or_path}: changes its logits after the head; not supported")
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-def shard(model, args: Args) -> None:
-    """FSDP2 in place: every block of layers, then the rest. With bf16 the sharded weights stay float32."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
-    blocks = [block for module in model.modules() if isinstance(module, torch.nn.ModuleList) for block in module]
-    for module in [*blocks, model]:  # gathered by the first forward pass, kept until the end of the backward pass:
-        fully_shard(module, mp_policy=policy, reshard_after_forward=False)  # decoding needs no communication
-    model.completion_logprobs = completion_logprobs.__get__(model)  # a forward pass of its own, see token_logprobs
-    register_fsdp_forward_method(model, "completion_logprobs")
-
-
-def encode(tokenizer, messages: list[dict]) -> list[int]:
-    """Token ids of a chat, up to where the assistant begins."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
-# === 5 Rollout ========================================================================================================
-
-
-@dataclass
-class Samples:
-    """What `generate` returns, a group's rows contiguous."""
-
-    completion_ids: Tensor  # (B,T) int64, 0 where nothing was written
-    mask: Tensor  # (B,T) bool: up to and including the first end token
-    logprobs: Tensor  # (B,T) of the sampled tokens, at the sampling temperature, over the whole vocabulary
-    entropy: Tensor  # (B,T) nats, of the distribution that each token was drawn from
-    ended: Tensor  # (B,) bool: an end token was written
-
-
-@dataclass
-class Batch:
-    """What a step learns from: B rows, in `info` too."""
-
-    prompts: list[list[int]]  # ids; consecutive rows with equal prompts share one copy of it in the update
-    completion_ids: Tensor  # (B,T)
-    mask: Tensor  # (B,T) bool: tokens that count
-    logprobs: Tensor  # (B,T) as sampled
-    rewards: Tensor  # (B,K), NaN where a reward function has no opinion
-    info: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Progress(dict):
-    """Counters that a resumed run continues: steps, problems drawn (the cursor in the data), tokens sampled."""
-
-    state_dict, load_state_dict = dict.copy, dict.update
+def load_reward(name: str):
+    """The function that FILE.py:function names."""
+    path, _, function = name.rpartition(":")
+    if not os.path.isfile(path):
+        sys.exit(f"--reward {name}: expected FILE.py:function, but there is no file {path!r}")
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    names = runpy.run_path(path)
+    if function not in names:
+        sys.exit(f"--reward {name}: {path} has no function {function!r}")
+    return names[function]
 
 
 def load_task(args: Args):
-    """The task: `train_problem`, `evaluation_problems`, `prompt`, `step`, `reward_functions`."""
+    """The problems with their reward functions, and those problems that are for evaluation."""
+    if args.eval_dataset and not args.dataset and args.max_steps > 0:
+        sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
+    task = load_problems(args, args.dataset or args.eval_dataset)
+    problems = task.evaluation_problems(args.eval_problems)
+    if args.eval_dataset:
+        problems = load_problems(args, args.eval_dataset).rows
+        task.train_rows = task.rows  # nothing has to be held out
+    names = [name.rpartition(":")[2] for name in args.reward]
+    if len(set(names)) < len(names):
+        sys.exit("--reward: two functions have the same name")
+    if args.reward:
+        task.reward_functions = dict(zip(names, map(load_reward, args.reward)))
+        task.reward_weights = (1.0,) * len(args.reward)
+    task.reward_weights = args.reward_weights or task.reward_weights
+    if len(task.reward_weights) != len(task.reward_functions):
+        sys.exit(f"--reward-weights: expected one for each of {list(task.reward_functions)}")
+    if not problems:
+        sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
+    return task, problems
+
+
+def model_path(args: Args) -> str:
+    """Name or folder of the model that training starts from."""
+    return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / args.env)
+
+
+def load_model(args: Args):
+    """The policy in float32 and its tokenizer."""
+    path = model_path(args)
     try:
-        return SearchQA(args.dataset, args.retriever_url, args.hops, max_turns=args.max_turns)
-    except ValueError as error:
-        fail(str(error))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({error})")
+    if tokenizer.chat_template is None:
+        sys.exit(f"--model-name-or-path {path}: has no chat template; use an instruct model")
+    refuse_unsupported(model)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = {tokenizer.eos_token_id, *ends} - {None}
+    if not ends:
+        sys.exit(f"--model-name-or-path {path}: neither model nor tokenizer names an end token")
+    model.generation_config.eos_token_id = sorted(ends)
+    longest = longest_text(model)
+    if args.max_prompt_length + args.max_completion_length > longest:
+        sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
+    add_methods(model)
+    return model, tokenizer
+
+
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        messages = [{"role": "system", "content": args.system_prompt}] + messages
+    encoded = tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=True,
+        return_dict=True,
+        **json.loads(args.chat_template_kwargs),
+    )
+    return encoded["input_ids"]
+
+
+def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose prompts fit; prints how many are dropped."""
+    kept = []
+    for problem in problems:
+        if len(encode(tokenizer, task, problem, args)) <= args.max_prompt_length:
+            kept.append(problem)
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
+
+
+# --- Model compatibility ------------------------------------------------------------------------
+
+
+def refuse_unsupported(model) -> None:
+    """Exit if the configuration has layers that an attention mask cannot express.
+
+    check_model finds what the configuration does not tell.
+    """
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers - MASKED_LAYERS)]
+    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
+        if getattr(config, limit, None):
+            reasons.append(f"limits attention by {limit}")
+    if model._is_stateful:
+        reasons.append("is recurrent")
+    if reasons:
+        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+
+
+def longest_text(model) -> float:
+    """Most tokens of prompt and completion together.
+
+    Beyond that, learned positions end, and longrope changes all positions of a batch.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
+    """The attention masks of the model, given which keys each query may see, (B,Q,K) bool.
+
+    A mask (B,1,Q,K) holds 0 and -inf, because eager attention adds it to the scores. It replaces
+    the model's own mask, so it must include the sliding window, measured in positions. Models with
+    two types of layers take a dict. A query that sees no key at all would be NaN.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    layers = layers or ["sliding_attention" if window else "full_attention"]
+    dtype = model.dtype
+    if torch.is_autocast_enabled(visible.device.type):
+        dtype = torch.bfloat16  # else autocast would convert and keep the mask in every layer
+    masks = {}
+    for kind in set(layers):
+        seen = visible
+        if kind == "sliding_attention":
+            distance = query_positions[:, :, None] - key_positions[:, None, :]  # (B,Q,K)
+            seen = visible & (distance < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
+    return masks if len(masks) > 1 else masks[layers[0]]
+
+
+class Hidden(BaseModelOutputWithPast):
+    """A model output that holds hidden states and nothing else."""
+
+    def __getattr__(self, name):
+        return None  # some models look for router_logits, cross_attentions and the like
+
+
+class ReturnHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns its input as their hidden states."""
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
+        return Hidden(last_hidden_state=inputs_embeds)
+
+
+def add_methods(model) -> None:
+    """Add two methods to the model: logits_from_hidden and token_logprobs.
+
+    logits_from_hidden runs what comes after the layers, on hidden states passed as inputs_embeds:
+    the head with Granite's scaling and Gemma's soft cap. As methods, both follow copy.deepcopy and
+    FSDP.
+    """
+    without_layers = copy.copy(model)  # a shallow copy, which shares all weights
+    without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
+    model.logits_from_hidden = without_layers.forward
+    model.token_logprobs = MethodType(token_logprobs, model)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing in evaluation mode; that of transformers needs dropout switched on."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
+
+
+@torch.no_grad()
+def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
+    """Largest difference of log-probabilities, in nats, from those of the plain forward pass.
+
+    Takes two turns, so that the second continues from what the model has in memory.
+    """
+    episodes = [Episode(None, prompt) for prompt in prompts]
+    memory = None
+    for turn in range(2):
+        contexts = [episode.prompt + episode.ids for episode in episodes]
+        completions, memory = generate(model, contexts, args, range(len(prompts)), memory)
+        for episode, completion in zip(episodes, completions):
+            episode.write(completion)
+            if turn == 0:
+                episode.read(prompts[0][:5], "")
+    packed = pack(episodes, list(range(len(episodes))), model.device)
+    plain = []
+    for episode in episodes:
+        ids = torch.tensor([episode.prompt + episode.ids], device=model.device)
+        logits = model(ids).logits[0, len(episode.prompt) - 1 : -1]
+        targets = ids[0, len(episode.prompt) :]
+        written = torch.tensor(episode.turns, device=model.device) >= 0
+        plain.append(-F.cross_entropy(logits, targets, reduction="none")[written])
+    plain = torch.cat(plain)  # (N,)
+    learner = model.token_logprobs(packed, args)
+    return {
+        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
+        "packing": (learner - plain).abs().max().item(),
+    }
+
+
+def check_model(model, prompt: list[int], args: Args) -> None:
+    """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
+    name = type(model).__name__
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
+    # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
+    prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = 4  # shorter than the texts of this check
+    try:
+        gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sys.exit(f"{name}: not supported ({reason})")
+    if window:
+        config.sliding_window = window
+    for computation, gap in gaps.items():
+        if not gap < 1e-3:  # also if it is NaN
+            sys.exit(
+                f"{name}: not supported, {computation} is {gap:.2g} nats off the plain forward pass"
+            )
+
+
+# --- Rollout ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Completion:
+    """One turn."""
+
+    prompt: list[int]
+    ids: list[int]  # with the end token
+    logprobs: list[float]  # as sampled
+    entropy: float  # nats, sum over tokens
+    ended: bool
+    text: str = ""
+
+
+@dataclass
+class Episode:
+    """A conversation. In lists, the G episodes of a problem are neighbours."""
+
+    problem: object
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)  # all tokens after the prompt
+    turns: list[int] = field(default_factory=list)  # turn of each, from 0; -1 if it was read
+    logprobs: list[float] = field(default_factory=list)  # of the written tokens, as sampled
+    entropy: float = 0.0  # nats, sum over the written tokens
+    ended: bool = True  # every turn has its end token, and no context is over the limit
+    texts: list[str] = field(default_factory=list)  # written, read, written ...
+    rewards: tuple[float, ...] = ()
+    answer_logprobs: list[float] = field(default_factory=list)  # at the start of each turn
+
+    def write(self, completion: Completion) -> None:
+        """Add a turn of the model."""
+        self.turns += [len(self.texts) // 2] * len(completion.ids)
+        self.ids += completion.ids
+        self.logprobs += completion.logprobs
+        self.entropy += completion.entropy
+        self.ended = completion.ended
+        self.texts.append(completion.text)
+
+    def read(self, ids: list[int], text: str) -> None:
+        """Add what the model reads before its next turn."""
+        self.turns += [-1] * len(ids)
+        self.ids += ids
+        self.texts.append(text)
 
 
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one token a row by inverting the cumulative distribution. (B,V), (B,) in [0,1) -> (B,)"""
+    """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    tokens = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)  # (B,1)
-    return tokens[:, 0].clamp(max=logprobs.size(1) - 1)
+    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
 
-def generate(model, prompts: list[list[int]], num_generations: int, args: Args, generator: list | None) -> Samples:
-    """Sample G completions of each prompt; `generator` holds one torch.Generator a prompt, None decodes greedily.
+@dataclass
+class Memory:
+    """What a model has read: token j of row r is in column j of ids and of the cache."""
 
-    Each prompt is computed once, then its keys and values are repeated for the group. Finished rows are dropped when a
-    quarter has finished. Random numbers belong to (row, position), so dropping a row does not change the others.
+    ids: Tensor  # (B,S), -1 after the end of a row
+    layers: list[tuple[Tensor, Tensor]]  # keys and values, (B,heads,S,head size)
+
+    def select(self, rows: list[int]) -> "Memory":
+        """The memory of some rows, in this order."""
+        index = torch.tensor(rows, device=self.ids.device)
+        return Memory(self.ids[index], [(k[index], v[index]) for k, v in self.layers])
+
+    def cache(self, length: int) -> transformers.DynamicCache:
+        """The first columns as a cache, which can grow without changing this memory."""
+        cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
+        for number, (keys, values) in enumerate(self.layers):
+            cache.update(keys[:, :, :length], values[:, :, :length], number)
+        return cache
+
+
+@torch.no_grad()
+def read(
+    model, contexts: list[list[int]], memory: Memory | None = None, tail: int = 1
+) -> tuple[Memory, Tensor]:
+    """Compute the contexts. Returns their memory and the states of their last tokens, (B,tail,H).
+
+    memory holds earlier contexts of the same rows; tokens that a row begins with in both are not
+    computed again. Without it, equal contexts are computed once.
     """
-    device, width, steps = model.device, max(map(len, prompts)), args.max_completion_length
-    size = len(prompts) * num_generations
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)  # (P,S)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)  # (P,S)
-    uniform = generator and torch.cat([torch.rand(num_generations, steps, generator=g) for g in generator]).to(device)
+    device = model.device
+    numbers = {}  # of the different contexts
+    if memory is None:
+        for context in contexts:
+            numbers.setdefault(tuple(context), len(numbers))
+    rows = [torch.tensor(context) for context in numbers or contexts]
+    lengths = torch.tensor([len(row) for row in rows], device=device)  # (B,)
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)  # (B,S)
+    starts = torch.zeros_like(lengths)  # tokens of each row that are in memory
+    cache = transformers.DynamicCache()
+    if memory is not None:
+        width = min(ids.size(1), memory.ids.size(1))
+        same = ids[:, :width] == memory.ids[:, :width]
+        starts = same.cumprod(1).sum(1).minimum(lengths - tail).clamp(min=0)
+        cache = memory.cache(int(starts.max()))
+
+    # New tokens go to new columns, W of them. Shorter rows repeat their last token.
+    kept = int(starts.max())
+    steps = torch.arange(int((lengths - starts).max()), device=device)
+    positions = (starts[:, None] + steps).minimum(lengths[:, None] - 1)  # (B,W)
+    columns = torch.arange(kept, device=device).expand(len(ids), kept)
+    key_positions = torch.cat([columns, positions], 1)  # (B,kept+W)
+    old = (columns < starts[:, None])[:, None, :].expand(-1, len(steps), -1)  # (B,W,kept)
+    new = (steps <= steps[:, None]).expand(len(ids), -1, -1)  # (B,W,W)
+    hidden = model.base_model(
+        ids.gather(1, positions),
+        attention_mask=attention_masks(model, torch.cat([old, new], 2), positions, key_positions),
+        position_ids=positions,
+        past_key_values=cache,
+    ).last_hidden_state  # (B,W,H)
+    last = (lengths - starts)[:, None] - torch.arange(tail, 0, -1, device=device)  # (B,tail)
+    last = last.clamp(min=0)[:, :, None].expand(-1, -1, hidden.size(2))
+    hidden = hidden.gather(1, last)  # (B,tail,H)
+
+    # Bring token j of every row to column j.
+    columns = torch.arange(ids.size(1), device=device).expand(ids.shape)  # (B,S)
+    moved = (columns + kept - starts[:, None]).clamp(max=kept + len(steps) - 1)
+    source = torch.where(columns < starts[:, None], columns, moved)[:, None, :, None]
+    layers = []
+    for layer in cache.layers:
+        index = source.expand(-1, layer.keys.size(1), -1, -1)
+        keys = layer.keys.gather(2, index.expand(-1, -1, -1, layer.keys.size(3)))
+        values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.size(3)))
+        layers.append((keys, values))
+    memory = Memory(ids, layers)
+    if numbers:
+        order = [numbers[tuple(context)] for context in contexts]
+        memory = memory.select(order)
+        hidden = hidden[torch.tensor(order, device=device)]
+    return memory, hidden
+
+
+@torch.no_grad()
+def generate(
+    model, contexts: list[list[int]], args: Args, seeds=None, memory: Memory | None = None
+) -> tuple[list[Completion], Memory]:
+    """A completion of each context: sampled with one seed for each, greedy without seeds.
+
+    Also returns the memory of the contexts, which the next turn of the same rows continues from.
+    Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
+    rows does not change others.
+    """
+    device = model.device
+    steps = args.max_completion_length
     ends = torch.tensor(model.generation_config.eos_token_id, device=device)
-    completion_ids = torch.zeros(size, steps, dtype=torch.long, device=device)  # (B,T)
-    logprobs, entropy, tokens = *torch.zeros(2, size, steps, device=device), completion_ids[:, 0]  # (B,T) twice, (B,)
-    rows, live = torch.arange(size, device=device), torch.ones(size, dtype=torch.bool, device=device)  # (B,), (B,)
-    model.eval()
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-        inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}  # (P,S) each
-        out = model(ids, use_cache=True, logits_to_keep=1, **inputs)
-        cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(num_generations, 0)  # (B,V)
-        cache.batch_repeat_interleave(num_generations)  # in place
-        positions, mask = mask.sum(1).repeat_interleave(num_generations), mask.repeat_interleave(num_generations, 0)
-        mask = torch.cat([mask, mask.new_ones(size, steps)], 1)  # (B,S+T)
-        for t in range(steps):
-            if t > 0:
-                if device.type == "cpu" or t % 8 == 0:  # counting waits for a GPU, so there only now and then
-                    keep = live.nonzero()[:, 0]
-                    if len(keep) == 0:
-                        break
-                    if len(keep) <= 0.75 * len(live):
-                        cache.batch_select_indices(keep)
-                        rows, tokens, positions, mask, live = (x[keep] for x in (rows, tokens, positions, mask, live))
-                inputs = {"attention_mask": mask[:, : width + t], "position_ids": positions[:, None] + (t - 1)}
-                out = model(tokens[:, None], past_key_values=cache, use_cache=True, **inputs)
-                logits = out.logits[:, -1]  # (B,V)
-            logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
-            tokens = sample_tokens(logp, uniform[rows, t]) if generator else logp.argmax(1)  # (B,)
-            completion_ids[rows, t], logprobs[rows, t] = tokens, logp.gather(1, tokens[:, None])[:, 0]
-            entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)
-            live = live & ~torch.isin(tokens, ends)  # (B,)
-    is_end = torch.isin(completion_ids, ends)  # (B,T)
-    counted = is_end.cumsum(1) - is_end.long() == 0  # (B,T) nothing after a row's first end token
-    completion_ids, logprobs, entropy = (x.masked_fill(~counted, 0) for x in (completion_ids, logprobs, entropy))
-    return Samples(completion_ids, counted, logprobs, entropy, is_end.any(1))
+    if seeds:
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        uniform = torch.stack([torch.rand(steps, generator=g) for g in generators])
+        uniform = uniform.to(device)  # (B,T)
+
+    # The result, in the order of the batch.
+    written = torch.zeros(len(contexts), steps, dtype=torch.long, device=device)  # (B,T)
+    logprobs = torch.zeros(len(contexts), steps, device=device)  # (B,T)
+    entropy = torch.zeros(len(contexts), steps, device=device)  # (B,T)
+
+    # The rows still in the cache: all at first, fewer later. Columns are those of the padded
+    # contexts and the completion; every step uses one more of them.
+    memory, hidden = read(model, contexts, memory)
+    logits = model.logits_from_hidden(inputs_embeds=hidden).logits[:, 0]  # (B,V)
+    lengths = torch.tensor([len(context) for context in contexts], device=device)
+    width = memory.ids.size(1)  # S
+    cache = memory.cache(width)
+    columns = torch.arange(width + steps, device=device)
+    filled = (columns < lengths[:, None]) | (columns >= width)  # (B,S+T)
+    positions = filled.cumsum(1) - 1  # (B,S+T)
+    rows = torch.arange(len(contexts), device=device)  # their indices in the batch
+    live = torch.ones_like(rows, dtype=torch.bool)
+
+    for t in range(steps):
+        logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
+        tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
+        written[rows, t] = tokens
+        logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
+        entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)  # 0 log 0 = 0
+        live = live & ~torch.isin(tokens, ends)
+        if t == steps - 1:
+            break
+        if device.type == "cpu" or t % 8 == 7:  # waits for a GPU, so only every 8 tokens
+            keep = live.nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache
+                cache.batch_select_indices(keep)
+                rows = rows[keep]
+                tokens = tokens[keep]
+                filled = filled[keep]
+                positions = positions[keep]
+                live = live[keep]
+        last = width + t  # column of the new tokens
+        visible = filled[:, None, : last + 1]
+        query = positions[:, last : last + 1]
+        key = positions[:, : last + 1]
+        out = model(
+            tokens[:, None],
+            attention_mask=attention_masks(model, visible, query, key),
+            position_ids=query,
+            past_key_values=cache,
+        )
+        logits = out.logits[:, -1]
+
+    # A completion ends with its first end token; some finished rows were sampled further.
+    is_end = torch.isin(written, ends)  # (B,T)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    lengths = (ends_before == 0).sum(1).tolist()
+    ended = is_end.any(1).tolist()
+    written = written.tolist()
+    logprobs = logprobs.tolist()
+    entropy = entropy.tolist()
+    completions = []
+    for row, length in enumerate(lengths):
+        completion = Completion(
+            prompt=contexts[row],
+            ids=written[row][:length],
+            logprobs=logprobs[row][:length],
+            entropy=sum(entropy[row][:length]),
+            ended=ended[row],
+        )
+        completions.append(completion)
+    return completions, memory
 
 
-def play(model, tokenizer, task, problems: list, num_generations: int, args: Args, seeds: list[str] | None):
-    """G episodes of each problem, a group's contiguous: the policy's turns, answered by the task. No seeds: greedily.
+def reply_ids(model, tokenizer, reply: dict, args: Args) -> list[int]:
+    """Token ids of a message that answers a turn, up to where the assistant begins again.
 
-    The first prompt is computed once for its group. Contexts are the sampled ids, never text that is encoded again.
+    They begin after the end token of the turn, which the model has written.
     """
-    prompts = [encode(tokenizer, task.prompt(problem)) for problem in problems]
-    episodes = [Episode(*pair) for pair in zip(problems, prompts) for _ in range(num_generations)]
-    while due := [i for i, episode in enumerate(episodes) if not episode.over]:
-        copies = 1 if (turn := len(episodes[due[0]].starts)) else num_generations
-        names = seeds and [f"{seeds[i // num_generations]} {i % num_generations} {turn}" for i in due]
-        generator = names and [torch.Generator().manual_seed(random.Random(x).getrandbits(63)) for x in names[::copies]]
-        samples = generate(model, [episodes[i].context() for i in due[::copies]], copies, args, generator)
-        rows = [row[:length] for row, length in zip(samples.completion_ids.tolist(), samples.mask.sum(1).tolist())]
-        texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
-        columns = [samples.logprobs.tolist(), texts, samples.entropy.sum(1).tolist(), samples.ended.tolist()]
-        for i, reply, *written in zip(due, task.step(texts, turn + 1), rows, *columns):
-            episodes[i].add(*written)
-            episodes[i].over = reply is None or not written[-1]
-            if not episodes[i].over:
-                episodes[i].read(reply_ids(tokenizer, reply), reply["content"])
+    chats = []
+    for text in "bc":
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+        encoded = tokenizer.apply_chat_template(
+            turn + [reply],
+            add_generation_prompt=True,
+            return_dict=True,
+            **json.loads(args.chat_template_kwargs),
+        )
+        chats.append(encoded["input_ids"])
+    # Both chats are equal after the assistant's text.
+    length = 0
+    while chats[0][-length - 1] == chats[1][-length - 1]:
+        length += 1
+    rest = chats[0][-length:]
+    ends = [
+        place for place, token in enumerate(rest) if token in model.generation_config.eos_token_id
+    ]
+    if not ends:
+        sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
+    return rest[ends[0] + 1 :]
+
+
+def play(
+    sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None, scoring=False
+) -> list[Episode]:
+    """G episodes of each problem with their rewards: sampled, or greedy without seeds.
+
+    scoring: also take the log-probability of the right answer at the start of each turn.
+    """
+    episodes = []
+    row_seeds = []
+    for number, problem in enumerate(problems):
+        prompt = encode(tokenizer, task, problem, args)
+        for g in range(num_generations):
+            episodes.append(Episode(problem, prompt))
+            if seeds:
+                row_seeds.append(random_seed(seeds[number], g))
+    for first in range(0, len(episodes), args.decode_batch_size):
+        some = slice(first, first + args.decode_batch_size)
+        play_turns(sampler, tokenizer, task, episodes[some], args, row_seeds[some], scoring)
+    for episode in episodes:
+        text = "".join(episode.texts)
+        for name, function in task.reward_functions.items():
+            reward = function(episode.problem, text)
+            if reward is None or not math.isfinite(reward):
+                sys.exit(f"reward function {name}: returned {reward} for {text!r:.200}")
+            episode.rewards += (float(reward),)
     return episodes
 
 
-def answer_logprobs(model, tokenizer, episodes: list[Episode], args: Args) -> list[Tensor]:
-    """Mean log-probability of the right answer at the start of every turn, under the policy. -> B x (N_i,)
+def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds, scoring: bool) -> None:
+    """Play episodes to their ends, all of them turn by turn."""
+    memory = None
+    for turn in range(args.max_turns):
+        contexts = [episode.prompt + episode.ids for episode in episodes]
+        turn_seeds = [random_seed(seed, turn) for seed in seeds]
+        completions, memory = generate(sampler, contexts, args, turn_seeds, memory)
+        if scoring:
+            scores = answer_logprobs(sampler, tokenizer, task, episodes, memory, args)
+            for episode, score in zip(episodes, scores):
+                episode.answer_logprobs.append(score)
+        for episode, completion in zip(episodes, completions):
+            completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+            episode.write(completion)
+        replies = task.step([completion.text for completion in completions], turn + 1, episodes)
 
-    The answer stands where the policy would write it, behind a thought; only its own tokens count. With several right
-    answers it is the first. All contexts are scored together; equal ones are scored once.
+        # Some episodes go on: those with a reply that fits.
+        rows = []
+        for row, (episode, reply) in enumerate(zip(episodes, replies)):
+            if reply is None or not episode.ended or turn == args.max_turns - 1:
+                continue
+            ids = reply_ids(sampler, tokenizer, reply, args)
+            if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
+                episode.ended = False
+                continue
+            episode.read(ids, reply["content"])
+            rows.append(row)
+        if not rows:
+            return
+        memory = memory.select(rows)
+        episodes = [episodes[row] for row in rows]
+        seeds = [seeds[row] for row in rows] if seeds else seeds
+
+
+@torch.no_grad()
+def answer_logprobs(
+    model, tokenizer, task, episodes: list[Episode], memory: Memory, args: Args
+) -> list[float]:
+    """Mean log-probability of the right answer, behind what is in memory. Equal rows count once.
+
+    The task names the text that comes before the answer; only tokens of the answer count.
     """
-    thought = tokenizer(f"<think>{KNOWN}</think><answer>", add_special_tokens=False)["input_ids"]
-    golds = tokenizer([e.problem.answers[0] for e in episodes], add_special_tokens=False)["input_ids"]
-    keys = [[(tuple(e.context(t)), *gold) for t in range(len(e.starts))] for e, gold in zip(episodes, golds)]
-    places = {key: c for c, key in enumerate(dict.fromkeys(key for row in keys for key in row))}  # C of them
-    rows = [torch.tensor([*thought, *gold]) for _, *gold in places]  # C x (T,)
-    ids = pad_sequence(rows, True).to(model.device)  # (C,T)
-    mask = pad_sequence([torch.arange(len(row)) >= len(thought) for row in rows], True).to(model.device)  # (C,T)
-    batch = Batch([list(context) for context, *_ in places], ids, mask, ids, ids)
-    means = torch.zeros(len(rows), device=model.device)  # (C,)
-    with torch.no_grad():
-        for packed in pack(batch, list(range(len(rows))), replace(args, num_generations=1)):
-            kept = mask[packed.rows]  # (b,T)
-            means[packed.rows] = (token_logprobs(model, packed, args) * kept).sum(1) / kept.sum(1)  # (b,)
-    return list(means[[places[key] for row in keys for key in row]].split([len(row) for row in keys]))
+    keys = []
+    for episode in episodes:
+        before, answer = task.right_answer(episode.problem)
+        keys.append((tuple(episode.prompt + episode.ids), before, answer))
+    rows = {key: row for row, key in enumerate(keys)}  # one of each key
+
+    contexts = []
+    answers = []
+    for context, before, answer in rows:
+        before = tokenizer(before, add_special_tokens=False)["input_ids"]
+        answer = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        contexts.append([*context, *before, *answer[:-1]])
+        answers.append(torch.tensor(answer, device=model.device))
+    memory = memory.select(list(rows.values()))
+    hidden = read(model, contexts, memory, tail=max(map(len, answers)))[1]  # (B,tail,H)
+    logprobs = {}
+    for key, states, answer in zip(rows, hidden, answers):
+        states = states[-len(answer) :]
+        logits = model.logits_from_hidden(inputs_embeds=states[None]).logits[0].float()
+        logprobs[key] = -F.cross_entropy(logits / args.temperature, answer)
+    return [logprobs[key].item() for key in keys]
 
 
-def rollout(model, tokenizer, task, args: Args, progress: Progress) -> Batch:
-    """The episodes of a step: G of each of the next P problems, of which every process takes its share."""
-    rank, world_size = rank_and_world_size()
-    first = progress["problems"] + rank * (share := args.num_prompts_per_step // world_size)
-    progress["problems"] += args.num_prompts_per_step
-    problems = [task.train_problem(i, args.seed) for i in range(first, first + share)]
-    seeds = [f"{args.seed} {i}" for i in range(first, first + share)]
-    episodes = play(model, tokenizer, task, problems, args.num_generations, args, seeds)
-    scores = answer_logprobs(model, tokenizer, episodes, args)  # B x (N_i,)
-    gains = [information_gains(score, args.information_gain) for score in scores]  # B x (N_i - 1,)
-    outcomes = [f1(episode.problem, "".join(episode.texts), args.format_penalty) for episode in episodes]
-    info = {"outcome": outcomes, "turns": [len(e.starts) for e in episodes]}
-    info |= {name: [getattr(e, name) for e in episodes] for name in ("ended", "entropy")}
-    info = {name: torch.tensor(values, device=model.device) for name, values in info.items()}  # (B,) each
-    info |= {"gains": pad_sequence(gains, True, math.nan), "turn": padded(episodes, "turns", -1, model.device)}
-    ids, logprobs = padded(episodes, "ids", 0, model.device), padded(episodes, "logprobs", 0.0, model.device)  # (B,T)
-    return Batch([e.prompt for e in episodes], ids, info["turn"] >= 0, logprobs, score_episodes(task, episodes), info)
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
 
 
-def score_episodes(task, episodes: list[Episode]) -> Tensor:
-    """The task's reward functions on the last turn of each episode. -> (B,K)"""
-    functions = task.reward_functions.values()
-    return torch.tensor([[f(e.problem, e.texts[-1]) for f in functions] for e in episodes])
-
-
-def compute_advantages(batch: Batch, args: Args, progress: Progress) -> Tensor:
-    """Advantages of this process's tokens, each that of its turn; no group is divided among processes. -> (B,T)"""
-    gains, outcomes = zip(batch.info["gains"], batch.info["turns"].tolist()), batch.info["outcome"]  # (B,)
-    gains = [row[: turns - 1] for row, turns in gains]  # B x (N_i - 1,)
-    groups = torch.arange(len(outcomes), device=outcomes.device) // args.num_generations  # (B,)
-    advantages = turn_advantages(gains, outcomes, groups, args.gamma, args.normalization, args.reward)  # B x (N_i,)
-    return pad_sequence(advantages, True).gather(1, batch.info["turn"].clamp(min=0)).masked_fill(~batch.mask, 0.0)
+# --- Log-probabilities of packed groups ---------------------------------------------------------
 
 
 @dataclass
 class Packed:
-    """One micro-batch of b rows: R packed rows of L tokens, of which N predict a token of a completion."""
+    """A micro-batch. A row is a prompt and its episodes, which see the prompt and themselves:
 
-    rows: list[int]  # b rows of the batch
-    input_ids: Tensor  # (R,L)
-    position_ids: Tensor  # (R,L) restart for every completion
-    owners: Tensor  # (R,L) 0 prompt, 1.. the completions, -1 padding
-    filled: Tensor  # (b,T) bool: where the N predicted tokens stand in the batch
-    targets: Tensor  # (N,) the predicted tokens
+        tokens     p1 p2 | p3 a1 r1 a2 | p3 b1     prompt p1 p2 p3, episodes a1 r1 a2 a3 and b1 b2
+        owners      0  0 |  1  1  1  1 |  2  2     in which r1 was read
+        positions   0  1 |  2  3  4  5 |  2  3     as if each episode stood alone
+        targets          | a1    a2 a3 | b1 b2
+        turns            |  0     1  1 |  0  0
 
-
-def pack(batch: Batch, rows: list[int], args: Args) -> list[Packed]:
-    """Micro-batches of these rows of the batch, in which consecutive rows with equal prompts share the prompt.
-
-    A packed row is a prompt without its last token, then for each completion that last token and the completion without
-    its own last: every token behind the prompt predicts one token. A completion sees the prompt and itself, at the
-    positions it would have alone, so nothing differs from separate rows. Sorting by length avoids padding.
+    p3 starts every episode, because it predicts their first tokens.
     """
-    columns = torch.arange(1, batch.mask.size(1) + 1, device=batch.mask.device)  # (T,)
-    lengths = (batch.mask * columns).amax(1)  # (B,) up to the last token that counts
-    filled, lengths, ids, strips = columns <= lengths[:, None], lengths.tolist(), batch.completion_ids.tolist(), []
-    rows = [row for row in rows if lengths[row] > 0]
-    for prompt, group in ((prompt, list(group)) for prompt, group in groupby(rows, key=lambda row: batch.prompts[row])):
-        room = (args.max_packed_length - len(prompt)) // max(lengths[row] for row in group)
-        most = max(1, min(room, args.per_device_train_batch_size, args.num_generations))
-        strips += [group[i : i + most] for i in range(0, len(group), most)]  # one strip, one packed row
-    strips.sort(key=lambda strip: sum(lengths[row] for row in strip))
-    count = max(1, args.per_device_train_batch_size // args.num_generations)
-    return [pack_strips(strips[i : i + count], batch, filled, lengths, ids) for i in range(0, len(strips), count)]
+
+    input_ids: Tensor  # (R,L)
+    position_ids: Tensor  # (R,L)
+    owners: Tensor  # (R,L) 0 prompt, 1.. episodes, -1 padding
+    predicting: Tensor  # (N,) the tokens before a written one, as indices into R*L
+    targets: Tensor  # (N,) the tokens that they predict
+    sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
+    completion_index: Tensor  # (N,) the episode of the batch that each target belongs to
+    turns: Tensor  # (N,) its turn
+    old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
+    ref_logprobs: Tensor | None = None  # (N,)
 
 
-def pack_strips(strips: list[list[int]], batch: Batch, filled: Tensor, lengths: list[int], ids: list) -> Packed:
-    """One micro-batch of packed rows, one for each list of rows with equal prompts."""
-    columns = []
-    for strip in strips:
-        *prompt, last = batch.prompts[strip[0]]
-        tokens, positions, owners = list(prompt), list(range(len(prompt))), [0] * len(prompt)
-        for owner, row in enumerate(strip, 1):
-            tokens += [last, *ids[row][: lengths[row] - 1]]
-            positions += range(len(prompt), len(prompt) + lengths[row])
-            owners += [owner] * lengths[row]
-        columns.append((tokens, positions, owners))
-    size, rows = max(len(tokens) for tokens, _, _ in columns), [row for strip in strips for row in strip]  # L, b rows
-    padded = [[x + [-1] * (size - len(x)) for x in column] for column in zip(*columns)]  # 3 x R x L
-    input_ids, position_ids, owners = torch.tensor(padded, device=filled.device)  # (R,L) each
-    filled, targets = filled[rows], batch.completion_ids[rows][filled[rows]]  # (b,T), (N,)
-    return Packed(rows, input_ids.clamp(0), position_ids.clamp(0), owners, filled, targets)
+def pack(episodes: list[Episode], rows: list[int], device: torch.device) -> Packed:
+    """Pack some episodes of the batch; neighbours with the same prompt share a packed row."""
+    packed_rows = []  # lists of (token, position, owner, whether the next token was written)
+    order = []  # the episodes in the order of the packed rows
+    for prompt, group in groupby(rows, key=lambda row: episodes[row].prompt):
+        group = list(group)
+        # A long group is split over several packed rows, each of which repeats the prompt.
+        num_tokens = sum(len(episodes[row].ids) for row in group)
+        num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
+        num_parts = min(num_parts, len(group))
+        for part in range(num_parts):
+            packed_row = [(token, position, 0, 0) for position, token in enumerate(prompt[:-1])]
+            for owner, row in enumerate(group[part::num_parts], start=1):
+                inputs = [prompt[-1]] + episodes[row].ids[:-1]
+                written = [turn >= 0 for turn in episodes[row].turns]
+                positions = range(len(prompt) - 1, len(prompt) + len(inputs) - 1)
+                packed_row += zip(inputs, positions, [owner] * len(inputs), written)
+                order.append(row)
+            packed_rows.append(packed_row)
 
-
-def completion_logprobs(model, packed: Packed, temperature: float) -> Tensor:
-    """Log-probability of every predicted token. The head works on these positions only, and in chunks. -> (N,)"""
-    query, key = packed.owners[:, :, None], packed.owners[:, None]  # (R,L,1), (R,1,L)
-    sees = ((key == query) | (key == 0)).tril()  # (R,L,L)
-    inputs = {"attention_mask": sees[:, None], "position_ids": packed.position_ids, "use_cache": False}
-    body, head = model.__dict__.get("training_body", model.base_model), model.get_output_embeddings()
-    hidden = body(input_ids=packed.input_ids, **inputs).last_hidden_state[packed.owners > 0]  # (N,H)
-
-    def chunk_logprobs(hidden, targets):
-        return -torch.nn.functional.cross_entropy(head(hidden).float() / temperature, targets, reduction="none")
-
-    parts = (x.split(max(1, LOGITS_PER_CHUNK // model.config.vocab_size)) for x in (hidden, packed.targets))
-    if len(chunks := list(zip(*parts))) == 1:
-        return chunk_logprobs(*chunks[0])
-    return torch.cat([torch.utils.checkpoint.checkpoint(chunk_logprobs, *part, use_reentrant=False) for part in chunks])
+    width = max(len(packed_row) for packed_row in packed_rows)
+    width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
+    for packed_row in packed_rows:
+        packed_row += [(0, 0, -1, 0)] * (width - len(packed_row))
+    input_ids, position_ids, owners, written = torch.tensor(packed_rows).unbind(2)  # (R,L)
+    chosen = [
+        (token, row, turn)
+        for row in order
+        for token, turn in zip(episodes[row].ids, episodes[row].turns)
+        if turn >= 0
+    ]
+    targets, completion_index, turns = torch.tensor(chosen, device=device).unbind(1)  # (N,)
+    sampled_logprobs = [logprob for row in order for logprob in episodes[row].logprobs]
+    return Packed(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        owners=owners.to(device),
+        predicting=written.flatten().nonzero()[:, 0].to(device),
+        targets=targets,
+        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
+        completion_index=completion_index,
+        turns=turns,
+    )
 
 
 def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
-    """Log-probabilities of the completions of a micro-batch, 0 where there is no token. -> (b,T)"""
-    forward = getattr(model, "completion_logprobs", None) or completion_logprobs.__get__(model)  # FSDP has its own
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=args.bf16):
-        logprobs = forward(packed, args.temperature)  # (N,)
-    return torch.zeros(packed.filled.shape, device=logprobs.device).masked_scatter(packed.filled, logprobs)
+    """Log-probability of every predicted token. -> (N,)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
+
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(logits / args.temperature, targets, reduction="none")
+
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
 
 
-def update(model, optimizer, batch: Batch, advantages: Tensor, args: Args, reference=None) -> dict[str, float]:
-    """num_iterations optimizer steps on a batch; returns metrics, the same on all processes. `reference`: for beta > 0.
+# --- Update -------------------------------------------------------------------------------------
 
-    The loss of a step is the sum over micro-batches and processes, each with its share in normalisers that are global:
-    neither changes the gradient. Rows on which nothing acts are left out, but still count in the normalisers.
+
+def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
+    """Pack rows of the batch. Groups of similar length share a micro-batch, to avoid padding."""
+
+    def group_length(row: int) -> int:
+        first = row - row % args.num_generations
+        return sum(len(c.ids) for c in completions[first : first + args.num_generations])
+
+    # Longest first: a step that does not fit fails at once. Rows of a group stay neighbours.
+    rows = sorted(rows, key=group_length, reverse=True)
+    size = args.micro_batch_size
+    return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
+
+
+def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args) -> dict:
+    """num_iterations optimizer steps on the batch of all processes.
+
+    episodes and advantages (B,T) are those of this process. The loss of a step is a sum over
+    tokens, so its gradient depends neither on micro-batches nor on the number of processes.
     """
-    world_size, device = rank_and_world_size()[1], batch.mask.device
-    acts = advantages[:, None].ne(0).flatten(1).any(1) | (args.beta > 0 or not args.skip_equal_groups)  # (B,)
-    micro_batches = pack(batch, acts.nonzero()[:, 0].tolist(), args)
-    counts = [batch.mask.sum(), len(acts), len(micro_batches), batch.mask[acts].sum()]
-    all_counts = gather(torch.tensor([counts], device=device))[0]  # (processes,4)
-    num_tokens, num_rows, _, num_trained = all_counts.sum(0).clamp(min=1)  # scalars
-    if args.fsdp:  # forward and backward are collective: a process with less to do joins in with one idle token
-        token = torch.zeros(1, 1, dtype=torch.long, device=device)
-        idle = Packed([], token, token, token, batch.mask[:0], token[0, :0])
-        micro_batches += [idle] * (max(1, int(all_counts[:, 2].max())) - len(micro_batches))
-    options = {"loss_type": args.loss_type, "epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
-    options |= {"delta": args.delta, "beta": args.beta, "use_bias_correction_kl": args.use_bias_correction_kl}
-    options |= {"max_completion_length": args.max_completion_length, "num_tokens": num_tokens}
-    names = ["loss", "gap", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
-    sums = dict.fromkeys(names + ["kl"] * (args.beta > 0), torch.zeros((), device=device))
-    old_logprobs, ref_logprobs, largest = *torch.zeros(2, *batch.mask.shape, device=device), sums["gap"]  # (B,T) twice
-    model.train(args.gradient_checkpointing)  # else without dropout, which would make learner and sampler differ
+    device = model.device
+    lengths = torch.tensor([len(e.logprobs) for e in episodes])  # (B,) written tokens
+    all_lengths = gather(lengths.tolist())
+    num_tokens = sum(all_lengths)
+    weights = token_weights(
+        lengths,
+        args.loss_type,
+        num_rows=len(all_lengths),
+        num_tokens=num_tokens,
+        max_completion_length=args.max_completion_length,
+    ).to(device)  # (B,)
+    rows = list(range(len(episodes)))
+    if args.beta == 0 and not args.fsdp:
+        # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
+        # processes different numbers of passes, and they would wait for each other forever.
+        rows = advantages.any(1).nonzero()[:, 0].tolist()
+    advantages = advantages.to(device)
+    batches = micro_batches(episodes, rows, args, device)
+
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    largest_gap = torch.zeros((), device=device)
     for iteration in range(args.num_iterations):
-        optimizer.zero_grad(set_to_none=True)
-        for packed in micro_batches:
-            logprobs, rows = token_logprobs(model, packed, args), packed.rows  # (b,T)
-            if not rows:  # idle
-                logprobs.sum().backward()
-                continue
-            mask, tokens = batch.mask[rows], batch.mask[rows].sum()  # (b,T), scalar
-            if iteration == 0:  # the weights are those that sampled: the ratio is exactly 1
-                old_logprobs[rows] = logprobs.detach()
-                if args.beta > 0:
-                    ref_logprobs[rows] = token_logprobs(reference, packed, args).detach()
-                gap = (logprobs.detach() - batch.logprobs[rows]).abs() * mask  # (b,T)
-                sums["gap"], largest = sums["gap"] + gap.sum() / num_trained, torch.maximum(largest, gap.max())
-            options["ref_logprobs"] = ref_logprobs[rows]
-            loss, metrics = policy_loss(logprobs, old_logprobs[rows], advantages[rows], mask, **options)
-            share = {"dapo": 1.0, "bnpo": tokens / num_tokens}.get(args.loss_type, len(rows) / num_rows)
-            (loss * share * (world_size if args.fsdp else 1)).backward()  # FSDP takes the mean where we want the sum
-            sums["loss"] = sums["loss"] + loss.detach() * share / args.num_iterations
-            for name, value in metrics.items():
-                sums[name] = sums[name] + value * tokens / num_tokens / args.num_iterations
-        grad_norm = apply_gradients(model, optimizer, args)
-    metrics = dict(zip(sums, gather(torch.stack(list(sums.values()))[None])[0].sum(0).tolist()))
-    metrics["sampling/logprob_difference/mean"] = metrics.pop("gap")
-    metrics["sampling/logprob_difference/max"] = gather(largest[None])[0].max().item()
-    return metrics | {"grad_norm": grad_norm, "frac_tokens_trained": (all_counts[:, 3].sum() / num_tokens).item()}
-
-
-def apply_gradients(model, optimizer, args: Args) -> float:
-    """Add the gradients of all processes, clip, step. Returns the norm before clipping."""
-    for parameter in model.parameters():
-        if parameter.grad is None:  # nothing acted: AdamW's momentum still moves the weights, so it gets a zero
-            parameter.grad = parameter.detach() * 0  # and NaN for a broken weight, which is noticed below
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
+        for batch in batches:
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                # No step has been taken yet, so these are the old log-probabilities. Those of the
+                # sampler differ by rounding; the largest difference is logged.
+                batch.old_logprobs = logprobs.detach()
+                gap = (batch.old_logprobs - batch.sampled_logprobs).abs().max()
+                largest_gap = torch.maximum(largest_gap, gap)
+                if reference is not None:
+                    with torch.no_grad():
+                        batch.ref_logprobs = reference.token_logprobs(batch, args)
+            losses, clipped = policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                advantages[batch.completion_index, batch.turns],
+                epsilon=args.epsilon,
+                beta=args.beta,
+                ref_logprobs=batch.ref_logprobs,
+            )
+            loss = (losses * weights[batch.completion_index]).sum()
+            sums[0] += loss.detach()
+            sums[1] += clipped.sum()
+            if reference is not None:
+                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
         if dist.is_initialized() and not args.fsdp:
-            dist.all_reduce(parameter.grad)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    grad_norm = (grad_norm.full_tensor() if args.fsdp else grad_norm).item()
-    if not math.isfinite(grad_norm):
-        fail(f"the gradient norm is {grad_norm}: lower --learning-rate, check rewards and weights; checkpoints stay", 1)
-    optimizer.step()
-    return grad_norm
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(
+                f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
+            )
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    metrics = {
+        "loss": loss,
+        "clip_ratio": num_clipped / num_tokens,
+        "grad_norm": norm,
+        "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
+    }
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
 
 
-# === 6 Checkpoint =====================================================================================================
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
 
 
-@dataclass
-class Trained:
-    """State of a model and its optimizer as if on one device, so that a checkpoint fits any number of them."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def state_dict(self) -> dict:
-        """Whole tensors in the memory of process 0; all processes must call."""
-        return dict(zip(("model_state_dict", "optim_state_dict"), get_state_dict(*vars(self).values(), options=WHOLE)))
-
-    def load_state_dict(self, state: dict) -> None:
-        """Every process takes what it holds of the whole tensors."""
-        set_state_dict(self.model, self.optimizer, **state, options=WHOLE)
+def copy_model(model, dtype: torch.dtype):
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype."""
+    weights = {}
+    for parameter in model.parameters():
+        weight = parameter.detach().to(dtype, copy=True)
+        weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
+    return copy.deepcopy(model, weights)  # deepcopy takes them for copies that it has made
 
 
-def checkpoints(run_dir: str) -> list[str]:
-    """Checkpoint files of a run, oldest first."""
-    return sorted(map(str, Path(run_dir, "checkpoints").glob("step_*[0-9].pt")))
+@torch.no_grad()
+def refresh(sampler, model, args: Args) -> None:
+    """Copy the weights of the policy into the sampler."""
+    if sampler is model:
+        return
+    weights = dict(model.named_parameters())
+    for name, parameter in sampler.named_parameters():
+        weight = weights[name]
+        parameter.copy_(weight.full_tensor() if args.fsdp else weight)
 
 
-def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None:
-    """Write state (name -> object with a state_dict). A crash leaves either the old files or the new one."""
-    payload = {name: thing.state_dict() for name, thing in state.items()} | {"random": torch.get_rng_state()}
-    if rank_and_world_size()[0] == 0:
-        path = os.path.join(run_dir, "checkpoints", f"step_{step:08d}.pt")
-        with or_fail(f"{path}: cannot be written; the checkpoints before it are kept", 1):
-            torch.save(payload, path + ".tmp")
-            os.replace(path + ".tmp", path)
-        for old in checkpoints(run_dir)[:-keep]:
-            os.remove(old)
+# --- Checkpoints and logs -----------------------------------------------------------------------
 
 
-def load_checkpoint(run_dir: str, state: dict) -> bool:
-    """Restore the newest checkpoint into the objects of state; False if the run was stopped before its first."""
-    for path in checkpoints(run_dir)[-1:]:
-        with or_fail(f"{path}: damaged, or of another script; delete it to continue from the one before", 1):
-            payload = torch.load(path, map_location="cpu", weights_only=True)
-            for name, thing in state.items():
-                thing.load_state_dict(payload[name])
-            torch.set_rng_state(payload["random"])
-    return bool(checkpoints(run_dir))
+def checkpoints(run_dir: str) -> list[Path]:
+    """Finished checkpoints, oldest first: torch writes .metadata last."""
+    return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
 
 
-def resume_args(args: Args) -> Args:
-    """The flags of the run to continue or to score. A flag given now must agree, unless the training ignores it."""
-    run_dir = args.evaluate or args.resume
-    if args.evaluate and args.resume:
-        fail("--evaluate and --resume: one of them, please; a finished run is scored, an unfinished one is continued")
-    with or_fail(f"{run_dir}: not a run folder of this script, or nothing to --evaluate yet: finish it with --resume"):
-        saved = json.loads(Path(run_dir, "args.json").read_text())
-        saved = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
-        os.stat(os.path.join(run_dir, "final" if args.evaluate else ""))
-    free = ["resume", "save_steps", "device", "max_steps", "retriever_url"]
-    # a flag on the command line counts as given with its default value, too
-    words = {w.split("=")[0].replace("_", "-").replace("--no-", "--") for w in sys.argv if __name__ == "__main__"}
-    given = {x: now for x, now in vars(args).items() if now != getattr(Args, x) or f"--{x.replace('_', '-')}" in words}
-    for name, now in given.items():
-        if now != (before := getattr(saved, name)) and name not in free and not args.evaluate:
-            fail(f"--resume {run_dir}: the run began with --{name.replace('_', '-')} {before}, not {now}")
-    model = {"model_name_or_path": os.path.join(run_dir, "final"), "fsdp": False} if args.evaluate else {}
-    return replace(saved, **given | {"output_dir": run_dir} | model)
+def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
+    """Every process writes its shard; the newest two checkpoints are kept.
+
+    No random state is saved: problems and samples depend on the seed and the progress alone.
+    """
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "progress": progress}
+    dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
+    if rank == 0:
+        for old in checkpoints(run_dir)[:-2]:
+            shutil.rmtree(old)
 
 
-class Logger:
-    """metrics.csv (the same for the same seed), perf.csv (time, speed, memory) and TensorBoard in the run folder."""
+def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+    """Restore the newest checkpoint, if there is one; every process reads its shard."""
+    if not checkpoints(run_dir):
+        return  # get_state_dict would make a new AdamW count a step
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "progress": progress}
+    dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    progress.update(state["progress"])
 
-    def __init__(self, run_dir: str, args: Args, step: int):
-        """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
-        with or_fail(f"{run_dir}: cannot be used as a run folder"):
-            os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-            Path(run_dir, "args.tmp").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-            os.replace(os.path.join(run_dir, "args.tmp"), os.path.join(run_dir, "args.json"))
-            self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
-            for file in self.files.values():
-                file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
-                kept = [x for x in file if x[-1] == "\n" and (x[0] == "s" or int(x.split(",")[0]) <= step)]
-                file.truncate(sum(map(len, kept)))
-                file.write("" if kept else "step,tag,value\n")
-            self.board = SummaryWriter(run_dir, purge_step=step + 1)
 
-    def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
-        """Write tag -> value."""
-        self.files[file].writelines(f"{step},{tag},{value}\n" for tag, value in values.items())
+def save_final(run_dir: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=whole)  # all processes take part
+    if rank == 0:
+        final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
+        final.load_state_dict(weights)
+        final.save_pretrained(f"{run_dir}/final")
+        tokenizer.save_pretrained(f"{run_dir}/final")
+        print(f"{run_dir}/final: the trained model", flush=True)
+
+
+def open_run(args: Args, rank: int) -> str:
+    """The run folder, the same for all processes; the first one makes it."""
+    run_dir = args.resume or args.output_dir
+    if run_dir is None:
+        env = Path(args.env).name  # without the folders of FILE.py:ClassName
+        run_dir = f"runs/{Path(__file__).stem}__{env}__{args.seed}__{time.time():.0f}"
+        run_dir = gather([run_dir])[0]  # the clocks of processes differ
+    path = Path(run_dir, "args.json")
+    if rank == 0:
+        if path.exists() and not args.resume:
+            sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+        os.makedirs(run_dir, exist_ok=True)
+        path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    return run_dir
+
+
+def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
+    with open(f"{run_dir}/metrics.csv", "a") as file:
+        if file.tell() == 0:
+            file.write("step,tag,value\n")
         for tag, value in values.items():
-            self.board.add_scalar(tag, value, step)
-        self.board.flush()
+            file.write(f"{step},{tag},{value}\n")
+            board.add_scalar(tag, value, step)
+    board.flush()
 
 
-# === 7 Evaluation =====================================================================================================
+def log_completions(run_dir: str, step: int, episodes, advantages, tokenizer, task, args: Args):
+    """Add the first groups of a step to completions.jsonl, for people to read."""
+    shown = episodes[: GROUPS_SHOWN * args.num_generations]
+    with open(f"{run_dir}/completions.jsonl", "a") as file:
+        for episode, values in zip(shown, advantages.tolist()):
+            scores = torch.tensor(episode.answer_logprobs)
+            row = {
+                "step": step,
+                "prompt": tokenizer.decode(episode.prompt),
+                "turns": episode.texts,
+                "rewards": dict(zip(task.reward_functions, episode.rewards)),
+                "gains": information_gains(scores, args.information_gain).tolist(),
+                "advantages": values[: len(scores)],
+            }
+            file.write(json.dumps(row) + "\n")
 
 
-def evaluate(model, tokenizer, task, args: Args) -> tuple[dict[str, float], str]:
-    """Greedy scores, and those of k sampled episodes, on problems that training never sees; three episodes as text."""
-    rank, world_size = rank_and_world_size()
-    problems, k = task.evaluation_problems(args.eval_problems), args.num_generations_eval
-    mine = list(range(rank, len(problems), world_size)) or [0]
-    problems, seeds = [problems[i] for i in mine], [f"evaluation {i}" for i in mine]
-    episodes = play(model, tokenizer, task, problems, 1, args, None)
-    rewards, turns = score_episodes(task, episodes), torch.tensor([[len(e.starts)] for e in episodes])  # (P,K), (P,1)
-    sampled = score_episodes(task, play(model, tokenizer, task, problems, k, args, seeds)).view(len(problems), k, -1)
-    columns = [rewards[:, :1], sampled.amax(1)[:, :1], sampled.mean(1)[:, :2], rewards, turns]
-    names = ["pass_at_1", f"pass_at_{k}", f"mean_at_{k}", f"f1_mean_at_{k}"]
-    names += [*(f"rewards/{name}" for name in task.reward_functions), "turns"]
-    shown = "\n".join("\n".join([e.problem.question, *e.texts]) for e in episodes[:3])
-    return {f"eval/{name}": x for name, x in zip(names, gather(torch.cat(columns, 1))[0].mean(0).tolist())}, shown
+def report(step: int, metrics: dict, task, args: Args) -> None:
+    """Print a summary of under 80 columns."""
+    name = next(iter(task.reward_functions))
+    left = metrics["seconds/step"] * (args.max_steps - step)
+    line = f"step {step:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
+    line += f"  {name[:12]} {metrics[f'rewards/{name}/mean']:.2f}"
+    line += f"  length {metrics['completions/mean_length']:.0f}"
+    line += f"  {metrics['seconds/step']:.1f} s"
+    print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
 
-# === 8 Training loop ==================================================================================================
+# --- Evaluation and training --------------------------------------------------------------------
 
 
-def check_args(args: Args) -> None:
-    """One sentence for every combination of flags that cannot work."""
-    ranks, group, micro = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations, args.per_device_train_batch_size
-    least = {"max_steps": 0, "eval_steps": 0, "seed": 0, "num_generations": 2}
-    least |= {"temperature": 1e-6, "delta": 1, "format_penalty": -(2**31)}
-    for f in fields(Args):
-        x, low = getattr(args, f.name), least.get(f.name, int(f.type is int))
-        kinds = [getattr(k, "__name__", k) for k in get_args(f.type) * (get_origin(f.type) is not tuple) or (f.type,)]
-        unfit = x not in kinds and not {*kinds, "int", "list"} & {kind.__name__ for kind in type(x).__mro__}
-        if x == "" or unfit or (isinstance(x, (int, float)) and not low <= x <= 2**31):
-            wanted = "a name" if x == "" else " or ".join(kinds) if unfit else f"{low} or more, at most {2**31}"
-            fail(f"--{f.name.replace('_', '-')} {x!r}: expected {wanted}")
-    if args.num_prompts_per_step % ranks:
-        fail(f"--num-prompts-per-step {args.num_prompts_per_step}: not divisible by the {ranks} processes")
-    if micro % group and group % micro:
-        fail(f"--per-device-train-batch-size {micro}: expected a multiple or a divisor of --num-generations {group}")
-    if args.fsdp and ranks == 1:
-        fail("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
-
-
-def batch_metrics(batch: Batch, task, args: Args, progress: Progress) -> dict[str, float]:
-    """What the episodes of a step say, over all processes. Counts their tokens in progress."""
-    values = {name: gather(value)[0].float() for name, value in batch.info.items() if value.dim() == 1}  # (B,) each
-    lengths, gains = gather(batch.mask.sum(1))[0].float(), gather(batch.info["gains"].nansum(1))[0]  # (B,), (B,)
-    progress["tokens"] += int(lengths.sum())
-    groups = values["outcome"].view(-1, args.num_generations)  # (P,G)
-    silent = (groups.amax(1) == groups.amin(1)).float()  # (P,) where GRPO has no signal
-    acts = compute_advantages(batch, replace(args, reward="f1+ig"), progress).any(1).view(-1, args.num_generations)
-    metrics = {"reward": groups.mean(), "reward_std": groups.std(1).mean(), "frac_reward_zero_std": silent.mean()}
-    metrics |= {"igpo/frac_no_signal": 1 - gather(acts.any(1))[0].float().mean()}
-    metrics |= {f"rewards/{name}/mean": x for name, x in zip(task.reward_functions, gather(batch.rewards)[0].mean(0))}
-    metrics |= {"completions/mean_length": lengths.mean(), "completions/max_length": lengths.amax()}
-    metrics |= {"completions/clipped_ratio": 1 - values["ended"].mean(), "igpo/turns": values["turns"].mean()}
-    metrics |= {"entropy": values["entropy"].sum() / lengths.sum(), "igpo/gain": gains.mean()}
-    return {name: float(value) for name, value in metrics.items()} | {"num_tokens": progress["tokens"]}
+def evaluate(
+    sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
+) -> tuple[dict[str, float], str]:
+    """Score problems that are not trained on by the first reward function: the greedy episode, and
+    the mean and the best of k samples. Also returns some greedy episodes as text."""
+    k = args.num_generations_eval
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", i) for i in mine]
+    problems = [problems[i] for i in mine]
+    greedy = play(sampler, tokenizer, task, problems, 1, args)
+    scores = {
+        "eval/greedy": [episode.rewards[0] for episode in greedy],
+        "eval/turns": [1.0 + episode.turns[-1] for episode in greedy],
+    }
+    if k > 0:
+        sampled = play(sampler, tokenizer, task, problems, k, args, seeds)
+        rewards = torch.tensor([episode.rewards[0] for episode in sampled]).view(-1, k)
+        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
+        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
+        for place, name in enumerate(task.reward_functions):
+            scores[f"eval/rewards/{name}"] = [episode.rewards[place] for episode in sampled]
+    means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+    examples = []
+    for problem, episode in zip(problems[:3], greedy):
+        lines = [task.prompt(problem)[-1]["content"], *episode.texts]
+        examples.append("\n>>> ".join(lines) + f"\n(reward {episode.rewards[0]:g})\n")
+    return means, "\n".join(examples)
 
 
 def train(args: Args) -> dict[str, float]:
-    """Train as the flags say, or score a run for --evaluate. Returns the last evaluation. Steps as in igpo.md."""
-    transformers.logging.disable_progress_bar()
-    getattr(sys.stdout, "reconfigure", dict)(errors="replace")  # a terminal may not know all that a model writes
-    args = resume_args(args) if args.resume or args.evaluate else args
-    check_args(args)
-    device, rank = setup(args), rank_and_world_size()[0]
-    task, tokenizer = load_task(args), load_tokenizer(args)
-    model = load_model(args, tokenizer, device)
-    if args.evaluate:
-        scores, shown = evaluate(model, tokenizer, task, args)
-        if rank == 0:
-            print(shown, *(f"{tag} {value:.4f}" for tag, value in scores.items()), sep="\n")
-        return scores
-    reference = load_model(args, tokenizer, device).requires_grad_(False) if args.beta > 0 else None
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        args = replace(args, learning_rate=1e-6 if args.model_name_or_path else 2e-4)
+    rank, world_size, device = setup(args)
+    task, eval_problems = load_task(args)
+    model, tokenizer = load_model(args)
+    model.to(device)
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
+        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
+    reference = None
+    if args.beta > 0:
+        reference = copy_model(model, torch.float32)
+        if args.fsdp:
+            shard(reference, args)
+    # The sampler is the policy itself, or a copy: unsharded for --fsdp, in bfloat16 for --bf16.
+    sampler = model
+    if args.bf16 or args.fsdp:
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
     if args.fsdp:
         shard(model, args)
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0, fused=True)
-    progress = Progress(step=0, problems=0, tokens=0)
-    state = {"policy": Trained(model, optimizer), "progress": progress}
-    run_dir = args.output_dir or f"runs/{Path(__file__).stem}__{args.env}__{args.seed}__{time.time():.0f}"
-    if rank == 0 and not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
-        fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
-    loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
+    optimizer = torch.optim.AdamW(
+        model.parameters(), args.learning_rate, weight_decay=0.0, fused=True
+    )
+    run_dir = open_run(args, rank)
+    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
+    load_checkpoint(run_dir, model, optimizer, progress)
     if rank == 0:
-        logger = Logger(run_dir, args, loaded)
-        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} episodes a step, {device}")
-    signals = []  # the step is finished and saved before the run leaves; a second signal leaves at once
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: os._exit(128 + number) if signals else signals.append(number))
-    start, first, scores = time.perf_counter(), progress["step"], {}
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    scores = {}
     while True:
-        step, last = progress["step"], progress["step"] >= args.max_steps
-        stop = int(gather(torch.tensor([max(signals, default=0)]))[0].max())  # a signal to any process
-        if step != loaded and args.eval_steps and (last or step % args.eval_steps == 0):
-            scores, shown = evaluate(model, tokenizer, task, args)
+        step = progress["step"]
+        last = step >= args.max_steps
+        refresh(sampler, model, args)
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores, examples = evaluate(
+                sampler, tokenizer, task, eval_problems, args, rank, world_size
+            )
             if rank == 0:
+                log(run_dir, board, step, scores)
                 if last or step == 0:
-                    print(shown)
-                    logger.board.add_text("eval/completions", "    " + shown.replace("\n", "\n    "), step)  # as code
-                logger.scalars(step, scores)
-                print("  ".join(f"{tag} {value:.3f}" for tag, value in list(scores.items())[:3]), flush=True)
-        if step not in (0, loaded) and (last or stop or step % args.save_steps == 0):
-            save_checkpoint(run_dir, step, state)
-        if last or stop:
+                    print(examples)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
             break
-        began, tokens = time.perf_counter(), progress["tokens"]
-        batch = rollout(model, tokenizer, task, args, progress)  # 1. play G episodes of each problem, score turns
-        metrics = batch_metrics(batch, task, args, progress)
+
+        # 1. play G episodes of each problem and score them; processes have different problems
+        began = time.perf_counter()
+        share = args.num_prompts_per_step // world_size
+        first = progress["num_prompts"] + rank * share
+        indices = range(first, first + share)
+        problems = [task.train_problem(i, args.seed) for i in indices]
+        seeds = [random_seed(args.seed, i) for i in indices]
+        episodes = play(
+            sampler, tokenizer, task, problems, args.num_generations, args, seeds, scoring=True
+        )
+        progress["num_prompts"] += args.num_prompts_per_step
         sampled = time.perf_counter()
-        advantages = compute_advantages(batch, args, progress)  # 2. normalise in the group, add up over turns
-        metrics |= update(model, optimizer, batch, advantages, args, reference)  # 3. clipped policy-gradient steps
-        progress["step"] += 1
-        now = time.perf_counter()  # 4. log; evaluate and save above
+
+        # 2. compare each turn with its group; B counts the episodes of all processes
+        table = [
+            (e.rewards, len(e.logprobs), e.ended, e.entropy, e.answer_logprobs) for e in episodes
+        ]
+        rewards, lengths, ended, entropy, scores_of_turns = zip(*gather(table))
+        rewards = torch.tensor(rewards)  # (B,K)
+        totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (B,)
+        gains = [
+            information_gains(torch.tensor(scores), args.information_gain)
+            for scores in scores_of_turns
+        ]
+        group_ids = torch.arange(len(totals)) // args.num_generations  # (B,)
+        advantages = turn_advantages(
+            gains, totals, group_ids, args.gamma, args.normalization, args.advantage
+        )
+        advantages = pad_sequence(advantages, batch_first=True)  # (B,T)
+        own_advantages = advantages.chunk(world_size)[rank]
+
+        # 3. clipped policy-gradient steps
+        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        optimizer.param_groups[0]["lr"] = rate
+        metrics = update(model, reference, optimizer, episodes, own_advantages, args)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        progress["num_tokens"] += sum(lengths)
+        groups = totals.view(-1, args.num_generations)  # (P,G)
+        group_advantages = advantages.view(len(groups), -1)  # (P,G*T)
+        for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
+            metrics[f"rewards/{name}/mean"] = mean
+        metrics |= {
+            "reward": totals.mean().item(),
+            "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
+            "igpo/frac_no_signal": (group_advantages == 0).all(1).float().mean().item(),
+            "igpo/turns": sum(map(len, gains)) / len(gains) + 1,
+            "igpo/gain": torch.cat(gains).sum().item() / len(gains),
+            "entropy": sum(entropy) / sum(lengths),
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
         if rank == 0:
-            logger.scalars(step + 1, {f"train/{name}": value for name, value in metrics.items()})
-            gpu, speed = device.type == "cuda", (progress["tokens"] - tokens) / (now - began)
-            memory = torch.cuda.max_memory_allocated() if gpu else getrusage(RUSAGE_SELF).ru_maxrss * 1024  # bytes
-            perf = {"perf/step_seconds": now - began, "perf/rollout_seconds": sampled - began}
-            perf |= {"perf/tokens_per_second": speed, "perf/peak_memory_gb": memory / 1e9}
-            logger.scalars(step + 1, perf, "perf.csv")
-            left = (now - start) / (step + 1 - first) * (args.max_steps - step - 1)
-            line = f"step {step + 1:>4}/{args.max_steps}  F1 {metrics['rewards/f1/mean']:.3f}"
-            line += f"  turns {metrics['igpo/turns']:.2f}  {speed / 1000:4.1f}k tok/s"
-            print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
-    if stop and not last:
-        fail(f"stopped after step {step}; continue with --resume {run_dir}", 128 + stop)
-    weights = state["policy"].state_dict()["model_state_dict"]  # all processes must call
-    weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
-    if rank == 0:
-        model.save_pretrained(os.path.join(run_dir, "final"), state_dict=weights)
-        tokenizer.save_pretrained(os.path.join(run_dir, "final"))
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_completions(run_dir, step, episodes, own_advantages, tokenizer, task, args)
+            report(step, metrics, task, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, model, optimizer, progress, rank)
+
+    if args.max_steps > 0:
+        save_final(run_dir, model, tokenizer, args, rank)
     if dist.is_initialized():
         dist.destroy_process_group()
     return scores
 
 
+def parse_args() -> Args:
+    """The command line; with --resume, the flags of that run are its defaults."""
+    args = tyro.cli(Args)
+    if not args.resume:
+        return args
+    path = Path(args.resume, "args.json")
+    if not path.is_file():
+        sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+    saved = json.loads(path.read_text())
+    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+    saved = Args(**saved | lists)  # JSON has no tuples
+    args = tyro.cli(Args, default=saved)
+    fixed = "seed env task task_config dataset eval_dataset max_prompt_length system_prompt"
+    fixed += " chat_template_kwargs model_name_or_path num_prompts_per_step"
+    for name, before in asdict(saved).items():
+        now = getattr(args, name)
+        if now == before or name in ("resume", "output_dir"):
+            continue
+        flag = "--" + name.replace("_", "-")
+        if name in fixed.split():
+            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{flag} {now}: the run began with {before}", flush=True)
+    return args
+
+
 if __name__ == "__main__":
-    train(tyro.cli(Args))
+    train(parse_args())

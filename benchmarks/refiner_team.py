@@ -4,13 +4,11 @@
 
 The search team of `envs/teams.py` on questions of one hop, with a fourth agent: the searcher writes the first query,
 the refiner all later ones. Where most first queries are right, most calls of the refiner are in episodes that fail.
-Everything else is `algorithms/dr_mas.py`, whose task is replaced.
+Everything else is `algorithms/dr_mas.py`, whose team is replaced.
 """
 
 import sys
 from pathlib import Path
-
-import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algorithms import dr_mas
@@ -43,7 +41,7 @@ class RefinerTeam(RouterSearcherResponder):
         return valid
 
 
-def load_task(args: dr_mas.Args) -> RefinerTeam:
+def load_team(args: dr_mas.Args, dataset: str | None) -> RefinerTeam:
     """In place of the script's own."""
     return RefinerTeam(SearchQA(hops=HOPS), args.max_rounds, args.missing_verdict)
 
@@ -51,5 +49,5 @@ def load_task(args: dr_mas.Args) -> RefinerTeam:
 HOPS = (1,)
 
 if __name__ == "__main__":
-    dr_mas.load_task = load_task
-    dr_mas.train(tyro.cli(dr_mas.Args))
+    dr_mas.load_team = load_team
+    dr_mas.train(dr_mas.parse_args())

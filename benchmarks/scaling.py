@@ -10,7 +10,7 @@ stopped and started again. Its rows were measured at commit ddff464, with the sc
 
 language: grpo.py and dr_mas.py with random weights (the models of CPU_MODELS, Qwen3, with the tokenizer of the shipped
 one). Their end token is outside the vocabulary, so that every completion has exactly T tokens, and all are trained on
-(grpo.py: --advantage none with a reward of 1; dr_mas.py: --no-skip-equal-groups): the work depends on the flags alone.
+(grpo.py: --advantage none with a reward of 1; dr_mas.py: rewards at random): the work depends on the flags alone.
 The first step of a run does not count, of the others the median does. The process is killed behind its last step: what
 it would save then is no part of a step.
 control: unimodal_poisson.py, fm3q.py and arac.py; the first half of a run, with all that happens once, does not count.
@@ -23,6 +23,7 @@ of all tensors of small models on CPUs: on one process test_scaling.py does it, 
 import csv
 import os
 import platform
+import random
 import re
 import shlex
 import statistics
@@ -352,12 +353,17 @@ def command(point: Point, model: str) -> list[str]:
     words += ["--model-name-or-path", model, "--max-steps", str(point.steps), "--eval-steps", "0"]
     if point.script == "grpo.py":
         return [*words, "--advantage", "none", "--reward", "benchmarks/scaling.py:one"]
-    return [*words, "--no-skip-equal-groups", "--device", "cpu"]
+    return [*words, "--reward", "benchmarks/scaling.py:at_random"]
 
 
 def one(problem, completion: str) -> float:
     """The reward of grpo.py's points: with it and without a baseline, all rows are trained on."""
     return 1.0
+
+
+def at_random(problem, answer: str) -> float:
+    """The reward of dr_mas.py's points: scores that differ, so that all rows are trained on."""
+    return random.random()
 
 
 # --- In processes of their own ----------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class SearchQA:
             raise SystemExit(f"error: {error}") from None
         return ["\n".join(" ".join(MARKUP.sub(" ", text).split()) for text in row) or "nothing found" for row in found]
 
-    def step(self, texts: list[str], turn: int) -> list[dict | None]:
+    def step(self, texts: list[str], turn: int, episodes=None) -> list[dict | None]:
         """The message that answers each text of turn number `turn` (from 1); None where the episode is over: an answer,
         neither tag, or the last turn. One batch of searches."""
         actions = [parse_turn(text) for text in texts]
@@ -142,6 +142,10 @@ class SearchQA:
         lines += [f"Question: {problem.question}", *([render(history)] if history else [])]
         lines += [*(f"{name}: {text}" for name, text in teammates), INSTRUCTIONS[role]]
         return [{"role": "user", "content": "\n".join(lines)}]
+
+    def right_answer(self, problem: Problem) -> tuple[str, str]:
+        """What a model writes before the answer, and the answer itself."""
+        return f"<think>{KNOWN}</think><answer>", problem.answers[0]
 
     def examined(self, request: Request, texts: list[str]) -> tuple[float, Problem | None]:
         """What an examiner wrote and read, in turn: its format score, and its question with the searches that led to
@@ -170,7 +174,8 @@ class SearchQA:
         if kind == "answer":
             return replace(problem, privileged=f"The answer is {problem.answers[0]}.")
         generator = random.Random(f"partial {seed}")
-        steps = tuple(step for step in problem.steps if kind == "qcp" or generator.random() < 0.5)
+        chance = {"qcp": 1.0, "partial": 0.5, "none": 0.0}[kind]
+        steps = tuple(step for step in problem.steps if generator.random() < chance)
         return replace(problem, privileged=render(steps))
 
     def traced_problems(self, count: int) -> list[Problem]:

@@ -30,10 +30,9 @@ def repository_files() -> list[Path]:
 
 FILES = repository_files()
 PAGES = [path for path in FILES if path.suffix == ".md"]
-NEW = [
-    "algorithms/grpo.md",
-    "algorithms/dapo.md",
-]  # the pages of the other scripts follow their scripts
+LANGUAGE = ["grpo", "dapo", "gdpo", "dr_mas", "igpo", "spiral_rae", "pi_play"]
+NEW = [f"algorithms/{name}.md" for name in LANGUAGE]  # the pages of the control scripts follow
+NEW += ["envs/README.md", *(f"benchmarks/{name}.md" for name in LANGUAGE[2:])]
 GUIDES = ["README.md", "CONTRIBUTING.md", "algorithms/README.md", "benchmarks/README.md", *NEW]
 GUIDES = [ROOT / name for name in GUIDES if (ROOT / name).exists()]
 EXAMPLE = "rloo"  # the method that CONTRIBUTING.md adds; its files do not exist

@@ -192,7 +192,7 @@ def test_flags_are_those_of_the_scripts(point):
         assert getattr(args, name) == int(point.value)
     if point.part == "language":
         assert args.model_name_or_path == "MODEL" and args.max_steps == point.steps and not args.eval_steps
-        assert args.advantage == "none" if script is grpo else not args.skip_equal_groups
+        assert args.advantage == "none" if script is grpo else args.reward
     if point.axis == "size":
         assert point.model == point.value
     if point.script == "unimodal_poisson.py":

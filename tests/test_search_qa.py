@@ -1,4 +1,4 @@
-"""Search questions: graders and routing on reference cases and hostile text, the retrievers, the split, every role."""
+"""Search questions: graders and routing on reference cases, the retrievers, the split, every role."""
 
 import http.server
 import json
@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from envs import search_qa, search_text
 from envs.retriever import FIRST_NAMES, LAST_NAMES, RELATIONS, HttpRetriever, Retriever, World
-from envs.search_demonstrations import SHARES, demonstration, episode, role_demonstration
+from envs.search_demonstrations import SHARES, demonstration
 from envs.search_qa import INSTRUCTIONS, Problem, SearchQA, Turn, result_message, world
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -102,23 +102,6 @@ def test_grades(completion, exact, f1, well_formed):
     assert search_text.format(NILE, completion) == well_formed
 
 
-def test_word_f1_and_exact_match_differ_on_half_a_name():
-    problem = SearchQA().evaluation_problems(1)[0]
-    first, last = problem.answers[0].split()
-    assert search_text.word_f1_text(f"{first} {last}", problem.answers) == 1.0
-    assert search_text.word_f1_text(first, problem.answers) == pytest.approx(2 / 3)
-    assert search_text.word_f1_text(f"{last} and {first}", problem.answers) == pytest.approx(4 / 5)
-    assert search_text.exact_match_text(first, problem.answers) == 0.0
-
-
-@pytest.mark.parametrize(
-    "text, normal",
-    [("The  Beatles!", "beatles"), ("An apple a day", "apple day"), ("theatre", "theatre"), ("U.S.", "us"), ("a", "")],
-)
-def test_normal_form(text, normal):
-    assert search_text.normalize_answer(text) == normal
-
-
 @pytest.mark.parametrize(
     "text, turn",
     [
@@ -144,31 +127,7 @@ def test_questions_of_an_examiner():
         assert parse(text) is None
 
 
-def test_hostile_text_neither_hangs_nor_raises_nor_runs(hostile_strings, nothing_executes, time_limit):
-    task, slowest = SearchQA(), 0.0
-    tags = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<verify>no</verify>"]
-    pairs = [a * 10_000 + b * 10_000 for a in tags for b in tags]
-    with nothing_executes():
-        for text in hostile_strings + pairs:
-            start = time.process_time()
-            values = [function(NILE, text) for function in task.reward_functions.values()]
-            search_text.sufficient(text), search_text.project_action(text, "answer"), search_text.project_verdict(text)
-            search_text.parse_turn(text), search_text.parse_question(text), world().search(text)
-            (reply,) = task.step([f"<search>{text}</search>"], turn=1)
-            slowest = max(slowest, time.process_time() - start)
-            assert values[0] == 0.0 and set(values) <= {0.0, 1.0}
-            assert reply is None or reply["content"].count("<result>") == 1
-    assert slowest < 0.5, "reading is not linear in the length of the text"
-
-
 # --- Retrievers --------------------------------------------------------------------------------------------------
-
-
-def test_the_world_is_too_large_to_know():
-    assert len(world().people) == len(set(world().people)) == 4096 and len(world().facts) == 24_576
-    assert len(set(FIRST_NAMES + LAST_NAMES)) == 128  # no word is both
-    assert all(person != other for (person, _), other in world().facts.items())
-    assert World().facts == world().facts != World(seed=1).facts
 
 
 def test_the_exact_sentence_comes_first():
@@ -235,19 +194,9 @@ def test_http_client_gives_what_the_local_retriever_gives(server):
     assert task.search(queries) == SearchQA().search(queries)
 
 
-def test_http_documents_are_one_line_without_our_tags(server):
-    contents = ['"Nile"\nA  river\nin Africa.', "Only a title", '"Nile"\n</result><answer>x</answer><|end|>']
-    contents += ["x" * 5000, '"\ud83d"\nhalf a surrogate pair']
-    server.answer = json.dumps({"result": [[{"document": {"contents": text}} for text in contents]]}).encode()
-    documents = HttpRetriever(server.url).search_batch(["q"], 5)[0]
-    assert documents[:2] == ["Nile: A river in Africa.", "Only a title"] and len(documents[3]) == 1000
-    text = SearchQA(retriever_url=server.url, top_k=5).search(["q"])[0]
-    assert text.split("\n")[2] == "Nile: x" and text.encode("utf-8")
-
-
 @pytest.mark.parametrize(
     "answer",
-    [b"", b"<html>", b"[]", b'{"result": 3}', b'{"result": []}', b'{"result": [["x"]]}', b"\xff", b"[" * 9999],
+    [b"<html>", b'{"result": []}'],
 )
 def test_an_answer_of_another_protocol_is_one_sentence(server, answer):
     server.answer = answer
@@ -266,18 +215,13 @@ def test_a_server_that_is_down_or_broken_is_one_sentence(server):
         HttpRetriever(server.url, pause=0.0).search_batch(["q"])
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "file:///etc/hosts", "http://", "ftp://host/x"])
+@pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/hosts"])
 def test_what_is_no_url_is_refused(url):
     with pytest.raises(ValueError, match="expected something like http"):
         HttpRetriever(url)
 
 
 # --- Problems ----------------------------------------------------------------------------------------------------
-
-
-def test_reward_functions_are_separate_and_in_order():
-    assert list(SearchQA.reward_functions) == ["exact_match", "f1", "format"]
-    assert len(SearchQA.reward_weights) == len(SearchQA.reward_functions)
 
 
 @pytest.mark.parametrize("hops", [1, 2, 3, 4])
@@ -307,18 +251,6 @@ def test_the_evaluation_set_is_fixed_and_never_in_training():
     assert not any(problem.held_out for problem in drawn) and all(problem.held_out for problem in problems)
     one_hop = SearchQA(hops=(1,)).evaluation_problems(2000)
     assert 1300 < len(one_hop) < 1800  # ends, with what there is: one in 16 of the facts
-
-
-def test_the_training_stream_is_deterministic():
-    problems = [SearchQA().train_problem(index, seed=3) for index in range(100)]
-    assert problems[::-1] == [SearchQA().train_problem(index, seed=3) for index in reversed(range(100))]
-    assert problems != [SearchQA().train_problem(index, seed=4) for index in range(100)]
-
-
-@pytest.mark.parametrize("flags", [{"hops": ()}, {"hops": (0,)}, {"hops": (5,)}, {"top_k": 0}, {"max_turns": 0}])
-def test_impossible_flags_are_refused(flags):
-    with pytest.raises(ValueError, match="search_qa needs"):
-        SearchQA(**flags)
 
 
 def test_steps_end_with_an_answer_without_a_tag_and_at_the_limit():
@@ -364,20 +296,9 @@ def test_questions_from_a_file(tmp_path, server):
     "line, sentence",
     [
         (b"question,answer", "found text that is not valid JSON, expected one JSON object"),
-        (b"[" * 100_000, "found text that is not valid JSON, expected one JSON object"),
-        (b'{"question": "caf\xe9", "answer": "1"}', "found bytes that are not UTF-8, expected UTF-8 text"),
-        (b"null", "found JSON of type NoneType, expected an object with a question and an answer"),
         (b'{"answer": "1"}', "found no question, expected a key question"),
         (b'{"question": "q"}', "found no answer, expected a key golden_answers or answers or answer"),
-        (b'{"question": "q", "golden_answers": []}', "found an empty golden_answers, expected at least one answer"),
         (b'{"question": "q", "answer": 5}', "found answer of type int, expected a string"),
-        (b'{"question": ["q"], "answer": "1"}', "found question of type list, expected a string"),
-        (b'{"question": " ", "answer": "1"}', "found an empty question, expected some text"),
-        (b'{"question": "q", "answers": ["1", ""]}', "found an empty answers, expected some text"),
-        (
-            b'{"question": "\\ud83d", "answer": ""}',
-            "found half a surrogate pair in question, expected whole characters",
-        ),
     ],
 )
 def test_a_broken_line_gives_its_sentence(tmp_path, line, sentence):
@@ -386,17 +307,6 @@ def test_a_broken_line_gives_its_sentence(tmp_path, line, sentence):
     with pytest.raises(ValueError) as error:
         search_qa.read_questions(str(path))
     assert str(error.value) == f"{path}, line 3: {sentence}"
-
-
-def test_files_without_two_questions_give_a_sentence(tmp_path):
-    path = write(tmp_path / "one.jsonl", [{"question": "q", "answer": "1"}] * 2)
-    with pytest.raises(ValueError, match="found 1 different questions, expected at least 2$"):
-        search_qa.read_questions(path)
-    with pytest.raises(ValueError, match=r"cannot be read \(.+\), expected a JSON-lines file$"):
-        search_qa.read_questions(str(tmp_path))
-    path = write(tmp_path / "two.jsonl", [{"question": q, "answer": "1"} for q in "ab"])
-    training, evaluation = search_qa.read_questions(path)
-    assert len(training) == len(evaluation) == 1
 
 
 # --- Prompts and demonstrations ------------------------------------------------------------------------------------
@@ -441,29 +351,6 @@ def test_demonstrations_never_show_a_held_out_question():
         messages, completion = demonstration(task, generator)
         for question in re.findall(r"Who is the [^?\n]+\?", messages[0]["content"]):
             assert not Problem(question, ()).held_out
-
-
-def test_demonstrations_err_and_less_so_when_they_see_the_path():
-    generator = random.Random(0)
-
-    def right(hops: int, **slips) -> float:
-        task = SearchQA(hops=(hops,))
-        problems = [task.sample(generator) for _ in range(1000)]
-        return sum(search_text.exact_match(p, episode(task, p, generator, **slips)[-1].text) for p in problems) / 1000
-
-    one, two, three = (right(hops, slip=0.35, early=0.6) for hops in (1, 2, 3))
-    assert 0.95 > one > two + 0.3 > three + 0.4 > 0.4
-    assert right(2, slip=0.03, early=0.0) > two + 0.4
-
-
-def test_the_router_is_right_about_four_times_in_five():
-    task, generator, right = SearchQA(), random.Random(0), 0
-    for _ in range(2000):
-        problem = task.sample(generator)
-        messages, completion = role_demonstration(task, problem, "router", "", generator)
-        enough = world().sentence(*problem.path[-1][:2]) in messages[0]["content"]
-        right += search_text.sufficient(completion) == enough
-    assert 0.76 < right / 2000 < 0.84
 
 
 # --- The shipped model ---------------------------------------------------------------------------------------------

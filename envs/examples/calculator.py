@@ -1,0 +1,66 @@
+"""An agent task of one's own, complete: sums, and a calculator as the tool.
+
+python algorithms/igpo.py --env envs/examples/calculator.py:Calculator --model-name-or-path ...
+"""
+
+import random
+import re
+
+EXAMPLE = [  # a small model copies what it sees
+    {"role": "user", "content": "Use the calculator. What is 12 * (3 + 4)?"},
+    {"role": "assistant", "content": "<calc>12*(3+4)</calc>"},
+    {"role": "user", "content": "<result>84</result>"},
+    {"role": "assistant", "content": "<answer>84</answer>"},
+]
+
+
+def calculate(formula: str) -> str:
+    if "**" in formula or not re.fullmatch(r"[\d\s+*()-]{1,50}", formula):
+        return "only numbers, + - * and brackets, please"
+    try:
+        return str(eval(formula))
+    except (SyntaxError, TypeError):
+        return "this is no formula"
+
+
+def right(problem: dict, text: str) -> float:
+    """1 if the last answer is right, and a little for an answer at all."""
+    answers = re.findall(r"<answer>(.*?)</answer>", text)
+    if not answers:
+        return 0.0
+    return 1.0 if answers[-1].strip() == problem["answer"] else 0.1
+
+
+class Calculator:
+    reward_functions = {"right": right}
+    reward_weights = (1.0,)
+
+    def __init__(self, dataset: str | None = None):
+        assert dataset is None, "the problems are generated"
+
+    def problem(self, generator: random.Random) -> dict:
+        a, b, c = (generator.randint(2, 99) for _ in range(3))
+        return {"question": f"{a} * ({b} + {c})", "answer": str(a * (b + c))}
+
+    def train_problem(self, index: int, seed: int) -> dict:
+        return self.problem(random.Random(f"train {seed} {index}"))
+
+    def evaluation_problems(self, count: int) -> list[dict]:
+        return [self.problem(random.Random(f"evaluation {index}")) for index in range(count)]
+
+    def prompt(self, problem: dict) -> list[dict]:
+        return EXAMPLE + [{"role": "user", "content": f"What is {problem['question']}?"}]
+
+    def step(self, texts: list[str], turn: int, episodes: list) -> list[dict | None]:
+        replies = []
+        for text in texts:
+            formula = re.search(r"<calc>(.*?)</calc>", text)
+            if formula is None:
+                replies.append(None)  # the episode is over
+                continue
+            result = f"<result>{calculate(formula[1])}</result>"
+            replies.append({"role": "user", "content": result})
+        return replies
+
+    def right_answer(self, problem: dict) -> tuple[str, str]:
+        return "<answer>", problem["answer"]
