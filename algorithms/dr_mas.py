@@ -8,7 +8,7 @@ agent in the group, not with all episodes of the group. Feng et al., arXiv 2602.
     score of a call       s = reward of its episode, less a fine if its text has not the right tags
     advantage of a call   A = (s - mean) / (std + 1e-6), over this agent's calls in the group
 
-A group is the G episodes of one problem. The loss is that of grpo.py.
+A group is the G episodes of one problem. The loss is policy_loss of grpo.py.
 
 Differs from grpo.py:
 1. A row is a call: what one agent writes when it is its turn, with a prompt of its own. Teams are
@@ -17,9 +17,9 @@ Differs from grpo.py:
 3. Every agent has a model of its own, or all share one (--share-model).
 
 Differs from the paper:
-1. As in its code, std is that of a sample, and the only call of an agent in a group keeps its score
-   as advantage.
-2. One update on all calls of a step; its code makes five for search, and copies calls at random
+1. The paper does not say how std is computed, nor what an agent's only call in a group gets. Here,
+   as in its code, std is that of a sample, and a lone call keeps its score as advantage.
+2. One update on all calls of a step. Its code makes five for search, and copies calls at random
    until batches divide evenly.
 3. No entropy bonus (its code: 0.001 for search).
 
@@ -37,9 +37,9 @@ Differs from the paper:
 Your own team: `--env FILE.py:ClassName`, see envs/teams.py. Your own reward: `--reward
 FILE.py:function`, called as function(problem, answer of the team) -> float.
 
-Letters in shapes: P problems, G episodes of each, R calls of all, B calls of a model, S prompt
-tokens, T completion tokens, V vocabulary, H hidden size, K reward functions; in packed batches, R
-rows of L tokens, N predicted tokens. In attention masks, Q queries and K keys.
+Letters in shapes: P problems, G episodes of each, B calls of a model, S prompt tokens, T completion
+tokens, V vocabulary, H hidden size; R calls of all models, or packed rows of L tokens, N predicted
+tokens.
 """
 
 import copy
@@ -105,10 +105,10 @@ class Args:
     agent_models: tuple[str, ...] = ()
     """one model for each agent, in the order of the team, in place of --model-name-or-path"""
     env: str = "search_qa"
-    """search_qa: router, searcher and responder; countdown: solver and verifier, with --dataset on
-    its questions; or FILE.py:ClassName of a team, see envs/teams.py"""
+    """search_qa: router, searcher and responder; countdown: solver and verifier, of the number game
+    or of --dataset; or FILE.py:ClassName of a team, see envs/teams.py"""
     max_rounds: int | None = None
-    """most steps of the search team, or solutions of the solver; None is 4 and 2 (paper)"""
+    """most steps of the search team or solutions of the solver; None is 4 or 2 (paper)"""
     missing_verdict: Literal["approve", "reject"] = "approve"
     """what a router or verifier without a verdict is taken to say"""
     dataset: str | None = None
@@ -146,7 +146,7 @@ class Args:
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
     """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
-    """clip range of the probability ratio"""
+    """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
     """weight of the KL penalty (paper: 0); above 0, a copy of each initial model is kept"""
     num_iterations: int = 1
@@ -183,7 +183,7 @@ class Args:
     save_steps: int = 25
     """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<env>__<seed>__<time>"""
+    """run folder; None is runs/<script>__<seed>__<time>"""
     resume: str | None = None
     """run folder to continue; its flags are used unless given anew"""
 
@@ -209,7 +209,7 @@ def pool_statistics(
     std = (squares / (size - ddof).clamp(min=1)).sqrt()
     # With equal values, a rounding error divided by a tiny std would not be 0.
     equal = std < 1e-9 * (1 + mean.abs())
-    return mean, std.masked_fill(equal, 0.0), size.round()
+    return mean, std.masked_fill(equal, 0.0), size.round()  # weights 1/n sum up with an error
 
 
 def agent_advantages(
@@ -281,7 +281,7 @@ def policy_loss(
     beta: float = 0.0,
     ref_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token, DeepSeekMath eq. 3, and whether it was clipped (only KL acts then).
+    """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
 
     Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
     1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
@@ -508,11 +508,11 @@ def longest_text(model) -> float:
 
 
 def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
-    """The attention masks of the model, given which keys each query may see, (B,Q,K) bool.
+    """The attention masks of the model, given which keys each query may see, (B,queries,keys) bool.
 
-    A mask (B,1,Q,K) holds 0 and -inf, because eager attention adds it to the scores. It replaces
-    the model's own mask, so it must include the sliding window, measured in positions. Models with
-    two types of layers take a dict. A query that sees no key at all would be NaN.
+    A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
+    replaces the model's own mask, so it must include the sliding window, measured in positions.
+    Models with two types of layers take a dict. A query that sees no key at all would be NaN.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -525,7 +525,7 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
     for kind in set(layers):
         seen = visible
         if kind == "sliding_attention":
-            distance = query_positions[:, :, None] - key_positions[:, None, :]  # (B,Q,K)
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
             seen = visible & (distance < window)
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
@@ -560,7 +560,7 @@ def add_methods(model) -> None:
 
 
 def recompute_layers(model) -> None:
-    """Gradient checkpointing in evaluation mode; that of transformers needs dropout switched on."""
+    """Gradient checkpointing; that of transformers works in training mode only, with dropout."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
@@ -639,10 +639,10 @@ def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
 @torch.no_grad()
 def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicCache, Tensor]:
     """Compute each different prompt once. Returns keys and values, and the next logits, (B,V)."""
-    numbers = {}  # of the U different prompts
+    places = {}  # of each prompt among the U different ones
     for prompt in prompts:
-        numbers.setdefault(tuple(prompt), len(numbers))
-    ids = [torch.tensor(prompt) for prompt in numbers]
+        places.setdefault(tuple(prompt), len(places))
+    ids = [torch.tensor(prompt) for prompt in places]
     ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
     positions = torch.arange(ids.size(1), device=model.device).expand(ids.shape)  # (U,S)
     visible = positions[:, None, :] <= positions[:, :, None]  # (U,S,S)
@@ -653,9 +653,9 @@ def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicC
         position_ids=positions,
         past_key_values=cache,
     ).last_hidden_state  # (U,S,H)
-    last = [hidden[number, len(prompt) - 1] for prompt, number in numbers.items()]
+    last = [hidden[place, len(prompt) - 1] for prompt, place in places.items()]
     logits = model.logits_from_hidden(inputs_embeds=torch.stack(last)[None]).logits[0]  # (U,V)
-    rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
+    rows = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=model.device)
     cache.batch_select_indices(rows)
     return cache, logits[rows]
 
@@ -680,8 +680,8 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
     logprobs = torch.zeros(len(prompts), steps, device=device)  # (B,T)
     entropy = torch.zeros(len(prompts), steps, device=device)  # (B,T)
 
-    # The rows still in the cache: all at first, fewer later. Columns are those of the padded
-    # prompts and the completion; every step uses one more of them.
+    # The rows still in the cache: all at first, fewer later. Columns of the cache: S for the padded
+    # prompt, then one for each token written.
     cache, logits = read_prompts(model, prompts)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     width = int(cache.get_seq_length())  # S
@@ -767,7 +767,7 @@ def complete(players, team, problems, num_generations, args: Args, seeds=None) -
 def play(players, team, episodes: list, args: Args) -> None:
     """Let the agents write until all episodes are over.
 
-    Of the agents that some episode waits for, the first of the team writes in all that wait for it.
+    Every time, one agent writes in all episodes that wait for it: the first in the team's order.
     """
     while True:
         waiting = {episode.agent for episode in episodes if episode.agent}
@@ -938,8 +938,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     advantages = advantages.to(device)
     batches = micro_batches(completions, rows, args, device)
     if args.fsdp:
-        # Processes have different numbers of calls. Those with fewer make idle passes, on a row of
-        # their own with weight 0: the one that stands last.
+        # Processes have different numbers of calls. Those with fewer make idle passes over a row
+        # that they have; its index -1 means the entry added here, whose weight is 0.
         weights = F.pad(weights, (0, 1))
         advantages = F.pad(advantages, (0, 1))
         idle = pack(completions, rows[:1], device)
@@ -1156,8 +1156,7 @@ def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
     run_dir = args.resume or args.output_dir
     if run_dir is None:
-        env = Path(args.env).name  # without the folders of FILE.py:ClassName
-        run_dir = f"runs/{Path(__file__).stem}__{env}__{args.seed}__{time.time():.0f}"
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}"
         run_dir = gather([run_dir])[0]  # the clocks of processes differ
     path = Path(run_dir, "args.json")
     if rank == 0:

@@ -7,17 +7,17 @@ is compared with the mean reward of its group. Shao et al., DeepSeekMath, arXiv 
 
     advantage of an answer   A = (reward - mean of its group) / (std of its group + 1e-4)
     loss of one token        -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A)
-                             with ratio = probability now / probability when the answer was sampled
+                             with ratio = probability now / probability before the first update
 
 Dr. GRPO (arXiv 2503.20783) is `--loss-type dr_grpo --scale-rewards none`. DAPO is dapo.py.
 
 Differs from the paper:
 1. No KL penalty by default, as in TRL 1.16, DAPO and Dr. GRPO. The paper uses `--beta 0.04`.
-2. The paper gives no clip range and does not say how std is computed. Here they are 0.2, which is
-   common, and the sample std plus 1e-4, as in TRL 1.16.
+2. The paper gives no clip range and does not say how std is computed. Here the clip range is 0.2,
+   which is common; advantages are divided by the sample std plus 1e-4, as in TRL 1.16.
 
-Two shortcuts do not change the gradient: a prompt is processed once for its whole group, and
-without KL penalty, answers with zero advantage are skipped in the update.
+Two shortcuts do not change the gradient: the answers of a group share the computation of their
+prompt, and the update skips answers with zero advantage (not with a KL penalty or --fsdp).
 
     python algorithms/grpo.py                                # tiny model, CPU, offline
 
@@ -34,7 +34,7 @@ Your own reward: `--reward FILE.py:function`, called as function(problem, comple
 
 Letters in shapes: P prompts, G completions of each, B = P G (of this process, if not said
 otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, K reward functions; R
-packed rows of L tokens, N predicted tokens. In attention masks, Q queries and K keys.
+packed rows of L tokens, N predicted tokens.
 """
 
 import copy
@@ -86,6 +86,9 @@ MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
+# Flags that cannot change when a run is resumed.
+FIXED = "seed env task task_config dataset eval_dataset max_prompt_length system_prompt"
+FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step"
 
 # torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -97,7 +100,7 @@ class Args:
     model_name_or_path: str | None = None
     """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
     env: Literal["countdown", "gsm8k", "tool_calls", "reasoning_gym"] = "countdown"
-    """kind of problems; with --dataset and the default, the file has questions with answers"""
+    """kind of problems; countdown with --dataset is a file of lines with question and answer"""
     task: str = "chain_sum"
     """reasoning_gym: name of the task"""
     task_config: str = "{}"
@@ -112,7 +115,8 @@ class Args:
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
     """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
-    the rewards of --env; with --dataset, problem is the JSON line as a dict and --env not used"""
+    the rewards of --env; with --dataset, problem is the line of the file as a dict; evaluations
+    report the first function"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
@@ -121,7 +125,7 @@ class Args:
     num_generations: int = 8
     """G, completions of each prompt"""
     max_prompt_length: int = 1024
-    """problems of a dataset with a longer prompt, in tokens, are dropped"""
+    """problems with a longer prompt, in tokens, are dropped from datasets and evaluations"""
     max_completion_length: int = 80
     """T, longest completion in tokens"""
     temperature: float = 1.0
@@ -134,7 +138,7 @@ class Args:
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
     """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
-    """clip range of the probability ratio"""
+    """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
     """weight of the KL penalty (paper: 0.04); above 0, a copy of the initial model is kept"""
     num_iterations: int = 1
@@ -171,7 +175,7 @@ class Args:
     save_steps: int = 25
     """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<env>__<seed>__<time>"""
+    """run folder; None is runs/<script>__<seed>__<time>"""
     resume: str | None = None
     """run folder to continue; its flags are used unless given anew"""
 
@@ -217,7 +221,7 @@ def policy_loss(
     beta: float = 0.0,
     ref_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token, DeepSeekMath eq. 3, and whether it was clipped (only KL acts then).
+    """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
 
     Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
     1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
@@ -484,11 +488,11 @@ def longest_text(model) -> float:
 
 
 def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
-    """The attention masks of the model, given which keys each query may see, (B,Q,K) bool.
+    """The attention masks of the model, given which keys each query may see, (B,queries,keys) bool.
 
-    A mask (B,1,Q,K) holds 0 and -inf, because eager attention adds it to the scores. It replaces
-    the model's own mask, so it must include the sliding window, measured in positions. Models with
-    two types of layers take a dict. A query that sees no key at all would be NaN.
+    A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
+    replaces the model's own mask, so it must include the sliding window, measured in positions.
+    Models with two types of layers take a dict. A query that sees no key at all would be NaN.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -501,7 +505,7 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
     for kind in set(layers):
         seen = visible
         if kind == "sliding_attention":
-            distance = query_positions[:, :, None] - key_positions[:, None, :]  # (B,Q,K)
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
             seen = visible & (distance < window)
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
@@ -536,7 +540,7 @@ def add_methods(model) -> None:
 
 
 def recompute_layers(model) -> None:
-    """Gradient checkpointing in evaluation mode; that of transformers needs dropout switched on."""
+    """Gradient checkpointing; that of transformers works in training mode only, with dropout."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
@@ -614,10 +618,10 @@ def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
 @torch.no_grad()
 def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicCache, Tensor]:
     """Compute each different prompt once. Returns keys and values, and the next logits, (B,V)."""
-    numbers = {}  # of the U different prompts
+    places = {}  # of each prompt among the U different ones
     for prompt in prompts:
-        numbers.setdefault(tuple(prompt), len(numbers))
-    ids = [torch.tensor(prompt) for prompt in numbers]
+        places.setdefault(tuple(prompt), len(places))
+    ids = [torch.tensor(prompt) for prompt in places]
     ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
     positions = torch.arange(ids.size(1), device=model.device).expand(ids.shape)  # (U,S)
     visible = positions[:, None, :] <= positions[:, :, None]  # (U,S,S)
@@ -628,9 +632,9 @@ def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicC
         position_ids=positions,
         past_key_values=cache,
     ).last_hidden_state  # (U,S,H)
-    last = [hidden[number, len(prompt) - 1] for prompt, number in numbers.items()]
+    last = [hidden[place, len(prompt) - 1] for prompt, place in places.items()]
     logits = model.logits_from_hidden(inputs_embeds=torch.stack(last)[None]).logits[0]  # (U,V)
-    rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
+    rows = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=model.device)
     cache.batch_select_indices(rows)
     return cache, logits[rows]
 
@@ -655,8 +659,8 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
     logprobs = torch.zeros(len(prompts), steps, device=device)  # (B,T)
     entropy = torch.zeros(len(prompts), steps, device=device)  # (B,T)
 
-    # The rows still in the cache: all at first, fewer later. Columns are those of the padded
-    # prompts and the completion; every step uses one more of them.
+    # The rows still in the cache: all at first, fewer later. Columns of the cache: S for the padded
+    # prompt, then one for each token written.
     cache, logits = read_prompts(model, prompts)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     width = int(cache.get_seq_length())  # S
@@ -995,7 +999,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # get_state_dict would make a new AdamW count a step
+        return  # get_state_dict makes a step with a new AdamW, which would count
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
@@ -1021,8 +1025,7 @@ def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
     run_dir = args.resume or args.output_dir
     if run_dir is None:
-        env = Path(args.env).name  # without the folders of FILE.py:ClassName
-        run_dir = f"runs/{Path(__file__).stem}__{env}__{args.seed}__{time.time():.0f}"
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}"
         run_dir = gather([run_dir])[0]  # the clocks of processes differ
     path = Path(run_dir, "args.json")
     if rank == 0:
@@ -1076,8 +1079,8 @@ def report(step: int, metrics: dict, task, args: Args) -> None:
 def evaluate(
     sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
 ) -> tuple[dict[str, float], str]:
-    """Score problems that are not trained on by the first reward function: the greedy completion,
-    and the mean and the best of k samples. Also returns some greedy completions as text."""
+    """Scores of unseen problems by the first reward function: of the greedy completion, and the
+    mean and the best of k samples. Also returns some greedy completions as text."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
     seeds = [random_seed("evaluation", i) for i in mine]
@@ -1226,14 +1229,12 @@ def parse_args() -> Args:
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
     saved = Args(**saved | lists)  # JSON has no tuples
     args = tyro.cli(Args, default=saved)
-    fixed = "seed env task task_config dataset eval_dataset max_prompt_length system_prompt"
-    fixed += " chat_template_kwargs model_name_or_path num_prompts_per_step"
     for name, before in asdict(saved).items():
         now = getattr(args, name)
         if now == before or name in ("resume", "output_dir"):
             continue
         flag = "--" + name.replace("_", "-")
-        if name in fixed.split():
+        if name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
         if os.environ.get("RANK", "0") == "0":
             print(f"{flag} {now}: the run began with {before}", flush=True)

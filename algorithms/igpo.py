@@ -2,21 +2,22 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
-"""IGPO: GRPO for agents that search and answer. Every turn gets an advantage of its own, from how
-much likelier it makes the right answer. Wang et al., arXiv 2510.14967 (version 2, ICLR 2026).
+"""IGPO: GRPO for agents that search and answer. Every turn gets an advantage of its own: from how
+much likelier it makes the right answer, and the last one from what the answer is worth. Wang et
+al., arXiv 2510.14967 (version 2, ICLR 2026).
 
-    gain of a turn        r = log-probability of the right answer after it minus that before it
+    gain of a turn        r = mean log-probability of the right answer's tokens, after minus before
     reward of the last    r = word F1 of the answer, or -2 if the format is wrong
     advantage of a turn   A = its z-score in the group plus those of all later turns
 
-Gains have one mean and std in the group, outcomes another. The loss is that of grpo.py.
+Gains have one mean and std in the group, outcomes another. The loss is policy_loss of grpo.py.
 
 Differs from grpo.py:
 1. The unit is an episode: the model writes, reads what the task replies, and writes again. What it
-   read is not trained on. A turn continues from the keys and values of the turns before it.
+   read is not trained on. The keys and values of what a turn began with are kept for the next.
 2. The log-probability of the right answer is taken at the start of every turn, by the sampler.
-3. turn_advantages replaces group_advantages. Its control is --advantage: f1 is GRPO, ig uses the
-   gains alone.
+3. turn_advantages replaces group_advantages. Its controls are --advantage f1, which is GRPO on the
+   outcome alone, and --advantage ig, the gains alone.
 
 Differs from the paper:
 1. No KL penalty by default (paper: 0.001) and no entropy bonus (its code: 0.001).
@@ -37,8 +38,8 @@ Your own tools: `--env FILE.py:ClassName`, see envs/README.md. Your own reward: 
 FILE.py:function`, called as function(problem, episode as text) -> float.
 
 Letters in shapes: P problems, G episodes of each, B = P G (of this process, if not said otherwise),
-T turns, S tokens of a context, W new ones, V vocabulary, H hidden size, K reward functions; R
-packed rows of L tokens, N predicted tokens. In attention masks, Q queries and K keys.
+T turns (in generate, tokens of a turn), S tokens of a context, W new ones, V vocabulary, H hidden
+size, K reward functions; R packed rows of L tokens, N predicted tokens.
 """
 
 import copy
@@ -89,6 +90,9 @@ MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
+# Flags that cannot change when a run is resumed.
+FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length system_prompt"
+FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step"
 
 # torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -146,7 +150,7 @@ class Args:
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
     """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
-    """clip range of the probability ratio"""
+    """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
     """weight of the KL penalty (paper: 0.001); above 0, a copy of the initial model is kept"""
     num_iterations: int = 1
@@ -183,7 +187,7 @@ class Args:
     save_steps: int = 25
     """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<env>__<seed>__<time>"""
+    """run folder; None is runs/<script>__<seed>__<time>"""
     resume: str | None = None
     """run folder to continue; its flags are used unless given anew"""
 
@@ -216,7 +220,7 @@ def turn_advantages(
     normalization: str = "separate",
     parts: str = "f1+ig",
 ) -> list[Tensor]:
-    """Advantage of each turn, IGPO eq. 5 and 6. R x (T_i-1,), (R,), (R,) -> R x (T_i,)
+    """Advantage of each turn, IGPO eq. 5 and 6. B x (T_i-1,), (B,), (B,) -> B x (T_i,)
 
     Gains and outcomes of a group are compared with those of the group, then what follows a turn is
     added up; gamma counts turns. joint takes gains and outcomes as one pool. parts f1 leaves out
@@ -259,7 +263,7 @@ def policy_loss(
     beta: float = 0.0,
     ref_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token, DeepSeekMath eq. 3, and whether it was clipped (only KL acts then).
+    """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
 
     Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
     1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
@@ -487,11 +491,11 @@ def longest_text(model) -> float:
 
 
 def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
-    """The attention masks of the model, given which keys each query may see, (B,Q,K) bool.
+    """The attention masks of the model, given which keys each query may see, (B,queries,keys) bool.
 
-    A mask (B,1,Q,K) holds 0 and -inf, because eager attention adds it to the scores. It replaces
-    the model's own mask, so it must include the sliding window, measured in positions. Models with
-    two types of layers take a dict. A query that sees no key at all would be NaN.
+    A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
+    replaces the model's own mask, so it must include the sliding window, measured in positions.
+    Models with two types of layers take a dict. A query that sees no key at all would be NaN.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -504,7 +508,7 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
     for kind in set(layers):
         seen = visible
         if kind == "sliding_attention":
-            distance = query_positions[:, :, None] - key_positions[:, None, :]  # (B,Q,K)
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
             seen = visible & (distance < window)
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
@@ -539,7 +543,7 @@ def add_methods(model) -> None:
 
 
 def recompute_layers(model) -> None:
-    """Gradient checkpointing in evaluation mode; that of transformers needs dropout switched on."""
+    """Gradient checkpointing; that of transformers works in training mode only, with dropout."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
@@ -624,7 +628,7 @@ class Episode:
     problem: object
     prompt: list[int]
     ids: list[int] = field(default_factory=list)  # all tokens after the prompt
-    turns: list[int] = field(default_factory=list)  # turn of each, from 0; -1 if it was read
+    turns: list[int] = field(default_factory=list)  # turn of each token; -1 if it was read
     logprobs: list[float] = field(default_factory=list)  # of the written tokens, as sampled
     entropy: float = 0.0  # nats, sum over the written tokens
     ended: bool = True  # every turn has its end token, and no context is over the limit
@@ -686,11 +690,11 @@ def read(
     computed again. Without it, equal contexts are computed once.
     """
     device = model.device
-    numbers = {}  # of the different contexts
+    places = {}  # of each context among the different ones
     if memory is None:
         for context in contexts:
-            numbers.setdefault(tuple(context), len(numbers))
-    rows = [torch.tensor(context) for context in numbers or contexts]
+            places.setdefault(tuple(context), len(places))
+    rows = [torch.tensor(context) for context in places or contexts]
     lengths = torch.tensor([len(row) for row in rows], device=device)  # (B,)
     ids = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)  # (B,S)
     starts = torch.zeros_like(lengths)  # tokens of each row that are in memory
@@ -698,6 +702,7 @@ def read(
     if memory is not None:
         width = min(ids.size(1), memory.ids.size(1))
         same = ids[:, :width] == memory.ids[:, :width]
+        # The last `tail` tokens are always computed, because their states are returned.
         starts = same.cumprod(1).sum(1).minimum(lengths - tail).clamp(min=0)
         cache = memory.cache(int(starts.max()))
 
@@ -719,7 +724,7 @@ def read(
     last = last.clamp(min=0)[:, :, None].expand(-1, -1, hidden.size(2))
     hidden = hidden.gather(1, last)  # (B,tail,H)
 
-    # Bring token j of every row to column j.
+    # Bring token j of every row to column j: the new ones lie in column kept + j - start.
     columns = torch.arange(ids.size(1), device=device).expand(ids.shape)  # (B,S)
     moved = (columns + kept - starts[:, None]).clamp(max=kept + len(steps) - 1)
     source = torch.where(columns < starts[:, None], columns, moved)[:, None, :, None]
@@ -730,8 +735,8 @@ def read(
         values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.size(3)))
         layers.append((keys, values))
     memory = Memory(ids, layers)
-    if numbers:
-        order = [numbers[tuple(context)] for context in contexts]
+    if places:
+        order = [places[tuple(context)] for context in contexts]
         memory = memory.select(order)
         hidden = hidden[torch.tensor(order, device=device)]
     return memory, hidden
@@ -832,7 +837,7 @@ def reply_ids(model, tokenizer, reply: dict, args: Args) -> list[int]:
     They begin after the end token of the turn, which the model has written.
     """
     chats = []
-    for text in "bc":
+    for text in ("b", "c"):  # two chats that differ in the assistant's text alone
         turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
         encoded = tokenizer.apply_chat_template(
             turn + [reply],
@@ -939,12 +944,13 @@ def answer_logprobs(
         answers.append(torch.tensor(answer, device=model.device))
     memory = memory.select(list(rows.values()))
     hidden = read(model, contexts, memory, tail=max(map(len, answers)))[1]  # (B,tail,H)
-    logprobs = {}
-    for key, states, answer in zip(rows, hidden, answers):
+    logprobs = []
+    for states, answer in zip(hidden, answers):
         states = states[-len(answer) :]
         logits = model.logits_from_hidden(inputs_embeds=states[None]).logits[0].float()
-        logprobs[key] = -F.cross_entropy(logits / args.temperature, answer)
-    return [logprobs[key].item() for key in keys]
+        logprobs.append(-F.cross_entropy(logits / args.temperature, answer))
+    logprobs = dict(zip(rows, torch.stack(logprobs).tolist()))
+    return [logprobs[key] for key in keys]
 
 
 def random_seed(*names) -> int:
@@ -1207,7 +1213,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # get_state_dict would make a new AdamW count a step
+        return  # get_state_dict makes a step with a new AdamW, which would count
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
@@ -1233,8 +1239,7 @@ def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
     run_dir = args.resume or args.output_dir
     if run_dir is None:
-        env = Path(args.env).name  # without the folders of FILE.py:ClassName
-        run_dir = f"runs/{Path(__file__).stem}__{env}__{args.seed}__{time.time():.0f}"
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}"
         run_dir = gather([run_dir])[0]  # the clocks of processes differ
     path = Path(run_dir, "args.json")
     if rank == 0:
@@ -1453,14 +1458,12 @@ def parse_args() -> Args:
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
     saved = Args(**saved | lists)  # JSON has no tuples
     args = tyro.cli(Args, default=saved)
-    fixed = "seed env task task_config dataset eval_dataset max_prompt_length system_prompt"
-    fixed += " chat_template_kwargs model_name_or_path num_prompts_per_step"
     for name, before in asdict(saved).items():
         now = getattr(args, name)
         if now == before or name in ("resume", "output_dir"):
             continue
         flag = "--" + name.replace("_", "-")
-        if name in fixed.split():
+        if name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
         if os.environ.get("RANK", "0") == "0":
             print(f"{flag} {now}: the run began with {before}", flush=True)
