@@ -2,906 +2,1591 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
-"""pi-Play: search agents learn from questions they ask themselves, and from a teacher who saw how each was made.
+"""pi-Play: search agents that learn from questions they ask themselves. An examiner searches and
+writes a question, a student answers it, and a teacher who has seen how the question was made says
+for every token of the student what it would have written. Zhang et al., arXiv 2604.14054.
 
-Zhang et al., Multi-Agent Self-Play via Privileged Self-Distillation without External Data, arXiv 2604.14054.
+    loss of the student      policy gradient of GRPO + lambda * divergence
+    divergence               KL(student || teacher) of the next-token distributions, mean over the
+                             tokens of an episode, then over episodes
+    reward of the examiner   (n - k) / (n - 1) if 0 < k < n of n answers of the student are right,
+                             else 0, plus half of the score of its format
+    teacher                  (1 - tau) teacher + tau student, after each step of the student
 
-Differs from grpo.py in:
-1. the method: `reverse_kl`, `generalized_jsd`, `update_teacher`, `examiner_rewards`, `hop_advantages` (all groups; for
-   `group_advantages`, `advantage`, `scale_rewards`) in `compute_advantages`, `update`, `token_logprobs` (for
-   `completion_logprobs`), `Batch`, `pack`, `pack_strips`, `Packed`, `loss_type`
-2. no data: an examiner asks, a student answers: `rollout`, `batch_metrics`, `evaluate`, `train`, `load_task`, `env`;
-   exact match is the reward, without `reward_weights`, `total_rewards`, `complete`, `sample_batch`, `batch_map`,
-   `num_numbers`, `max_number`; smaller default: `max_steps`, `eval_problems`, `num_prompts_per_step`
-3. left out, in `check_args` too: several optimizer steps on a batch (`num_iterations`, `epsilon_high`, `delta`,
-   `use_bias_correction_kl`, `skip_equal_groups`), DAPO (`dynamic_sampling`, `mask_truncated_completions`,
-   `overlong_buffer_len`, `soft_overlong_penalty`), `compile` (`load_model`), `fsdp` (`shard`, `Trained`, `WHOLE`,
-   `apply_gradients`), `resume_args` for a run to evaluate, `learning_rate`, `lr_scheduler_type`, `warmup_steps`
-Differs from the paper in:
-1. a reconstruction, no code is published: pi_play.md says what is read, second-hand or ours
-2. lambda is larger, for the tiny model; no KL penalty by default, one optimizer step a batch (as in Dr. Zero's code)
+A round is --examiner-steps, then --student-steps. No questions are needed: the reward of the
+student is that its answer is the examiner's. `--privileged-context none` is the control, the same
+self-play without a teacher.
 
-    python algorithms/pi_play.py                                                   # tiny model, CPU, offline, 2-3 min
-    python algorithms/pi_play.py --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 --dataset nq.jsonl ...
-    torchrun --nproc_per_node 8 algorithms/pi_play.py --model-name-or-path Qwen/Qwen2.5-3B-Instruct --bf16 ...
+Differs from grpo.py:
+1. Two policies take turns; each step trains one of them. The teacher is a moving average.
+2. An episode has several turns. What the model reads in between, results of its searches, gets no
+   gradient. The keys and values of what a turn began with are kept for the next.
+3. The examiner's questions are compared with those of as many hops (hop_advantages); epsilon is
+   in the root of the variance.
+4. No FSDP, because three models are held.
 
-P questions, G answers each, B = P G rows, N documents, T tokens behind a prompt, V vocabulary, K of it or functions."""
+This is a reconstruction: the paper has no published code, and its text was not at hand. pi_play.md
+says what was read, what is second-hand and what is ours. lambda is larger here, for the tiny model.
+There is no KL penalty by default, as in the code of Dr. Zero, from which the examiner comes.
 
-import contextlib
+    python algorithms/pi_play.py                                # tiny model, CPU, offline
+    python algorithms/pi_play.py --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 \
+        --dataset nq.jsonl --retriever-url http://127.0.0.1:8000/retrieve ...
+    torchrun --nproc_per_node 8 algorithms/pi_play.py ...
+
+Letters in shapes: P questions, G episodes of each, B episodes of a step (of this process, if not
+said otherwise), S context tokens, T tokens of a turn, V vocabulary, H hidden size; R packed rows
+of L tokens, N predicted tokens.
+"""
+
+import copy
 import json
 import math
 import os
 import random
-import signal
+import runpy
+import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+import warnings
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
-from typing import Literal, get_args, get_origin
+from types import MethodType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository root, for envs/
-from envs.episodes import Episode, padded, reply_ids
-from envs.search_qa import SearchQA
-from envs.search_text import searches
+ROOT = Path(__file__).resolve().parents[1]  # the repository root
+sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
-TINY_MODELS = os.path.join(sys.path[0], "envs", "tiny_lm")
-LOGITS_PER_CHUNK = 2**26  # 256 MB in float32
-DIVERGENCES = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}  # the weight of generalized_jsd
+MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
+PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
+DRAWS = (1, 2, 4, 8, 16)  # of a question in one round, until one is well-formed
 
-# === 2 Args ===========================================================================================================
+# torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass
 class Args:
+    # model, task
     model_name_or_path: str | None = None
-    """policy: a Hugging Face causal language model, by name or folder; None is the env's tiny model (ours)"""
-    env: Literal["search_qa"] = "search_qa"
-    """task: multi-hop questions, an invented world to search in (ours)"""
+    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    env: str = "search_qa"
+    """kind of questions: search_qa, or your own as FILE.py:ClassName"""
     dataset: str | None = None
-    """JSON-lines file in place of the env's own problems; its keys are in envs/ (ours)"""
+    """JSON-lines file of questions: they find the examiner's documents and are not trained on"""
+    eval_dataset: str | None = None
+    """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
     retriever_url: str | None = None
-    """search_qa: a Search-R1 retrieval server, for questions from a file; None searches the env's own world (ours)"""
+    """search_qa: Search-R1 retrieval server; None searches an invented world"""
     hops: tuple[int, ...] = (1, 2)
-    """search_qa: hops of the questions, drawn evenly (ours)"""
-    max_turns: int = 5
-    """turns of an episode; one without an answer by then has failed (ours; IGPO table 4: 10)"""
-    privileged_context: Literal["qcp", "partial", "answer", "none"] = "qcp"
-    """what only the teacher sees: question construction path, half of it, answer; none: no teacher (Zhang et al. 3)"""
-    lambda_schedule: tuple[float, ...] = (1.0, 0.3, 0.1)
-    """lambda, weight of the divergence, in each round; the last one stays (ours; Zhang et al.: 0.03 0.003 0.002)"""
-    teacher_tau: float = 0.05
-    """share of the student in the teacher after each student step (Zhang et al. table 7)"""
-    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    """KL(student || teacher), KL(teacher || student) or the divergence of both from their mean (Zhang et al. eq. 10)"""
-    distill_top_k: int | None = None
-    """compare within the teacher's k likeliest tokens, renormalised; None: the vocabulary (Revisiting OPD eq. 8: 32)"""
-    mask_special_tokens: bool = False
-    """leave the first end token and the first of each token of <think> out of the loss (Revisiting OPD code)"""
-    examiner_steps: int = 5
-    """steps of the examiner at the beginning of a round (ours; Zhang et al.: 50)"""
-    student_steps: int = 15
-    """steps of the student after it, which end the round (ours; Zhang et al.: 50)"""
+    """search_qa: hops of the questions, drawn evenly; 1 1 2 has twice as many of 1"""
+    system_prompt: str | None = None
+    """system message before every prompt"""
+    chat_template_kwargs: str = "{}"
+    """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
+    # rollout
     num_documents_per_step: int = 32
-    """N, episodes of the examiner in one of its steps over all processes, a document each (ours; Dr. Zero: 256)"""
+    """documents in one step of the examiner, an episode each, over all processes"""
     num_answers: int = 5
-    """n, answers of the student that measure a question of the examiner (Dr. Zero)"""
+    """n, answers of the student that measure a question of the examiner"""
     num_prompts_per_step: int = 16
-    """P, prompts in one step over all processes (ours; DeepSeekMath 4.2: 16)"""
+    """P, questions in one step of the student, over all processes"""
     num_generations: int = 8
-    """G, completions of each prompt: one group (TRL 1.16; DeepSeekMath 4.2: 64)"""
+    """G, episodes of each question"""
+    max_turns: int = 5
+    """turns of an episode; without an answer by then it has failed"""
+    max_prompt_length: int = 960
+    """longest context of a turn in tokens; an episode that would grow longer ends"""
     max_completion_length: int = 64
-    """T, longest completion in tokens (ours, for the tiny model; DeepSeekMath 4.2: 1024)"""
+    """T, longest turn in tokens"""
     temperature: float = 1.0
-    """sampling temperature; log-probabilities are taken at this temperature too (TRL 1.16)"""
-    top_p: float = 1.0
-    """nucleus sampling; below 1 the samples no longer follow the policy that is trained (TRL 1.16)"""
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
-    """how token losses are averaged, see policy_loss (DeepSeekMath eq. 3; TRL 1.16: dapo)"""
-    epsilon: float = 0.2
-    """clip range of the probability ratio, below (TRL 1.16, verl 0.9)"""
+    """sampling temperature, also applied to the log-probabilities in the loss"""
+    # method
+    privileged_context: Literal["qcp", "partial", "answer", "none"] = "qcp"
+    """what only the teacher sees: the question's construction path, half of it, or its answer;
+    control: none has no teacher"""
+    lambda_schedule: tuple[float, ...] = (1.0, 0.3, 0.1)
+    """lambda, weight of the divergence, in each round; the last one stays"""
+    teacher_tau: float = 0.05
+    """share of the student in the teacher after each step of the student"""
+    divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
+    """KL(student || teacher), or KL(teacher || student)"""
+    distill_top_k: int | None = None
+    """compare on the teacher's k likeliest tokens, renormalised; None is the whole vocabulary"""
+    examiner_steps: int = 5
+    """steps of the examiner at the beginning of a round"""
+    student_steps: int = 15
+    """steps of the student after them"""
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
+    """how the losses of tokens are averaged, see token_weights"""
     beta: float = 0.0
-    """weight of the KL penalty to the initial model, loaded only if above 0 (TRL 1.16; DeepSeekMath 4.2: 0.04)"""
-    learning_rate: float = 2e-4
-    """peak learning rate of AdamW (ours, for the tiny model; DeepSeekMath 4.2: 1e-6)"""
+    """weight of the KL penalty; above 0, a copy of the initial model is kept"""
+    # optimizer
+    learning_rate: float | None = None
+    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others"""
+    warmup_steps: int = 5
+    """linear warm-up steps of each policy"""
     max_grad_norm: float = 1.0
-    """gradients are scaled down to this norm (TRL 1.16)"""
+    """clip the gradient norm at this value"""
     max_steps: int = 60
-    """steps: batches of completions (ours)"""
+    """training steps of both policies; 0 only evaluates"""
     seed: int = 1
-    """seed of problems, sampling and everything else (ours)"""
-    per_device_train_batch_size: int = 32
-    """completions in one micro-batch of the update; changes memory and speed, not the result (ours)"""
-    max_packed_length: int = 4096
-    """longest packed row in tokens: a prompt followed by as many of its completions as fit (ours)"""
+    """seed of documents and sampling"""
+    # memory and speed; results change by rounding only
+    decode_batch_size: int = 256
+    """episodes sampled at once"""
+    micro_batch_size: int = 32
+    """episodes in one forward pass of the update"""
     bf16: bool = False
-    """compute in bfloat16; weights and optimizer stay float32 (TRL 1.16: yes)"""
+    """compute in bfloat16; weights and optimizer stay in float32"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, slower (TRL 1.16: yes)"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU if there is one (ours)"""
+    """recompute activations in the backward pass"""
+    # bookkeeping
     eval_steps: int = 25
-    """steps between evaluations, which also come first and last; 0 is never (ours)"""
+    """steps between evaluations; 0 disables them"""
     eval_problems: int = 64
-    """problems of the evaluation set (ours)"""
+    """number of evaluation problems, unless --eval-dataset is given"""
     num_generations_eval: int = 8
-    """k, sampled completions of each evaluation problem, for pass@k (ours)"""
+    """k, samples of each evaluation problem in addition to the greedy episode"""
     save_steps: int = 25
-    """steps between checkpoints: at most this many are repeated after a crash (ours)"""
+    """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<env>__<seed>__<time> (ours)"""
+    """run folder; None is runs/<script>__<seed>__<time>"""
     resume: str | None = None
-    """run folder to continue, with the flags it was started with (ours)"""
+    """run folder to continue; its flags are used unless given anew"""
 
 
-# === 3 The method =====================================================================================================
+# --- The method ---------------------------------------------------------------------------------
 
 
-def generalized_jsd(student_logits: Tensor, teacher_logits: Tensor, weight: float = 1.0, top_k: int | None = None):
-    """Divergence of two next-token distributions, exact over their support. (B,T,V), (B,T,V) -> (B,T), or (N,V) -> (N,)
+def token_divergence(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    kind: str = "reverse_kl",
+    top_k: int | None = None,
+) -> Tensor:
+    """KL(student || teacher) at every token, or KL(teacher || student) as forward_kl.
 
-    weight w of the mixture m = (1 - w) student + w teacher: w KL(teacher || m) + (1 - w) KL(student || m), by its ends
-    1 KL(student || teacher) and 0 KL(teacher || student) (GKD's beta). The teacher gets no gradient. top_k: both are
-    renormalised on the teacher's k likeliest tokens (Revisiting OPD eq. 6-8).
+    Only the student gets a gradient. top_k: both are renormalised on the teacher's k likeliest
+    tokens, as in Revisiting On-Policy Distillation, arXiv 2603.25562. (...,V), (...,V) -> (...)
     """
-    if top_k and top_k < teacher_logits.size(-1):
-        teacher_logits, support = teacher_logits.topk(top_k)  # (...,K) twice
-        student_logits = student_logits.gather(-1, support)  # (...,K)
-    student, teacher = student_logits.log_softmax(-1), teacher_logits.detach().log_softmax(-1)  # (...,V) or (...,K)
-
-    def kl(p, q):
-        return (p.exp() * (p - q)).sum(-1)  # (...)
-
-    if weight in (0, 1):
-        return kl(student, teacher) if weight else kl(teacher, student)
-    mixture = torch.logaddexp(student + math.log(1 - weight), teacher + math.log(weight))  # (...,V) or (...,K)
-    return weight * kl(teacher, mixture) + (1 - weight) * kl(student, mixture)
+    if top_k is not None and top_k < teacher_logits.size(-1):
+        teacher_logits, tokens = teacher_logits.topk(top_k)  # (...,k) each
+        student_logits = student_logits.gather(-1, tokens)
+    student = student_logits.log_softmax(-1)
+    teacher = teacher_logits.detach().log_softmax(-1)
+    if kind == "forward_kl":
+        return (teacher.exp() * (teacher - student)).sum(-1)
+    return (student.exp() * (student - teacher)).sum(-1)
 
 
-def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of each row over its tokens, 0 for a row without any. (B,T), (B,T) -> (B,)"""
-    return values.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)
+def reverse_kl(
+    student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, top_k: int | None = None
+) -> Tensor:
+    """pi-Play eq. 10: KL(student || teacher), mean over the tokens of each row, 0 without any.
 
-
-def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, top_k: int | None = None) -> Tensor:
-    """pi-Play eq. 10, KL(student || teacher) at every token, mean over a row's. (B,T,V), (B,T,V), (B,T) -> (B,)"""
-    mask = mask.bool()  # (B,T)
-    student_logits, teacher_logits = (x.masked_fill(~mask[..., None], 0) for x in (student_logits, teacher_logits))
-    return row_means(generalized_jsd(student_logits, teacher_logits, top_k=top_k), mask)
+    (B,T,V), (B,T,V), (B,T) -> (B,)
+    """
+    mask = mask.bool()
+    hole = ~mask[:, :, None]
+    student_logits = student_logits.masked_fill(hole, 0.0)  # else NaN there would spread
+    teacher_logits = teacher_logits.masked_fill(hole, 0.0)
+    values = token_divergence(student_logits, teacher_logits, top_k=top_k)  # (B,T), 0 at holes
+    return values.sum(1) / mask.sum(1).clamp(min=1)
 
 
 @torch.no_grad()
 def update_teacher(teacher: torch.nn.Module, student: torch.nn.Module, tau: float) -> None:
-    """pi-Play eq. 11 in place: teacher <- (1 - tau) teacher + tau student, each parameter (of any shape (A,B,...))."""
+    """pi-Play eq. 11, in place: teacher <- (1 - tau) teacher + tau student."""
     for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
         old.mul_(1 - tau).add_(new, alpha=tau)
 
 
 def examiner_rewards(num_correct: Tensor, num_answers: int) -> Tensor:
-    """pi-Play eq. 4 without its format term: (n - k) / (n - 1) if 0 < k < n of the answers are right. (N,) -> (N,)"""
-    difficulty = (num_answers - num_correct) / max(num_answers - 1, 1)  # (N,)
+    """pi-Play eq. 4 without its format term: (n - k) / (n - 1) if 0 < k < n. (N,) -> (N,)
+
+    A question that nobody or everybody answers is worth nothing, one right answer is worth most.
+    """
+    difficulty = (num_answers - num_correct) / max(num_answers - 1, 1)
     return difficulty * ((num_correct > 0) & (num_correct < num_answers))
 
 
-def pool_statistics(values: Tensor, weights: Tensor, *ids: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation and size of the pool of each row: the rows whose ids all agree. (R,) each -> 3 x (R,)
+def hop_advantages(
+    rewards: Tensor,
+    hops: Tensor,
+    epsilon: float = 1e-6,
+    ddof: int = 0,
+    outside: bool = False,
+    lone: str = "zero",
+) -> Tensor:
+    """pi-Play eq. 6 and 9: (reward - mean) / sqrt(variance + epsilon) among equal hops.
 
-    A row counts `weights` times. Equal values have a standard deviation of exactly 0, however they are rounded.
+    For the student, hops are the numbers of the questions. Equal rewards and a lone one get
+    exactly 0. The code of Dr. Zero has ddof=1, divides by std + epsilon (outside=True) and leaves
+    a lone reward as it is (lone="raw"). (B,), (B,) -> (B,)
     """
-    pools = torch.stack(ids).unique(dim=1, return_inverse=True)[1]  # (R,) number of each row's pool
-    size, total = (torch.zeros_like(x).index_add(0, pools, x)[pools] for x in (weights, weights * values))  # (R,) each
-    squares = weights * (values - total / size).square()  # (R,)
-    std = (torch.zeros_like(squares).index_add(0, pools, squares)[pools] / (size - ddof).clamp(min=1)).sqrt()  # (R,)
-    return total / size, std.masked_fill(std < 1e-9 * (1 + (total / size).abs()), 0.0), size.round()
-
-
-def hop_advantages(rewards: Tensor, hops: Tensor, epsilon=1e-6, ddof=0, outside=False, lone="zero") -> Tensor:
-    """pi-Play eq. 6 and 9: (r - mean) / sqrt(variance + epsilon) within the rows of equal `hops`. (N,), (N,) -> (N,)
-
-    For the student `hops` is the number of the question, which makes a group of its answers. Population variance; equal
-    rewards and a lone one give exactly 0. Dr. Zero's code: ddof=1, outside=True (std + epsilon), lone="raw".
-    """
-    values = rewards.double()  # (N,)
-    mean, std, size = pool_statistics(values, torch.ones_like(values), hops, ddof=ddof)  # (N,) each
-    scores = ((values - mean) / (std + epsilon if outside else (std**2 + epsilon).sqrt())).masked_fill(std == 0, 0.0)
-    advantages = torch.where((size == 1) & (lone == "raw"), values / (1 + epsilon), scores)  # (N,)
+    advantages = torch.zeros(rewards.shape, dtype=torch.float64)
+    for hop in hops.unique():
+        rows = hops == hop
+        group = rewards[rows].double()
+        if len(group) == 1 and lone == "raw":
+            advantages[rows] = group / (1 + epsilon)
+        if (group == group[0]).all():  # a rounding error divided by a tiny std would not be 0
+            continue
+        variance = group.var(correction=ddof)
+        std = variance.sqrt() + epsilon if outside else (variance + epsilon).sqrt()
+        advantages[rows] = (group - group.mean()) / std
     return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
-def special_token_mask(ids: Tensor, mask: Tensor, special: list[int]) -> Tensor:
-    """The mask without the first token of each id in `special`, which may be masked already. (B,T), (B,T) -> (B,T)
-
-    Revisiting OPD's code: student and teacher differ most there, and only in style.
-    """
-    found = ids[..., None] == torch.tensor(special, device=ids.device)  # (B,T,S) of S special ids
-    return mask & ~(found & (found.cumsum(1) == 1)).any(-1)
-
-
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) at each sampled token, never negative. (B,T), (B,T) -> (B,T)
-
-    DeepSeekMath eq. 4, known as k3; not clamped (verl's low_var_kl clamps at 10).
-    """
-    log_ratio = ref_logprobs - logprobs  # (B,T)
+    """KL(policy || reference) at each sampled token, DeepSeekMath eq. 4, known as k3."""
+    log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - log_ratio - 1
 
 
-# fmt: off
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo",
-    epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, beta: float = 0.0,
-    ref_logprobs: Tensor | None = None, use_bias_correction_kl: bool = False,
-    max_completion_length: int | None = None, num_tokens: Tensor | float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: on
-    """Clipped policy loss of DeepSeekMath eq. 3, to be minimised. (B,T) tensors, advantages (B,) or (B,T) -> scalar
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
 
-    loss_type averages the token losses as TRL 1.16 does: `grpo` each row over its tokens, then over rows; `bnpo` over
-    the tokens given; `dapo` over `num_tokens`, the tokens of the whole step (default: the tokens given); `dr_grpo` over
-    B max_completion_length (default T). Masked positions have no influence on the loss and get exactly zero gradient.
+    Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
     """
-    mask = mask.bool()  # (B,T)
-    logprobs, old_logprobs = logprobs.masked_fill(~mask, 0), old_logprobs.masked_fill(~mask, 0)  # (B,T)
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages  # (B,1) or (B,T)
-    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
-    ratio = (logprobs - old_logprobs).exp()  # (B,T)
-    losses = -torch.min(ratio.clamp(max=delta or math.inf) * advantages, ratio.clamp(low, high) * advantages)  # (B,T)
-    tokens = mask.sum().clamp(min=1)  # scalar
-    metrics = {"clip_ratio/low_mean": ((ratio < low) & (advantages < 0) & mask).sum() / tokens}  # scalars
-    metrics["clip_ratio/high_mean"] = ((ratio > high) & (advantages > 0) & mask).sum() / tokens
-    metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped_gain = ratio * advantages
+    clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
+    losses = -torch.min(unclipped_gain, clipped_gain)
     if beta > 0:
-        kl = kl_estimate(logprobs, ref_logprobs.where(mask, 0)) * (ratio if use_bias_correction_kl else 1)  # (B,T)
-        losses = losses + beta * kl  # (B,T)
-        metrics["kl"] = kl.detach().sum() / tokens
-    losses = losses.masked_fill(~mask, 0)  # (B,T)
-    if loss_type == "grpo":
-        return (losses.sum(1) / mask.sum(1).clamp(min=1)).mean(), metrics
-    if loss_type == "dr_grpo":
-        return losses.sum() / (len(losses) * (max_completion_length or losses.size(1))), metrics
-    return losses.sum() / (tokens if num_tokens is None or loss_type == "bnpo" else num_tokens), metrics
+        losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
+    return losses, clipped_gain < unclipped_gain
 
 
-# === 4 Model and tokenizer ============================================================================================
+def token_weights(
+    lengths: Tensor,
+    loss_type: str,
+    *,
+    num_rows: int,
+    num_tokens: int,
+    max_completion_length: int,
+) -> Tensor:
+    """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
+
+    num_rows and num_tokens count over all processes and micro-batches. (B,) -> (B,)
+    """
+    ones = torch.ones_like(lengths, dtype=torch.float32)
+    if loss_type == "grpo":  # mean over a completion, then over completions (DeepSeekMath eq. 3)
+        return ones / (lengths.clamp(min=1) * num_rows)
+    if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
+        return ones / (num_rows * max_completion_length)
+    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
 
 
-def fail(message: str, code: int = 2) -> None:
-    """Stop with one sentence: code 2 for what the user can mend, 1 for a run that went wrong."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
+def schedule(step: int, args: Args) -> tuple[str, int, int]:
+    """Which policy a step trains, how many steps it has had, and the number of the round."""
+    number, position = divmod(step, args.examiner_steps + args.student_steps)
+    if position < args.examiner_steps:
+        return "examiner", number * args.examiner_steps + position, number
+    return "student", number * args.student_steps + position - args.examiner_steps, number
 
 
-@contextlib.contextmanager
-def or_fail(message: str, code: int = 2):
-    """What goes wrong inside the with-block stops the program with this sentence."""
+# --- Processes, task, model ---------------------------------------------------------------------
+
+
+def setup(args: Args) -> tuple[int, int, torch.device]:
+    """Rank, number of processes, device."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
+    rank = int(os.environ.get("RANK", 0))
+    for name in ("num_prompts_per_step", "num_documents_per_step"):
+        if getattr(args, name) % world_size:
+            flag = name.replace("_", "-")
+            sys.exit(f"--{flag}: not divisible by the {world_size} processes")
     try:
-        yield
-    except Exception as error:  # torch, safetensors, templates and file systems raise dozens of types
-        fail(f"{message} ({error!r:.300})", code)
+        json.loads(args.chat_template_kwargs)
+    except ValueError as error:
+        sys.exit(f"--chat-template-kwargs: expected JSON, found {error}")
+    transformers.utils.logging.disable_progress_bar()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return rank, world_size, device
 
 
-def setup(args: Args) -> torch.device:
-    """Device, seed, and the other processes if torchrun started several."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: this machine, or this build of torch, has no CUDA device; use --device auto or cpu")
-    torch.manual_seed(args.seed)
-    cuda = torch.cuda.is_available() and args.device != "cpu"
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if cuda else -1)  # -1 does nothing
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+def gather(items: list) -> list:
+    """The items of all processes, in rank order."""
+    if not dist.is_initialized():
+        return items
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, items)
+    return [item for piece in pieces for item in piece]
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    """Number of this process and count of processes; (0, 1) without torchrun."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def load_problems(args: Args, dataset: str | None):
+    """The task: an object with the methods that pi_play.md lists."""
+    if args.env != "search_qa":
+        return load_env(args.env)(dataset)
+    from envs.search_qa import SearchQA
+
+    try:
+        task = SearchQA(dataset, args.retriever_url, args.hops, max_turns=args.max_turns)
+    except ValueError as error:  # a file that is missing, or a line that is broken
+        sys.exit(str(error))
+    task.rows = task.train_rows + task.evaluation_rows
+    return task
 
 
-def gather(values: Tensor) -> tuple[Tensor, slice]:
-    """The rows of all processes in rank order, and where this process's rows stand among them. (b,...) -> (B,...)"""
-    rank, world_size = rank_and_world_size()
-    if world_size == 1:
-        return values, slice(None)
-    pieces = [None] * world_size
-    dist.all_gather_object(pieces, values.cpu())  # processes may hold different numbers of rows
-    start = sum(map(len, pieces[:rank]))
-    return torch.cat(pieces).to(values.device), slice(start, start + len(values))
-
-
-def load_pretrained(kind, args: Args, **options):
-    """kind.from_pretrained(--model-name-or-path), or one sentence."""
-    with or_fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable"):
-        return kind.from_pretrained(args.model_name_or_path or os.path.join(TINY_MODELS, args.env), **options)
-
-
-def load_tokenizer(args: Args):
-    """The policy's tokenizer; load_model tries it."""
-    return load_pretrained(transformers.AutoTokenizer, args)
-
-
-def load_model(args: Args, tokenizer, device: torch.device):
-    """The policy: any Hugging Face causal language model, in float32 (bf16 is a matter of autocast)."""
-    model, log = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32, output_loading_info=True)
-    # weights that are drawn at random, or tokens that only another model knows
-    if missing := [*sorted(log["missing_keys"]), *range(len(model.get_input_embeddings().weight), len(tokenizer))]:
-        fail(f"--model-name-or-path {args.model_name_or_path}: has no weights or no embedding for {missing[0]}")
-    ends = model.to(device).generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    model.generation_config.eos_token_id = sorted(ends)
-    with torch.no_grad(), or_fail(f"--model-name-or-path {args.model_name_or_path}: unfit chat template or tokenizer"):
-        ids = torch.tensor([encode(tokenizer, [{"role": "user", "content": "1"}])], device=device)  # (1,S)
-        # the update applies the head itself, so nothing may come after the head
-        logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        if not torch.allclose(logits, model(ids).logits, atol=1e-3):
-            fail(f"--model-name-or-path {args.model_name_or_path}: changes its logits after the head; not supported")
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-def encode(tokenizer, messages: list[dict]) -> list[int]:
-    """Token ids of a chat, up to where the assistant begins."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
-# === 5 Rollout ========================================================================================================
-
-
-@dataclass
-class Samples:
-    """What `generate` returns, a group's rows contiguous."""
-
-    completion_ids: Tensor  # (B,T) int64, 0 where nothing was written
-    mask: Tensor  # (B,T) bool: up to and including the first end token
-    logprobs: Tensor  # (B,T) of the sampled tokens, at the sampling temperature, over the whole vocabulary
-    entropy: Tensor  # (B,T) nats, of the distribution that each token was drawn from
-    ended: Tensor  # (B,) bool: an end token was written
-
-
-@dataclass
-class Batch:
-    """What a step learns from: B rows, in `info` too."""
-
-    prompts: list[list[int]]  # ids; consecutive rows with equal prompts share one copy of it in the update
-    completion_ids: Tensor  # (B,T)
-    mask: Tensor  # (B,T) bool: tokens that count
-    logprobs: Tensor  # (B,T) as sampled
-    rewards: Tensor  # (B,K), NaN where a reward function has no opinion
-    info: dict[str, Tensor] = field(default_factory=dict)
-    private: list[list[int]] = field(default_factory=list)  # prompts behind which the teacher reads the completions
-
-
-class Progress(dict):
-    """Counters that a resumed run continues: steps, problems drawn (the cursor in the data), tokens sampled."""
-
-    state_dict, load_state_dict = dict.copy, dict.update
+def load_env(name: str):
+    """The class that FILE.py:ClassName names."""
+    path, _, class_name = name.rpartition(":")
+    if not os.path.isfile(path):
+        sys.exit(f"--env {name}: expected search_qa or FILE.py:ClassName of a file that exists")
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    names = runpy.run_path(path)
+    if class_name not in names:
+        sys.exit(f"--env {name}: {path} has no class {class_name!r}")
+    return names[class_name]
 
 
 def load_task(args: Args):
-    """The task: `train_problem`, `evaluation_problems`, `prompt`, `step`, `reward_functions`."""
+    """The task, and its problems for evaluation."""
+    if args.eval_dataset and not args.dataset and args.max_steps > 0:
+        sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
+    task = load_problems(args, args.dataset or args.eval_dataset)
+    problems = task.evaluation_problems(args.eval_problems)
+    if args.eval_dataset:
+        problems = load_problems(args, args.eval_dataset).rows
+        task.train_rows = task.rows  # nothing has to be held out
+    return task, problems
+
+
+def model_path(args: Args) -> str:
+    """Name or folder of the model that training starts from."""
+    return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / args.env)
+
+
+def load_model(args: Args):
+    """The policy in float32 and its tokenizer."""
+    path = model_path(args)
     try:
-        return SearchQA(args.dataset, args.retriever_url, args.hops, max_turns=args.max_turns)
-    except ValueError as error:
-        fail(str(error))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({error})")
+    if tokenizer.chat_template is None:
+        sys.exit(f"--model-name-or-path {path}: has no chat template; use an instruct model")
+    refuse_unsupported(model)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = {tokenizer.eos_token_id, *ends} - {None}
+    if not ends:
+        sys.exit(f"--model-name-or-path {path}: neither model nor tokenizer names an end token")
+    model.generation_config.eos_token_id = sorted(ends)
+    longest = longest_text(model)
+    if args.max_prompt_length + args.max_completion_length > longest:
+        sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
+    add_methods(model)
+    return model, tokenizer
 
 
-def sample_tokens(logprobs: Tensor, uniform: Tensor, top_p: float) -> Tensor:
-    """Draw one token a row by inverting the cumulative distribution. (B,V), (B,) in [0,1) -> (B,)"""
-    probs = logprobs.exp()  # (B,V)
-    if top_p < 1:
-        ranked, order = probs.sort(descending=True)  # (B,V)
-        beyond = ranked.cumsum(1) - ranked >= top_p  # (B,V) the most probable token always stays
-        probs = torch.zeros_like(probs).scatter(1, order, ranked.masked_fill(beyond, 0))  # (B,V)
-    cumulative = probs.cumsum(1)  # (B,V)
-    tokens = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)  # (B,1)
-    return tokens[:, 0].clamp(max=logprobs.size(1) - 1)
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        messages = [{"role": "system", "content": args.system_prompt}] + messages
+    encoded = tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=True,
+        return_dict=True,
+        **json.loads(args.chat_template_kwargs),
+    )
+    return encoded["input_ids"]
 
 
-def generate(model, prompts: list[list[int]], num_generations: int, args: Args, generator: list | None) -> Samples:
-    """Sample G completions of each prompt; `generator` holds one torch.Generator a prompt, None decodes greedily.
+def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose prompts fit; prints how many are dropped."""
+    kept = []
+    for problem in problems:
+        if len(encode(tokenizer, task, problem, args)) <= args.max_prompt_length:
+            kept.append(problem)
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
 
-    Each prompt is computed once, then its keys and values are repeated for the group. Finished rows are dropped when a
-    quarter has finished. Random numbers belong to (row, position), so dropping a row does not change the others.
+
+# --- Model compatibility ------------------------------------------------------------------------
+
+
+def refuse_unsupported(model) -> None:
+    """Exit if the configuration has layers that an attention mask cannot express.
+
+    check_model finds what the configuration does not tell.
     """
-    device, width, steps = model.device, max(map(len, prompts)), args.max_completion_length
-    size = len(prompts) * num_generations
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)  # (P,S)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)  # (P,S)
-    uniform = generator and torch.cat([torch.rand(num_generations, steps, generator=g) for g in generator]).to(device)
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers - MASKED_LAYERS)]
+    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
+        if getattr(config, limit, None):
+            reasons.append(f"limits attention by {limit}")
+    if model._is_stateful:
+        reasons.append("is recurrent")
+    if reasons:
+        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+
+
+def longest_text(model) -> float:
+    """Most tokens of prompt and completion together.
+
+    Beyond that, learned positions end, and longrope changes all positions of a batch.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
+    """The attention masks of the model, given which keys each query may see, (B,queries,keys) bool.
+
+    A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
+    replaces the model's own mask, so it must include the sliding window, measured in positions.
+    Models with two types of layers take a dict. A query that sees no key at all would be NaN.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    layers = layers or ["sliding_attention" if window else "full_attention"]
+    dtype = model.dtype
+    if torch.is_autocast_enabled(visible.device.type):
+        dtype = torch.bfloat16  # else autocast would convert and keep the mask in every layer
+    masks = {}
+    for kind in set(layers):
+        seen = visible
+        if kind == "sliding_attention":
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
+            seen = visible & (distance < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
+    return masks if len(masks) > 1 else masks[layers[0]]
+
+
+class Hidden(BaseModelOutputWithPast):
+    """A model output that holds hidden states and nothing else."""
+
+    def __getattr__(self, name):
+        return None  # some models look for router_logits, cross_attentions and the like
+
+
+class ReturnHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns its input as their hidden states."""
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
+        return Hidden(last_hidden_state=inputs_embeds)
+
+
+def add_methods(model) -> None:
+    """Add two methods to the model: logits_from_hidden and token_logprobs.
+
+    logits_from_hidden runs what comes after the layers, on hidden states passed as inputs_embeds:
+    the head with Granite's scaling and Gemma's soft cap. As methods, both follow copy.deepcopy and
+    FSDP.
+    """
+    without_layers = copy.copy(model)  # a shallow copy, which shares all weights
+    without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
+    model.logits_from_hidden = without_layers.forward
+    model.token_logprobs = MethodType(token_logprobs, model)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing; that of transformers works in training mode only, with dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
+
+
+@torch.no_grad()
+def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
+    """Largest difference of log-probabilities, in nats, from those of the plain forward pass.
+
+    Takes two turns, so that the second continues from what the model has in memory.
+    """
+    episodes = [Episode(None, prompt) for prompt in prompts]
+    memory = None
+    for turn in range(2):
+        contexts = [episode.prompt + episode.ids for episode in episodes]
+        completions, memory = generate(model, contexts, args, range(len(prompts)), memory)
+        for episode, completion in zip(episodes, completions):
+            episode.write(completion)
+            if turn == 0:
+                episode.read(prompts[0][:5], "")
+    packed = pack(episodes, list(range(len(episodes))), model.device)
+    plain = []
+    for episode in episodes:
+        ids = torch.tensor([episode.prompt + episode.ids], device=model.device)
+        logits = model(ids).logits[0, len(episode.prompt) - 1 : -1]
+        targets = ids[0, len(episode.prompt) :]
+        written = torch.tensor(episode.turns, device=model.device) >= 0
+        plain.append(-F.cross_entropy(logits, targets, reduction="none")[written])
+    plain = torch.cat(plain)  # (N,)
+    learner = model.token_logprobs(packed, args)
+    return {
+        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
+        "packing": (learner - plain).abs().max().item(),
+    }
+
+
+def check_model(model, prompt: list[int], args: Args) -> None:
+    """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
+    name = type(model).__name__
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
+    # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
+    prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = 4  # shorter than the texts of this check
+    try:
+        gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sys.exit(f"{name}: not supported ({reason})")
+    if window:
+        config.sliding_window = window
+    for computation, gap in gaps.items():
+        if not gap < 1e-3:  # also if it is NaN
+            sys.exit(
+                f"{name}: not supported, {computation} is {gap:.2g} nats off the plain forward pass"
+            )
+
+
+# --- Rollout ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Completion:
+    """One turn."""
+
+    prompt: list[int]
+    ids: list[int]  # with the end token
+    logprobs: list[float]  # as sampled
+    entropy: float  # nats, sum over tokens
+    ended: bool
+    text: str = ""
+
+
+@dataclass
+class Episode:
+    """A conversation. In lists, the G episodes of a problem are neighbours."""
+
+    problem: object
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)  # all tokens after the prompt
+    turns: list[int] = field(default_factory=list)  # turn of each, from 0; -1 if it was read
+    logprobs: list[float] = field(default_factory=list)  # of the written tokens, as sampled
+    entropy: float = 0.0  # nats, sum over the written tokens
+    ended: bool = True  # every turn has its end token, and no context is over the limit
+    texts: list[str] = field(default_factory=list)  # written, read, written ...
+    reward: float = 0.0
+    pool: int = 0  # an episode is compared with those of the same pool
+    teacher_prompt: list[int] = field(default_factory=list)
+    info: dict[str, float] = field(default_factory=dict)  # further rewards and numbers to log
+
+    def write(self, completion: Completion) -> None:
+        """Add a turn of the model."""
+        self.turns += [len(self.texts) // 2] * len(completion.ids)
+        self.ids += completion.ids
+        self.logprobs += completion.logprobs
+        self.entropy += completion.entropy
+        self.ended = completion.ended
+        self.texts.append(completion.text)
+
+    def read(self, ids: list[int], text: str) -> None:
+        """Add what the model reads before its next turn."""
+        self.turns += [-1] * len(ids)
+        self.ids += ids
+        self.texts.append(text)
+
+
+def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
+    cumulative = logprobs.exp().cumsum(1)  # (B,V)
+    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
+
+
+@dataclass
+class Memory:
+    """What a model has read: token j of row r is in column j of ids and of the cache."""
+
+    ids: Tensor  # (B,S), -1 after the end of a row
+    layers: list[tuple[Tensor, Tensor]]  # keys and values, (B,heads,S,head size)
+
+    def select(self, rows: list[int]) -> "Memory":
+        """The memory of some rows, in this order."""
+        index = torch.tensor(rows, device=self.ids.device)
+        return Memory(self.ids[index], [(k[index], v[index]) for k, v in self.layers])
+
+    def cache(self, length: int) -> transformers.DynamicCache:
+        """The first columns as a cache, which can grow without changing this memory."""
+        cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
+        for number, (keys, values) in enumerate(self.layers):
+            cache.update(keys[:, :, :length], values[:, :, :length], number)
+        return cache
+
+
+@torch.no_grad()
+def read(
+    model, contexts: list[list[int]], memory: Memory | None = None, tail: int = 1
+) -> tuple[Memory, Tensor]:
+    """Compute the contexts. Returns their memory and the states of their last tokens, (B,tail,H).
+
+    memory holds earlier contexts of the same rows; tokens that a row begins with in both are not
+    computed again. Without it, equal contexts are computed once.
+    """
+    device = model.device
+    places = {}  # of each context among the different ones
+    if memory is None:
+        for context in contexts:
+            places.setdefault(tuple(context), len(places))
+    rows = [torch.tensor(context) for context in places or contexts]
+    lengths = torch.tensor([len(row) for row in rows], device=device)  # (B,)
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)  # (B,S)
+    starts = torch.zeros_like(lengths)  # tokens of each row that are in memory
+    cache = transformers.DynamicCache()
+    if memory is not None:
+        width = min(ids.size(1), memory.ids.size(1))
+        same = ids[:, :width] == memory.ids[:, :width]
+        # The last `tail` tokens are always computed, because their states are returned.
+        starts = same.cumprod(1).sum(1).minimum(lengths - tail).clamp(min=0)
+        cache = memory.cache(int(starts.max()))
+
+    # New tokens go to new columns, W of them. Shorter rows repeat their last token.
+    kept = int(starts.max())
+    steps = torch.arange(int((lengths - starts).max()), device=device)
+    positions = (starts[:, None] + steps).minimum(lengths[:, None] - 1)  # (B,W)
+    columns = torch.arange(kept, device=device).expand(len(ids), kept)
+    key_positions = torch.cat([columns, positions], 1)  # (B,kept+W)
+    old = (columns < starts[:, None])[:, None, :].expand(-1, len(steps), -1)  # (B,W,kept)
+    new = (steps <= steps[:, None]).expand(len(ids), -1, -1)  # (B,W,W)
+    hidden = model.base_model(
+        ids.gather(1, positions),
+        attention_mask=attention_masks(model, torch.cat([old, new], 2), positions, key_positions),
+        position_ids=positions,
+        past_key_values=cache,
+    ).last_hidden_state  # (B,W,H)
+    last = (lengths - starts)[:, None] - torch.arange(tail, 0, -1, device=device)  # (B,tail)
+    last = last.clamp(min=0)[:, :, None].expand(-1, -1, hidden.size(2))
+    hidden = hidden.gather(1, last)  # (B,tail,H)
+
+    # Bring token j of every row to column j: the new ones lie in column kept + j - start.
+    columns = torch.arange(ids.size(1), device=device).expand(ids.shape)  # (B,S)
+    moved = (columns + kept - starts[:, None]).clamp(max=kept + len(steps) - 1)
+    source = torch.where(columns < starts[:, None], columns, moved)[:, None, :, None]
+    layers = []
+    for layer in cache.layers:
+        index = source.expand(-1, layer.keys.size(1), -1, -1)
+        keys = layer.keys.gather(2, index.expand(-1, -1, -1, layer.keys.size(3)))
+        values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.size(3)))
+        layers.append((keys, values))
+    memory = Memory(ids, layers)
+    if places:
+        order = [places[tuple(context)] for context in contexts]
+        memory = memory.select(order)
+        hidden = hidden[torch.tensor(order, device=device)]
+    return memory, hidden
+
+
+@torch.no_grad()
+def generate(
+    model, contexts: list[list[int]], args: Args, seeds=None, memory: Memory | None = None
+) -> tuple[list[Completion], Memory]:
+    """A completion of each context: sampled with one seed for each, greedy without seeds.
+
+    Also returns the memory of the contexts, which the next turn of the same rows continues from.
+    Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
+    rows does not change others.
+    """
+    device = model.device
+    steps = args.max_completion_length
     ends = torch.tensor(model.generation_config.eos_token_id, device=device)
-    completion_ids = torch.zeros(size, steps, dtype=torch.long, device=device)  # (B,T)
-    logprobs, entropy, tokens = *torch.zeros(2, size, steps, device=device), completion_ids[:, 0]  # (B,T) twice, (B,)
-    rows, live = torch.arange(size, device=device), torch.ones(size, dtype=torch.bool, device=device)  # (B,), (B,)
-    model.eval()
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-        inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}  # (P,S) each
-        out = model(ids, use_cache=True, logits_to_keep=1, **inputs)
-        cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(num_generations, 0)  # (B,V)
-        cache.batch_repeat_interleave(num_generations)  # in place
-        positions, mask = mask.sum(1).repeat_interleave(num_generations), mask.repeat_interleave(num_generations, 0)
-        mask = torch.cat([mask, mask.new_ones(size, steps)], 1)  # (B,S+T)
-        for t in range(steps):
-            if t > 0:
-                if device.type == "cpu" or t % 8 == 0:  # counting waits for a GPU, so there only now and then
-                    keep = live.nonzero()[:, 0]
-                    if len(keep) == 0:
-                        break
-                    if len(keep) <= 0.75 * len(live):
-                        cache.batch_select_indices(keep)
-                        rows, tokens, positions, mask, live = (x[keep] for x in (rows, tokens, positions, mask, live))
-                inputs = {"attention_mask": mask[:, : width + t], "position_ids": positions[:, None] + (t - 1)}
-                out = model(tokens[:, None], past_key_values=cache, use_cache=True, **inputs)
-                logits = out.logits[:, -1]  # (B,V)
-            logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
-            tokens = sample_tokens(logp, uniform[rows, t], args.top_p) if generator else logp.argmax(1)  # (B,)
-            completion_ids[rows, t], logprobs[rows, t] = tokens, logp.gather(1, tokens[:, None])[:, 0]
-            entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)
-            live = live & ~torch.isin(tokens, ends)  # (B,)
-    is_end = torch.isin(completion_ids, ends)  # (B,T)
-    counted = is_end.cumsum(1) - is_end.long() == 0  # (B,T) nothing after a row's first end token
-    completion_ids, logprobs, entropy = (x.masked_fill(~counted, 0) for x in (completion_ids, logprobs, entropy))
-    return Samples(completion_ids, counted, logprobs, entropy, is_end.any(1))
+    if seeds:
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        uniform = torch.stack([torch.rand(steps, generator=g) for g in generators])
+        uniform = uniform.to(device)  # (B,T)
+
+    # The result, in the order of the batch.
+    written = torch.zeros(len(contexts), steps, dtype=torch.long, device=device)  # (B,T)
+    logprobs = torch.zeros(len(contexts), steps, device=device)  # (B,T)
+    entropy = torch.zeros(len(contexts), steps, device=device)  # (B,T)
+
+    # The rows still in the cache: all at first, fewer later. Columns are those of the padded
+    # contexts and the completion; every step uses one more of them.
+    memory, hidden = read(model, contexts, memory)
+    logits = model.logits_from_hidden(inputs_embeds=hidden).logits[:, 0]  # (B,V)
+    lengths = torch.tensor([len(context) for context in contexts], device=device)
+    width = memory.ids.size(1)  # S
+    cache = memory.cache(width)
+    columns = torch.arange(width + steps, device=device)
+    filled = (columns < lengths[:, None]) | (columns >= width)  # (B,S+T)
+    positions = filled.cumsum(1) - 1  # (B,S+T)
+    rows = torch.arange(len(contexts), device=device)  # their indices in the batch
+    live = torch.ones_like(rows, dtype=torch.bool)
+
+    for t in range(steps):
+        logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
+        tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
+        written[rows, t] = tokens
+        logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
+        entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)  # 0 log 0 = 0
+        live = live & ~torch.isin(tokens, ends)
+        if t == steps - 1:
+            break
+        if device.type == "cpu" or t % 8 == 7:  # waits for a GPU, so only every 8 tokens
+            keep = live.nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache
+                cache.batch_select_indices(keep)
+                rows = rows[keep]
+                tokens = tokens[keep]
+                filled = filled[keep]
+                positions = positions[keep]
+                live = live[keep]
+        last = width + t  # column of the new tokens
+        visible = filled[:, None, : last + 1]
+        query = positions[:, last : last + 1]
+        key = positions[:, : last + 1]
+        out = model(
+            tokens[:, None],
+            attention_mask=attention_masks(model, visible, query, key),
+            position_ids=query,
+            past_key_values=cache,
+        )
+        logits = out.logits[:, -1]
+
+    # A completion ends with its first end token; some finished rows were sampled further.
+    is_end = torch.isin(written, ends)  # (B,T)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    lengths = (ends_before == 0).sum(1).tolist()
+    ended = is_end.any(1).tolist()
+    written = written.tolist()
+    logprobs = logprobs.tolist()
+    entropy = entropy.tolist()
+    completions = []
+    for row, length in enumerate(lengths):
+        completion = Completion(
+            prompt=contexts[row],
+            ids=written[row][:length],
+            logprobs=logprobs[row][:length],
+            entropy=sum(entropy[row][:length]),
+            ended=ended[row],
+        )
+        completions.append(completion)
+    return completions, memory
 
 
-def play(model, tokenizer, task, problems: list, num_generations: int, args: Args, seeds: list[str] | None):
-    """G episodes of each problem, a group's contiguous: the policy's turns, answered by the task. No seeds: greedily.
+def reply_ids(model, tokenizer, reply: dict, args: Args) -> list[int]:
+    """Token ids of a message that answers a turn, up to where the assistant begins again.
 
-    The first prompt is computed once for its group. Contexts are the sampled ids, never text that is encoded again.
+    They begin after the end token of the turn, which the model has written.
     """
-    prompts = [encode(tokenizer, task.prompt(problem)) for problem in problems]
-    episodes = [Episode(*pair) for pair in zip(problems, prompts) for _ in range(num_generations)]
-    while due := [i for i, episode in enumerate(episodes) if not episode.over]:
-        copies = 1 if (turn := len(episodes[due[0]].starts)) else num_generations
-        names = seeds and [f"{seeds[i // num_generations]} {i % num_generations} {turn}" for i in due]
-        generator = names and [torch.Generator().manual_seed(random.Random(x).getrandbits(63)) for x in names[::copies]]
-        samples = generate(model, [episodes[i].context() for i in due[::copies]], copies, args, generator)
-        rows = [row[:length] for row, length in zip(samples.completion_ids.tolist(), samples.mask.sum(1).tolist())]
-        texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
-        columns = [samples.logprobs.tolist(), texts, samples.entropy.sum(1).tolist(), samples.ended.tolist()]
-        for i, reply, *written in zip(due, task.step(texts, turn + 1), rows, *columns):
-            episodes[i].add(*written)
-            episodes[i].over = reply is None or not written[-1]
-            if not episodes[i].over:
-                episodes[i].read(reply_ids(tokenizer, reply), reply["content"])
+    chats = []
+    for text in ("b", "c"):  # two chats that differ in the assistant's text alone
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+        encoded = tokenizer.apply_chat_template(
+            turn + [reply],
+            add_generation_prompt=True,
+            return_dict=True,
+            **json.loads(args.chat_template_kwargs),
+        )
+        chats.append(encoded["input_ids"])
+    # Both chats are equal after the assistant's text.
+    length = 0
+    while chats[0][-length - 1] == chats[1][-length - 1]:
+        length += 1
+    rest = chats[0][-length:]
+    ends = [
+        place for place, token in enumerate(rest) if token in model.generation_config.eos_token_id
+    ]
+    if not ends:
+        sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
+    return rest[ends[0] + 1 :]
+
+
+def play(
+    sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None
+) -> list[Episode]:
+    """G episodes of each problem: sampled, or greedy without seeds."""
+    episodes = []
+    row_seeds = []
+    for number, problem in enumerate(problems):
+        prompt = encode(tokenizer, task, problem, args)
+        for g in range(num_generations):
+            episodes.append(Episode(problem, prompt))
+            if seeds:
+                row_seeds.append(random_seed(seeds[number], g))
+    for first in range(0, len(episodes), args.decode_batch_size):
+        some = slice(first, first + args.decode_batch_size)
+        play_turns(sampler, tokenizer, task, episodes[some], args, row_seeds[some])
     return episodes
 
 
-def examine(examiner, tokenizer, task, seeds: list[str], args: Args) -> tuple[list[Episode], tuple, tuple]:
-    """An episode of the examiner for each seed, its format score, and its question with the searches behind it, None if
-    it is not well-formed. The document is drawn; everything else is as sampled, nothing is filled in."""
-    requests = [task.request(random.Random(f"document {seed}")) for seed in seeds]
-    episodes = play(examiner, tokenizer, task, requests, 1, args, seeds)
-    return episodes, *zip(*(task.examined(episode.problem, episode.texts) for episode in episodes))
+def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds) -> None:
+    """Play episodes to their ends, all of them turn by turn."""
+    memory = None
+    for turn in range(args.max_turns):
+        contexts = [episode.prompt + episode.ids for episode in episodes]
+        turn_seeds = [random_seed(seed, turn) for seed in seeds]
+        completions, memory = generate(sampler, contexts, args, turn_seeds, memory)
+        for episode, completion in zip(episodes, completions):
+            completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+            episode.write(completion)
+        replies = task.step([completion.text for completion in completions], turn + 1, episodes)
+
+        # Some episodes go on: those with a reply that fits.
+        rows = []
+        for row, (episode, reply) in enumerate(zip(episodes, replies)):
+            if reply is None or not episode.ended or turn == args.max_turns - 1:
+                continue
+            ids = reply_ids(sampler, tokenizer, reply, args)
+            if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
+                episode.ended = False
+                continue
+            episode.read(ids, reply["content"])
+            rows.append(row)
+        if not rows:
+            return
+        memory = memory.select(rows)
+        episodes = [episodes[row] for row in rows]
+        seeds = [seeds[row] for row in rows] if seeds else seeds
 
 
-def examiner_rollout(models: dict, tokenizer, task, numbers: range, args: Args) -> Batch:
-    """A step of the examiner: a question about each of N documents, n answers of the student to measure it."""
-    seeds, n = [f"{args.seed} examiner {number}" for number in numbers], args.num_answers
-    episodes, formats, problems = examine(models["examiner"], tokenizer, task, seeds, args)
-    formats, correct = torch.tensor(formats), torch.zeros(len(seeds))  # (N,) each
-    if asked := {i: problem for i, problem in enumerate(problems) if problem}:
-        names = [f"{seeds[i]} answer" for i in asked]
-        answers = play(models["student"], tokenizer, task, list(asked.values()), n, args, names)
-        correct[list(asked)] = score_episodes(task, answers)[:, 0].view(-1, n).sum(1)
-    rewards, hops = 0.5 * formats + examiner_rewards(correct, n), [episode.problem.hops for episode in episodes]  # (N,)
-    info = {"well_formed": (formats > 0).float(), "format": formats, "pass_rate": correct / n}  # (N,) each
-    return episode_batch(episodes, rewards[:, None], hops, info, models["examiner"].device)
+def answer(
+    sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None
+) -> list[Episode]:
+    """Play questions and score the last text; an episode's reward is the first function's."""
+    episodes = play(sampler, tokenizer, task, problems, num_generations, args, seeds)
+    for episode in episodes:
+        for name, function in task.reward_functions.items():
+            reward = function(episode.problem, episode.texts[-1])
+            episode.info[f"rewards/{name}/mean"] = float(reward)
+        episode.reward = next(iter(episode.info.values()))
+    return episodes
 
 
-def draw_problems(examiner, tokenizer, task, numbers: range, args: Args) -> list:
-    """Questions of the frozen examiner by number, for the student to train on. What is not well-formed, or belongs to
-    the evaluation, is drawn again. Numbers decide: the same after a resume, and on any number of processes."""
-    problems, attempts = dict.fromkeys(numbers), iter(range(20))
-    while missing := [number for number, problem in problems.items() if problem is None]:
-        if (attempt := next(attempts, None)) is None:
-            fail("no well-formed questions: raise --max-turns or --max-completion-length, or lower --learning-rate", 1)
-        found = examine(examiner, tokenizer, task, [f"{args.seed} question {i} {attempt}" for i in missing], args)[2]
-        problems |= {i: problem for i, problem in zip(missing, found) if problem and not problem.held_out}
-    return list(problems.values())
+def examine(sampler, tokenizer, task, seeds: list[int], args: Args) -> tuple[list, list, list]:
+    """The examiner writes a question about a random document for each seed.
+
+    Returns the episodes, the scores of their format, and the questions, None where malformed.
+    """
+    requests = [task.request(random.Random(seed)) for seed in seeds]
+    episodes = play(sampler, tokenizer, task, requests, 1, args, seeds)
+    formats = []
+    questions = []
+    for episode in episodes:
+        score, question = task.examined(episode.problem, episode.texts)
+        formats.append(score)
+        questions.append(question)
+    return episodes, formats, questions
 
 
-def rollout(models: dict, tokenizer, task, numbers: range, args: Args) -> Batch:
-    """A step of the student: G episodes for each of P questions, and the prompts with which its teacher reads them."""
-    student, group = models["student"], range(args.num_generations)
-    problems = draw_problems(models["examiner"], tokenizer, task, numbers, args)
-    seeds, pools = [f"{args.seed} {number}" for number in numbers], [number for number in numbers for _ in group]
-    episodes = play(student, tokenizer, task, problems, len(group), args, seeds)
-    batch = episode_batch(episodes, score_episodes(task, episodes), pools, {}, student.device)
-    if args.mask_special_tokens:
-        special = tokenizer("<think>", add_special_tokens=False)["input_ids"] + student.generation_config.eos_token_id
-        batch.mask = special_token_mask(batch.completion_ids, batch.mask, special)
-    if args.privileged_context != "none":
-        problems = [task.with_privilege(p, args.privileged_context, seed) for p, seed in zip(problems, seeds)]
-        batch.private = [ids for ids in (encode(tokenizer, task.prompt(p)) for p in problems) for _ in group]
-    return batch
+def examiner_rollout(samplers: dict, tokenizer, task, numbers: range, args: Args) -> list[Episode]:
+    """An episode of the examiner about each document; n answers of the student measure it."""
+    n = args.num_answers
+    seeds = [random_seed(args.seed, "examiner", number) for number in numbers]
+    episodes, formats, questions = examine(samplers["examiner"], tokenizer, task, seeds, args)
+    rows = [row for row, question in enumerate(questions) if question is not None]
+    asked = [questions[row] for row in rows]
+    answer_seeds = [random_seed(seeds[row], "answers") for row in rows]
+    answers = answer(samplers["student"], tokenizer, task, asked, n, args, answer_seeds)
+    num_correct = torch.zeros(len(episodes))
+    for place, row in enumerate(rows):
+        group = answers[place * n : (place + 1) * n]
+        num_correct[row] = sum(episode.reward for episode in group)
+    difficulty = examiner_rewards(num_correct, n).tolist()
+    for row, episode in enumerate(episodes):
+        episode.reward = difficulty[row] + 0.5 * formats[row]  # 0.5 as in the code of Dr. Zero
+        episode.pool = episode.problem.hops
+        episode.info = {
+            "pi_play/difficulty": difficulty[row],
+            "pi_play/format": formats[row],
+            "pi_play/well_formed": float(questions[row] is not None),
+            "pi_play/pass_rate": num_correct[row].item() / n,
+        }
+    return episodes
 
 
-def episode_batch(episodes: list[Episode], rewards: Tensor, pools: list[int], info: dict, device) -> Batch:
-    """Episodes as rows to learn from. rewards (B,K), pools (B,): a row is compared with the others of its pool."""
-    ids, logprobs = padded(episodes, "ids", 0, device), padded(episodes, "logprobs", 0.0, device)  # (B,T) each
-    queries = [searches(episode.texts) for episode in episodes]
-    info |= {"ended": [e.ended for e in episodes], "entropy": [e.entropy for e in episodes], "pool": pools}
-    info |= {"turns": [len(e.starts) for e in episodes], "searches": [len(row) for row in queries]}
-    info |= {"repeated_searches": [len(row) - len(set(row)) for row in queries]}
-    info = {name: torch.as_tensor(value, device=device) for name, value in info.items()}  # (B,) each
-    mask = padded(episodes, "turns", -1, device) >= 0  # (B,T)
-    return Batch([e.prompt for e in episodes], ids, mask, logprobs, rewards.to(device), info)
+def draw_questions(sampler, tokenizer, task, numbers: range, args: Args) -> dict[int, tuple]:
+    """A question of the examiner for each number, the prompt of its teacher, and how often it was
+    drawn in vain.
+
+    What is malformed, too long or of the evaluation is drawn again; a number without a question
+    after sum(DRAWS) draws is left out. A question depends on its number and the examiner alone.
+    """
+    questions = {}
+    before = 0
+    for count in DRAWS:
+        missing = [number for number in numbers if number not in questions]
+        draws = [(number, before + draw) for number in missing for draw in range(count)]
+        seeds = [random_seed(args.seed, "question", *draw) for draw in draws]
+        found = examine(sampler, tokenizer, task, seeds, args)[2]
+        for (number, draw), question in zip(draws, found):
+            if number in questions or question is None or question.held_out:
+                continue
+            shown = task.with_privilege(question, args.privileged_context, str(number))
+            prompt = encode(tokenizer, task, shown, args)
+            if len(prompt) <= args.max_prompt_length:
+                questions[number] = (question, prompt, draw)
+        before += count
+    if not gather(list(questions)):
+        sys.exit(
+            f"the examiner has written no well-formed question in {before} draws of each: "
+            "raise --max-completion-length or --max-turns, or take a model that keeps the format"
+        )
+    return dict(sorted(questions.items()))
 
 
-def score_episodes(task, episodes: list[Episode]) -> Tensor:
-    """The task's reward functions on the last turn of each episode. -> (B,K)"""
-    functions = task.reward_functions.values()
-    return torch.tensor([[f(e.problem, e.texts[-1]) for f in functions] for e in episodes])
+def student_rollout(samplers: dict, tokenizer, task, numbers: range, args: Args) -> list[Episode]:
+    """G episodes of the student for each of P new questions, with the prompts of its teacher."""
+    drawn = draw_questions(samplers["examiner"], tokenizer, task, numbers, args)
+    questions = [question for question, _, _ in drawn.values()]
+    seeds = [random_seed(args.seed, number) for number in drawn]
+    G = args.num_generations
+    episodes = answer(samplers["student"], tokenizer, task, questions, G, args, seeds)
+    for row, number in enumerate(drawn):
+        for episode in episodes[row * G : (row + 1) * G]:
+            episode.pool = number
+            episode.teacher_prompt = drawn[number][1]
+            episode.info["pi_play/redrawn_questions"] = drawn[number][2]
+    return episodes
 
 
-def compute_advantages(batch: Batch, args: Args, progress: Progress) -> Tensor:
-    """Advantages of this process's rows from the first reward, in pools that may span processes. -> (B,)"""
-    (rewards, own), pools = gather(batch.rewards[:, 0]), gather(batch.info["pool"])[0]
-    return hop_advantages(rewards, pools)[own]
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+# --- Log-probabilities of packed groups ---------------------------------------------------------
 
 
 @dataclass
 class Packed:
-    """One micro-batch of b rows: R packed rows of L tokens, of which N predict a token of a completion."""
+    """A micro-batch. A row is a prompt and its episodes, which see the prompt and themselves:
 
-    rows: list[int]  # b rows of the batch
-    input_ids: Tensor  # (R,L)
-    position_ids: Tensor  # (R,L) restart for every completion
-    owners: Tensor  # (R,L) 0 prompt, 1.. the completions, -1 padding
-    filled: Tensor  # (b,T) bool: where the N predicted tokens stand in the batch
-    targets: Tensor  # (N,) the predicted tokens
-    private: "Packed | None" = None  # the same behind the teacher's prompts
+        tokens     p1 p2 | p3 a1 r1 a2 | p3 b1     prompt p1 p2 p3, episodes a1 r1 a2 a3 and b1 b2
+        owners      0  0 |  1  1  1  1 |  2  2     in which r1 was read
+        positions   0  1 |  2  3  4  5 |  2  3     as if each episode stood alone
+        targets          | a1    a2 a3 | b1 b2
+        turns            |  0     1  1 |  0  0
 
-
-def pack(batch: Batch, rows: list[int], args: Args) -> list[Packed]:
-    """Micro-batches of these rows of the batch, in which consecutive rows with equal prompts share the prompt.
-
-    A packed row is a prompt without its last token, then for each completion that last token and the completion without
-    its own last: every token behind the prompt predicts one token. A completion sees the prompt and itself, at the
-    positions it would have alone, so nothing differs from separate rows. Sorting by length avoids padding.
+    p3 starts every episode, because it predicts their first tokens.
     """
-    columns = torch.arange(1, batch.mask.size(1) + 1, device=batch.mask.device)  # (T,)
-    lengths = (batch.mask * columns).amax(1)  # (B,) up to the last token that counts
-    filled, lengths, ids, strips = columns <= lengths[:, None], lengths.tolist(), batch.completion_ids.tolist(), []
-    rows = [row for row in rows if lengths[row] > 0]
-    prompts = list(zip(batch.prompts, batch.private or batch.prompts))
-    for pair, group in ((pair, list(group)) for pair, group in groupby(rows, key=lambda row: prompts[row])):
-        room = (args.max_packed_length - max(map(len, pair))) // max(lengths[row] for row in group)
-        most = max(1, min(room, args.per_device_train_batch_size, args.num_generations))
-        strips += [group[i : i + most] for i in range(0, len(group), most)]  # one strip, one packed row
-    strips.sort(key=lambda strip: sum(lengths[row] for row in strip))
-    count = max(1, args.per_device_train_batch_size // args.num_generations)
-    return [pack_strips(strips[i : i + count], batch, filled, lengths, ids) for i in range(0, len(strips), count)]
+
+    input_ids: Tensor  # (R,L)
+    position_ids: Tensor  # (R,L)
+    owners: Tensor  # (R,L) 0 prompt, 1.. episodes, -1 padding
+    predicting: Tensor  # (N,) the tokens before a written one, as indices into R*L
+    targets: Tensor  # (N,) the tokens that they predict
+    sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
+    completion_index: Tensor  # (N,) the episode of the batch that each target belongs to
+    turns: Tensor  # (N,) its turn
+    old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
+    ref_logprobs: Tensor | None = None  # (N,)
 
 
-def pack_strips(strips: list[list[int]], batch: Batch, filled: Tensor, lengths: list[int], ids: list) -> Packed:
-    """One micro-batch of packed rows, one for each list of rows with equal prompts, and the same for the teacher."""
-    private = replace(batch, prompts=batch.private, private=[])
-    columns, private = [], pack_strips(strips, private, filled, lengths, ids) if batch.private else None
-    for strip in strips:
-        *prompt, last = batch.prompts[strip[0]]
-        tokens, positions, owners = list(prompt), list(range(len(prompt))), [0] * len(prompt)
-        for owner, row in enumerate(strip, 1):
-            tokens += [last, *ids[row][: lengths[row] - 1]]
-            positions += range(len(prompt), len(prompt) + lengths[row])
-            owners += [owner] * lengths[row]
-        columns.append((tokens, positions, owners))
-    size, rows = max(len(tokens) for tokens, _, _ in columns), [row for strip in strips for row in strip]  # L, b rows
-    padded = [[x + [-1] * (size - len(x)) for x in column] for column in zip(*columns)]  # 3 x R x L
-    input_ids, position_ids, owners = torch.tensor(padded, device=filled.device)  # (R,L) each
-    filled, targets = filled[rows], batch.completion_ids[rows][filled[rows]]  # (b,T), (N,)
-    return Packed(rows, input_ids.clamp(0), position_ids.clamp(0), owners, filled, targets, private)
+def pack(episodes: list[Episode], rows: list[int], device: torch.device) -> Packed:
+    """Pack some episodes of the batch; neighbours with the same prompt share a packed row."""
+    packed_rows = []  # lists of (token, position, owner, whether the next token was written)
+    order = []  # the episodes in the order of the packed rows
+    for prompt, group in groupby(rows, key=lambda row: episodes[row].prompt):
+        group = list(group)
+        # A long group is split over several packed rows, each of which repeats the prompt.
+        num_tokens = sum(len(episodes[row].ids) for row in group)
+        num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
+        num_parts = min(num_parts, len(group))
+        for part in range(num_parts):
+            packed_row = [(token, position, 0, 0) for position, token in enumerate(prompt[:-1])]
+            for owner, row in enumerate(group[part::num_parts], start=1):
+                inputs = [prompt[-1]] + episodes[row].ids[:-1]
+                written = [turn >= 0 for turn in episodes[row].turns]
+                positions = range(len(prompt) - 1, len(prompt) + len(inputs) - 1)
+                packed_row += zip(inputs, positions, [owner] * len(inputs), written)
+                order.append(row)
+            packed_rows.append(packed_row)
+
+    width = max(len(packed_row) for packed_row in packed_rows)
+    width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
+    for packed_row in packed_rows:
+        packed_row += [(0, 0, -1, 0)] * (width - len(packed_row))
+    input_ids, position_ids, owners, written = torch.tensor(packed_rows).unbind(2)  # (R,L)
+    chosen = [
+        (token, row, turn)
+        for row in order
+        for token, turn in zip(episodes[row].ids, episodes[row].turns)
+        if turn >= 0
+    ]
+    targets, completion_index, turns = torch.tensor(chosen, device=device).unbind(1)  # (N,)
+    sampled_logprobs = [logprob for row in order for logprob in episodes[row].logprobs]
+    return Packed(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        owners=owners.to(device),
+        predicting=written.flatten().nonzero()[:, 0].to(device),
+        targets=targets,
+        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
+        completion_index=completion_index,
+        turns=turns,
+    )
 
 
 def hidden_states(model, packed: Packed) -> Tensor:
-    """Last hidden state at every position that predicts a token. -> (N,H)"""
-    query, key = packed.owners[:, :, None], packed.owners[:, None]  # (R,L,1), (R,1,L)
-    sees = ((key == query) | (key == 0)).tril()  # (R,L,L)
-    inputs = {"attention_mask": sees[:, None], "position_ids": packed.position_ids, "use_cache": False}
-    return model.base_model(input_ids=packed.input_ids, **inputs).last_hidden_state[packed.owners > 0]
+    """Last hidden state at every token that predicts one. -> (N,H)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
+    hidden = model.base_model(
+        packed.input_ids,
+        attention_mask=attention_masks(model, visible, positions, positions),
+        position_ids=positions,
+        use_cache=False,
+    ).last_hidden_state  # (R,L,H)
+    return hidden.flatten(0, 1)[packed.predicting]
 
 
-def token_logprobs(model, packed: Packed, args: Args, teacher=None) -> list[Tensor]:
-    """Log-probabilities of the completions of a micro-batch, 0 where there is no token; with a teacher the divergence
-    from it too. The heads work on predicted tokens only, and in chunks. -> 1 or 2 x (b,T)"""
+def token_values(model, packed: Packed, args: Args, teacher=None, private=None) -> Tensor:
+    """Log-probability of every predicted token, and the divergence from a teacher. -> (1 or 2,N)
 
-    def chunk_values(targets, hidden, *states):
-        logits = model.get_output_embeddings()(hidden).float() / args.temperature  # (n,V)
-        values = [-torch.nn.functional.cross_entropy(logits, targets, reduction="none")]  # (n,)
-        if teacher:
-            taught = teacher.get_output_embeddings()(*states).float() / args.temperature  # (n,V)
-            values.append(generalized_jsd(logits, taught, DIVERGENCES[args.divergence], args.distill_top_k))  # (n,)
+    private is packed with the prompts of the teacher.
+    """
+
+    def chunk_values(targets, *hidden):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[0][None]).logits[0].float()
+        logits = logits / args.temperature  # (n,V)
+        values = [-F.cross_entropy(logits, targets, reduction="none")]
+        if private is not None:
+            taught = teacher.logits_from_hidden(inputs_embeds=hidden[1][None]).logits[0].float()
+            taught = taught / args.temperature  # (n,V)
+            values.append(token_divergence(logits, taught, args.divergence, args.distill_top_k))
         return torch.stack(values)
 
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.bf16):
-        parts = [packed.targets, hidden_states(model, packed)]
-        if teacher:  # its parameters need no gradient, so no graph is built
-            parts.append(hidden_states(teacher, packed.private))  # (N,H)
-        chunks = list(zip(*(part.split(max(1, LOGITS_PER_CHUNK // model.config.vocab_size)) for part in parts)))
-        values = [torch.utils.checkpoint.checkpoint(chunk_values, *chunk, use_reentrant=False) for chunk in chunks[1:]]
-        values = torch.cat([chunk_values(*chunks[0]), *values], 1)  # (1,N) or (2,N)
-    return [torch.zeros(packed.filled.shape, device=x.device).masked_scatter(packed.filled, x) for x in values]
+        columns = [packed.targets, hidden_states(model, packed)]
+        if private is not None:
+            with torch.no_grad():
+                columns.append(hidden_states(teacher, private))
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if len(packed.targets) <= size:
+            return chunk_values(*columns)
+        values = []
+        for chunk in zip(*(column.split(size) for column in columns)):
+            values.append(recompute_in_backward(chunk_values, *chunk, use_reentrant=False))
+        return torch.cat(values, 1)
 
 
-# fmt: off
-def update(model, optimizer, batch: Batch, advantages: Tensor, args: Args, reference=None, teacher=None,
-           weight: float = 0.0) -> dict[str, float]:  # fmt: on
-    """One optimizer step on a batch; returns metrics, the same on all processes. `reference`: for beta > 0. `weight` is
-    lambda, for the divergence from the `teacher`, who reads the completions behind their private prompts.
+def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
+    """Log-probability of every predicted token. -> (N,)"""
+    return token_values(model, packed, args)[0]
 
-    The loss of a step is the sum over micro-batches and processes, each with its share in normalisers that are global:
-    neither changes the gradient. Rows on which nothing acts are left out, but still count in the normalisers.
+
+# --- Update -------------------------------------------------------------------------------------
+
+
+def micro_batches(
+    episodes, rows: list[int], taught: bool, args: Args, device
+) -> list[tuple[Packed, Packed | None]]:
+    """Pack rows of the batch, for a teacher also behind its own prompts.
+
+    Groups of similar length share a micro-batch, to avoid padding.
     """
-    acts = advantages[:, None].ne(0).flatten(1).any(1) | (args.beta > 0 or weight > 0)  # (B,)
-    micro_batches = pack(batch, acts.nonzero()[:, 0].tolist(), args)
-    counts = gather(torch.tensor([[batch.mask.sum(), len(acts), batch.mask[acts].sum()]], device=batch.mask.device))[0]
-    num_tokens, num_rows, num_trained = counts.sum(0).clamp(min=1)  # scalars
-    options = {"loss_type": args.loss_type, "epsilon": args.epsilon, "beta": args.beta, "num_tokens": num_tokens}
-    options |= {"max_completion_length": args.max_completion_length}
-    names = ["loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"] + ["kl"] * (args.beta > 0)
-    names += ["sampling/logprob_difference/mean"] + ["pi_play/divergence"] * (weight > 0)
-    sums = dict.fromkeys(names, torch.zeros((), device=batch.mask.device))
-    model.train(args.gradient_checkpointing)  # else without dropout, which would make learner and sampler differ
-    optimizer.zero_grad(set_to_none=True)
-    for packed in micro_batches:
-        logprobs, *divergence = token_logprobs(model, packed, args, teacher if weight > 0 else None)  # (b,T) each
-        rows, mask, old_logprobs = packed.rows, batch.mask[packed.rows], batch.logprobs[packed.rows]  # (b,T) each
-        if args.beta > 0:
-            options["ref_logprobs"] = token_logprobs(reference, packed, args)[0].detach()  # (b,T)
-        loss, metrics = policy_loss(logprobs, old_logprobs, advantages[rows], mask, **options)
-        loss = loss * {"dapo": 1.0, "bnpo": mask.sum() / num_tokens}.get(args.loss_type, len(rows) / num_rows)
-        metrics = {name: value * mask.sum() / num_tokens for name, value in metrics.items()}
-        if weight > 0:  # eq. 7: the gradient of the divergence itself, which is never an advantage
-            metrics["pi_play/divergence"] = row_means(divergence[0], mask).sum() / num_rows  # scalar
-            loss = loss + weight * metrics["pi_play/divergence"]
-        loss.backward()
-        gap = (logprobs - old_logprobs).abs() * mask / num_trained  # (b,T)
-        metrics |= {"loss": loss, "sampling/logprob_difference/mean": gap.sum()}
-        sums |= {name: sums[name] + value.detach() for name, value in metrics.items()}
-    grad_norm = apply_gradients(model, optimizer, args)
-    metrics = dict(zip(sums, gather(torch.stack(list(sums.values()))[None])[0].sum(0).tolist()))
-    return metrics | {"grad_norm": grad_norm, "frac_tokens_trained": (counts[:, 2].sum() / num_tokens).item()}
+    lengths = Counter()
+    for episode in episodes:
+        lengths[tuple(episode.prompt)] += len(episode.ids)
+    # Longest first: a step that does not fit fails at once. Rows of a group stay neighbours.
+    rows = sorted(rows, key=lambda row: lengths[tuple(episodes[row].prompt)], reverse=True)
+    privileged = [replace(episode, prompt=episode.teacher_prompt) for episode in episodes]
+    batches = []
+    for first in range(0, len(rows), args.micro_batch_size):
+        some = rows[first : first + args.micro_batch_size]
+        packed = pack(episodes, some, device)
+        private = None
+        if taught:
+            private = pack(privileged, some, device)
+            # Prompts of another length may lead to another order of the same tokens.
+            places = packed.completion_index.argsort(stable=True).argsort()
+            order = private.completion_index.argsort(stable=True)[places]
+            private.predicting = private.predicting[order]
+        batches.append((packed, private))
+    return batches
 
 
-def apply_gradients(model, optimizer, args: Args) -> float:
-    """Add the gradients of all processes, clip, step. Returns the norm before clipping."""
+def update(
+    model, reference, teacher, optimizer, episodes, advantages: Tensor, weight: float, args: Args
+) -> dict:
+    """One optimizer step on the batch of all processes.
+
+    episodes and advantages are those of this process. The loss of a step is a sum over tokens,
+    so its gradient depends neither on micro-batches nor on the number of processes. weight is
+    lambda; above 0, the teacher reads the episodes behind its own prompts.
+    """
+    device = model.device
+    lengths = torch.tensor([len(e.logprobs) for e in episodes])  # (B,)
+    all_lengths = gather(lengths.tolist())
+    num_tokens = sum(all_lengths)
+    totals = {
+        "num_rows": len(all_lengths),
+        "num_tokens": num_tokens,
+        "max_completion_length": args.max_completion_length,
+    }
+    weights = token_weights(lengths, args.loss_type, **totals).to(device)  # (B,)
+    means = token_weights(lengths, "grpo", **totals).to(device)  # (B,), of the divergence
+    rows = list(range(len(episodes)))
+    if weight == 0 and args.beta == 0:
+        rows = advantages.nonzero()[:, 0].tolist()  # zero advantage means no gradient
+    advantages = advantages.to(device)
+
+    sums = torch.zeros(3, device=device)  # loss, KL, divergence
+    largest_gap = torch.zeros((), device=device)
     for parameter in model.parameters():
-        if parameter.grad is None:  # nothing acted: AdamW's momentum still moves the weights, so it gets a zero
-            parameter.grad = torch.zeros_like(parameter)
-        if dist.is_initialized():
+        parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
+    for batch, private in micro_batches(episodes, rows, weight > 0, args, device):
+        values = token_values(model, batch, args, teacher, private)  # (1 or 2,N)
+        logprobs = values[0]
+        # Those of the sampler differ by rounding; the largest difference is logged.
+        old_logprobs = logprobs.detach()
+        gap = (old_logprobs - batch.sampled_logprobs).abs().max()
+        largest_gap = torch.maximum(largest_gap, gap)
+        if reference is not None:
+            with torch.no_grad():
+                batch.ref_logprobs = reference.token_logprobs(batch, args)
+            sums[1] += kl_estimate(old_logprobs, batch.ref_logprobs).sum()
+        losses, _ = policy_loss(
+            logprobs,
+            old_logprobs,
+            advantages[batch.completion_index],
+            beta=args.beta,
+            ref_logprobs=batch.ref_logprobs,
+        )
+        loss = (losses * weights[batch.completion_index]).sum()
+        if weight > 0:  # the divergence itself is differentiated, eq. 7
+            divergence = (values[1] * means[batch.completion_index]).sum()
+            loss = loss + weight * divergence
+            sums[2] += divergence.detach()
+        sums[0] += loss.detach()
+        loss.backward()
+    if dist.is_initialized():
+        for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
-    if not math.isfinite(grad_norm):
-        fail(f"the gradient norm is {grad_norm}: lower --learning-rate or check the rewards; checkpoints are kept", 1)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
+    if not math.isfinite(norm):
+        sys.exit(f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept")
     optimizer.step()
-    return grad_norm
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    loss, kl, divergence = torch.tensor(gather([sums.tolist()])).sum(0).tolist()
+    metrics = {
+        "loss": loss,
+        "grad_norm": norm,
+        "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
+    }
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    if weight > 0:
+        metrics["pi_play/divergence"] = divergence
+    return metrics
 
 
-# === 6 Checkpoint =====================================================================================================
+def copy_model(model, dtype: torch.dtype):
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype."""
+    weights = {}
+    for parameter in model.parameters():
+        weight = parameter.detach().to(dtype, copy=True)
+        weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
+    return copy.deepcopy(model, weights)  # deepcopy takes them for copies that it has made
 
 
-def checkpoints(run_dir: str) -> list[str]:
-    """Checkpoint files of a run, oldest first."""
-    return sorted(map(str, Path(run_dir, "checkpoints").glob("step_*[0-9].pt")))
+@torch.no_grad()
+def refresh(sampler, model) -> None:
+    """Copy the weights of the policy into the sampler."""
+    if sampler is not model:
+        for copied, weight in zip(sampler.parameters(), model.parameters(), strict=True):
+            copied.copy_(weight)
 
 
-def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None:
-    """Write state (name -> object with a state_dict). A crash leaves either the old files or the new one."""
-    payload = {name: thing.state_dict() for name, thing in state.items()} | {"random": torch.get_rng_state()}
-    if rank_and_world_size()[0] == 0:
-        path = os.path.join(run_dir, "checkpoints", f"step_{step:08d}.pt")
-        with or_fail(f"{path}: cannot be written; the checkpoints before it are kept", 1):
-            torch.save(payload, path + ".tmp")
-            os.replace(path + ".tmp", path)
-        for old in checkpoints(run_dir)[:-keep]:
-            os.remove(old)
+def new_optimizer(models, args: Args) -> torch.optim.AdamW:
+    """AdamW for both policies; a step moves the one that has gradients.
+
+    Its state is made now: a checkpoint needs that of both, and one of them is trained later.
+    """
+    parameters = [*models["student"].parameters(), *models["examiner"].parameters()]
+    optimizer = torch.optim.AdamW(parameters, args.learning_rate, weight_decay=0.0, fused=True)
+    get_state_dict(models, optimizer)  # makes the state by a step of size 0, which it counts
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return optimizer
 
 
-def load_checkpoint(run_dir: str, state: dict) -> bool:
-    """Restore the newest checkpoint into the objects of state; False if the run was stopped before its first."""
-    for path in checkpoints(run_dir)[-1:]:
-        with or_fail(f"{path}: damaged, or of another script; delete it to continue from the one before", 1):
-            payload = torch.load(path, map_location="cpu", weights_only=True)
-            for name, thing in state.items():
-                thing.load_state_dict(payload[name])
-            torch.set_rng_state(payload["random"])
-    return bool(checkpoints(run_dir))
+# --- Checkpoints and logs -----------------------------------------------------------------------
 
 
-def resume_args(args: Args) -> Args:
-    """The flags of the run to continue. A flag given now must agree, unless the training ignores it."""
-    with or_fail(f"--resume {args.resume}: not a run folder of this script"):
-        saved = json.loads(Path(args.resume, "args.json").read_text())
-        saved = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
-    # a flag on the command line counts as given with its default value, too
-    words = {w.split("=")[0].replace("_", "-").replace("--no-", "--") for w in sys.argv if __name__ == "__main__"}
-    given = {x: now for x, now in vars(args).items() if now != getattr(Args, x) or f"--{x.replace('_', '-')}" in words}
-    for name, now in given.items():
-        if now != (before := getattr(saved, name)) and name not in ("resume", "save_steps", "device", "max_steps"):
-            fail(f"--resume {args.resume}: the run began with --{name.replace('_', '-')} {before}, not {now}")
-    return replace(saved, **given | {"output_dir": args.resume})
+def checkpoints(run_dir: str) -> list[Path]:
+    """Finished checkpoints, oldest first: torch writes .metadata last."""
+    return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
 
 
-class Logger:
-    """metrics.csv (the same for the same seed), perf.csv (time, speed, memory) and TensorBoard in the run folder."""
+def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
+    """Every process writes its shard; the newest two checkpoints are kept.
 
-    def __init__(self, run_dir: str, args: Args, step: int):
-        """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
-        with or_fail(f"{run_dir}: cannot be used as a run folder"):
-            os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-            Path(run_dir, "args.tmp").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-            os.replace(os.path.join(run_dir, "args.tmp"), os.path.join(run_dir, "args.json"))
-            self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
-            for file in self.files.values():
-                file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
-                kept = [x for x in file if x[-1] == "\n" and (x[0] == "s" or int(x.split(",")[0]) <= step)]
-                file.truncate(sum(map(len, kept)))
-                file.write("" if kept else "step,tag,value\n")
-            self.board = SummaryWriter(run_dir, purge_step=step + 1)
+    No random state is saved: problems and samples depend on the seed and the progress alone.
+    """
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "progress": progress}
+    dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
+    if rank == 0:
+        for old in checkpoints(run_dir)[:-2]:
+            shutil.rmtree(old)
 
-    def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
-        """Write tag -> value."""
-        self.files[file].writelines(f"{step},{tag},{value}\n" for tag, value in values.items())
+
+def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+    """Restore the newest checkpoint, if there is one; every process reads its shard."""
+    if not checkpoints(run_dir):
+        return  # get_state_dict makes a step with a new AdamW, which would count
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "progress": progress}
+    dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    progress.update(state["progress"])
+
+
+def save_final(run_dir: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=whole)  # all processes take part
+    if rank == 0:
+        final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
+        final.load_state_dict(weights)
+        final.save_pretrained(f"{run_dir}/final")
+        tokenizer.save_pretrained(f"{run_dir}/final")
+        print(f"{run_dir}/final: the trained model", flush=True)
+
+
+def open_run(args: Args, rank: int) -> str:
+    """The run folder, the same for all processes; the first one makes it."""
+    run_dir = args.resume or args.output_dir
+    if run_dir is None:
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}"
+        run_dir = gather([run_dir])[0]  # the clocks of processes differ
+    path = Path(run_dir, "args.json")
+    if rank == 0:
+        if path.exists() and not args.resume:
+            sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+        os.makedirs(run_dir, exist_ok=True)
+        path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    return run_dir
+
+
+def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
+    with open(f"{run_dir}/metrics.csv", "a") as file:
+        if file.tell() == 0:
+            file.write("step,tag,value\n")
         for tag, value in values.items():
-            self.board.add_scalar(tag, value, step)
-        self.board.flush()
+            file.write(f"{step},{tag},{value}\n")
+            board.add_scalar(tag, value, step)
+    board.flush()
 
 
-# === 7 Evaluation =====================================================================================================
+def log_completions(run_dir: str, step: int, role: str, episodes, advantages, tokenizer, args):
+    """Add the first episodes of a step to completions.jsonl, for people to read."""
+    shown = episodes[: GROUPS_SHOWN * args.num_generations]
+    with open(f"{run_dir}/completions.jsonl", "a") as file:
+        for episode, advantage in zip(shown, advantages.tolist()):
+            row = {
+                "step": step,
+                "role": role,
+                "prompt": tokenizer.decode(episode.prompt),
+                "teacher_prompt": tokenizer.decode(episode.teacher_prompt),
+                "turns": episode.texts,  # written, read, written ...
+                "reward": episode.reward,
+                "advantage": advantage,
+            }
+            file.write(json.dumps(row | episode.info) + "\n")
 
 
-def evaluate(model, tokenizer, task, args: Args) -> tuple[dict[str, float], str]:
-    """Scores of greedy and of k sampled episodes on problems that training never sees; three of them as text."""
-    rank, world_size = rank_and_world_size()
-    problems, k = task.evaluation_problems(args.eval_problems), args.num_generations_eval
-    mine = list(range(rank, len(problems), world_size)) or [0]
-    problems, seeds = [problems[i] for i in mine], [f"evaluation {i}" for i in mine]
-    episodes = play(model, tokenizer, task, problems, 1, args, None)
-    rewards, turns = score_episodes(task, episodes), torch.tensor([[len(e.starts)] for e in episodes])  # (P,K), (P,1)
-    sampled = score_episodes(task, play(model, tokenizer, task, problems, k, args, seeds)).view(len(problems), k, -1)
-    columns = [rewards[:, :1], sampled.amax(1)[:, :1], sampled.mean(1)[:, :2], rewards, turns]
-    names = ["pass_at_1", f"pass_at_{k}", f"mean_at_{k}", f"f1_mean_at_{k}"]
-    names += [*(f"rewards/{name}" for name in task.reward_functions), "turns"]
-    shown = "\n".join("\n".join([e.problem.question, *e.texts]) for e in episodes[:3])
-    return {f"eval/{name}": x for name, x in zip(names, gather(torch.cat(columns, 1))[0].mean(0).tolist())}, shown
+def facts(episode: Episode) -> dict[str, float]:
+    """What is logged of an episode, as means."""
+    found = episode.texts[1::2]  # by searches
+    return episode.info | {
+        "reward": episode.reward,
+        "entropy": episode.entropy,
+        "completions/mean_length": len(episode.logprobs),
+        "completions/clipped_ratio": float(not episode.ended),
+        "pi_play/turns": len(episode.texts[::2]),
+        "pi_play/searches": len(found),
+        "pi_play/repeated_searches": len(found) - len(set(found)),
+    }
 
 
-def start_gate(model, tokenizer, task, args: Args) -> dict[str, float]:
-    """How often the first policy is right without and with what the teacher sees: on evaluation questions whose path
-    the task knows, else on the examiner's own. Says so if the teacher has little to teach."""
-    kind, seeds = args.privileged_context, [f"gate {i}" for i in range(args.eval_problems)]
-    problems = task.traced_problems(args.eval_problems) or examine(model, tokenizer, task, seeds, args)[2]
-    pairs = [(p, task.with_privilege(p, kind, seed)) for p, seed in zip(problems, seeds) if p and kind != "none"]
-    played = [play(model, tokenizer, task, list(asked), args.num_answers, args, seeds) for asked in zip(*pairs)]
-    means = [score_episodes(task, episodes)[:, 0].mean().item() for episodes in played]
-    if pairs and means[1] - means[0] < 0.2 and rank_and_world_size()[0] == 0:
-        print(f"start gate: right {means[0]:.3f}, with {kind} {means[1]:.3f}: the teacher has little to teach")
-    return dict(zip(("eval/pi_play/gate_without", "eval/pi_play/gate_with"), means))
+def report(step: int, role: str, metrics: dict, args: Args) -> None:
+    """Print a summary of under 80 columns."""
+    left = metrics["seconds/step"] * (args.max_steps - step)
+    line = f"step {step:>4}/{args.max_steps}  {role:<8}  reward {metrics['reward']:.3f}"
+    line += f"  {metrics['seconds/step']:.1f} s"
+    print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
 
-# === 8 Training loop ==================================================================================================
+# --- Evaluation and training --------------------------------------------------------------------
 
 
-def check_args(args: Args) -> None:
-    """One sentence for every combination of flags that cannot work."""
-    ranks, group, micro = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations, args.per_device_train_batch_size
-    least = dict.fromkeys(["max_steps", "eval_steps", "seed", "examiner_steps"], 0) | {"distill_top_k": 1}
-    least |= dict.fromkeys(["num_generations", "num_answers"], 2) | dict.fromkeys(["temperature", "top_p"], 1e-6)
-    for f in fields(Args):
-        x, low, flag = getattr(args, f.name), least.get(f.name, int(f.type is int)), f.name.replace("_", "-")
-        high, numbers = 1 if f.name in ("top_p", "teacher_tau") else 2**31, x if isinstance(x, tuple) else (x,)
-        kinds = [getattr(k, "__name__", k) for k in get_args(f.type) * (get_origin(f.type) is not tuple) or (f.type,)]
-        unfit = x not in kinds and not {*kinds, "int", "list"} & {kind.__name__ for kind in type(x).__mro__}
-        if x in ("", ()) or unfit or not all(low <= n <= high for n in numbers if isinstance(n, (int, float))):
-            wanted = "a name" if x == "" else " or ".join(kinds) if unfit else f"{low} or more, at most {high}"
-            fail(f"--{flag} {x!r}: expected {wanted}")
-        if flag in ("num-prompts-per-step", "num-documents-per-step") and x % ranks:
-            fail(f"--{flag} {x}: not divisible by the {ranks} processes")
-    if micro % group and group % micro:
-        fail(f"--per-device-train-batch-size {micro}: expected a multiple or a divisor of --num-generations {group}")
+def evaluate(
+    sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
+) -> tuple[dict[str, float], str]:
+    """Score problems that are not trained on by the first reward function: the greedy episode,
+    and the mean and the best of k samples. Also returns some greedy episodes as text."""
+    k = args.num_generations_eval
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", i) for i in mine]
+    problems = [problems[i] for i in mine]
+    greedy = answer(sampler, tokenizer, task, problems, 1, args)
+    scores = {
+        "eval/greedy": [episode.reward for episode in greedy],
+        "eval/turns": [float(len(episode.texts[::2])) for episode in greedy],
+    }
+    if k > 0:
+        sampled = answer(sampler, tokenizer, task, problems, k, args, seeds)
+        rewards = torch.tensor([episode.reward for episode in sampled]).view(-1, k)
+        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
+        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
+    means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+    examples = []
+    for problem, episode in zip(problems[:3], greedy):
+        prompt = task.prompt(problem)[-1]["content"]
+        text = "\n".join(episode.texts)
+        examples.append(f"{prompt}\n>>> {text}\n(reward {episode.reward:g})\n")
+    return means, "\n".join(examples)
 
 
-def batch_metrics(batch: Batch, progress: Progress) -> dict[str, float]:
-    """What the episodes of a step say, over all processes. Counts their tokens in progress."""
-    values = {name: gather(value)[0].float() for name, value in batch.info.items()}  # (B,) each
-    lengths, reward = gather(batch.mask.sum(1))[0].float(), gather(batch.rewards[:, 0])[0]  # (B,) each
-    progress["tokens"] += int(lengths.sum())
-    std = pool_statistics(reward.double(), torch.ones_like(reward).double(), values.pop("pool"))[1]  # (B,)
-    metrics = {"reward": reward, "reward_std": std, "frac_reward_zero_std": (std == 0).float()}
-    metrics |= {"completions/mean_length": lengths, "completions/max_length": lengths.amax()}
-    metrics |= {"completions/clipped_ratio": 1 - values.pop("ended"), "entropy": values.pop("entropy") / lengths.mean()}
-    metrics |= {f"pi_play/{name}": value for name, value in values.items()}
-    return {name: value.mean().item() for name, value in metrics.items()} | {"num_tokens": progress["tokens"]}
+def start_gate(
+    sampler, tokenizer, task, args: Args, rank: int, world_size: int
+) -> dict[str, float]:
+    """How often the first policy is right without and with what the teacher sees.
+
+    Asks evaluation questions of which the task knows the path, else those of the examiner.
+    """
+    seeds = [random_seed("gate", i) for i in range(rank, args.eval_problems, world_size)]
+    problems = task.traced_problems(args.eval_problems)[rank::world_size]
+    if not problems:
+        questions = examine(sampler, tokenizer, task, seeds, args)[2]
+        problems = [question for question in questions if question is not None]
+    kind = args.privileged_context
+    shown = [task.with_privilege(p, kind, str(seed)) for p, seed in zip(problems, seeds)]
+    gate = {}
+    for tag, asked in (("without", problems), ("with", shown)):
+        episodes = answer(sampler, tokenizer, task, asked, args.num_answers, args, seeds)
+        rewards = gather([episode.reward for episode in episodes])
+        gate[f"eval/pi_play/gate_{tag}"] = sum(rewards) / max(1, len(rewards))
+    without, with_context = gate.values()
+    if rank == 0 and with_context - without < 0.2:
+        print(
+            f"right {without:.3f}, with {kind} {with_context:.3f}: the teacher has little to teach"
+        )
+    return gate
 
 
 def train(args: Args) -> dict[str, float]:
-    """Train as the flags say. Returns the last evaluation. Steps as in pi_play.md."""
-    transformers.logging.disable_progress_bar()
-    getattr(sys.stdout, "reconfigure", dict)(errors="replace")  # a terminal may not know all that a model writes
-    args = resume_args(args) if args.resume else args
-    check_args(args)
-    device, (rank, world_size) = setup(args), rank_and_world_size()
-    task, tokenizer = load_task(args), load_tokenizer(args)
-    models = {role: load_model(args, tokenizer, device) for role in ("student", "examiner", "teacher")}
-    student, teacher = models["student"], models["teacher"].requires_grad_(False)
-    reference = load_model(args, tokenizer, device).requires_grad_(False) if args.beta > 0 else None
-    counts = {"student": args.num_prompts_per_step, "examiner": args.num_documents_per_step}
-    optimizers = {role: torch.optim.Adam(models[role].parameters(), args.learning_rate, fused=True) for role in counts}
-    progress = Progress(step=0, student=0, examiner=0, tokens=0)
-    state = models | {f"{role} optimizer": x for role, x in optimizers.items()} | {"progress": progress}
-    run_dir = args.output_dir or f"runs/{Path(__file__).stem}__{args.env}__{args.seed}__{time.time():.0f}"
-    if rank == 0 and not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
-        fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
-    loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        args = replace(args, learning_rate=1e-6 if args.model_name_or_path else 2e-4)
+    rank, world_size, device = setup(args)
+    task, eval_problems = load_task(args)
+    student, tokenizer = load_model(args)
+    student.to(device)
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    check_model(student, encode(tokenizer, task, eval_problems[0], args), args)
+    reference = copy_model(student, torch.float32) if args.beta > 0 else None
+    if 2 * args.max_prompt_length + args.max_completion_length > longest_text(student):
+        sys.exit("--max-prompt-length: the teacher, who reads twice this length, has no positions")
+    examiner = copy.deepcopy(student)
+    teacher = copy_model(student, torch.float32)
+    models = {"student": student, "examiner": examiner, "teacher": teacher}
+    models = torch.nn.ModuleDict(models)
+    # The samplers are the policies themselves, or with --bf16 copies in bfloat16.
+    samplers = {"student": student, "examiner": examiner}
+    if args.bf16:
+        for role in samplers:
+            samplers[role] = copy_model(models[role], torch.bfloat16)
+    if args.gradient_checkpointing:
+        recompute_layers(student)
+        recompute_layers(examiner)
+    optimizer = new_optimizer(models, args)
+    run_dir = open_run(args, rank)
+    progress = {"step": 0, "num_tokens": 0}
+    load_checkpoint(run_dir, models, optimizer, progress)
+    for role in samplers:
+        refresh(samplers[role], models[role])
     if rank == 0:
-        logger = Logger(run_dir, args, loaded)
-        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} episodes a step, {device}")
-    signals = []  # the step is finished and saved before the run leaves; a second signal leaves at once
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: os._exit(128 + number) if signals else signals.append(number))
-    start, first, scores = time.perf_counter(), progress["step"], {}
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    scores = {}
     while True:
-        step, last = progress["step"], progress["step"] >= args.max_steps
-        stop = int(gather(torch.tensor([max(signals, default=0)]))[0].max())  # a signal to any process
-        if step != loaded and args.eval_steps and (last or step % args.eval_steps == 0):
-            scores, shown = evaluate(student, tokenizer, task, args)
-            gate = start_gate(student, tokenizer, task, args) if step == 0 else {}
+        step = progress["step"]
+        last = step >= args.max_steps
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores, examples = evaluate(
+                samplers["student"], tokenizer, task, eval_problems, args, rank, world_size
+            )
+            if step == 0 and args.privileged_context != "none":
+                scores |= start_gate(samplers["student"], tokenizer, task, args, rank, world_size)
             if rank == 0:
+                log(run_dir, board, step, scores)
                 if last or step == 0:
-                    print(shown)
-                    logger.board.add_text("eval/completions", "    " + shown.replace("\n", "\n    "), step)  # as code
-                logger.scalars(step, scores | gate)
-                print("  ".join(f"{tag} {value:.3f}" for tag, value in list(scores.items())[:3]), flush=True)
-        if step not in (0, loaded) and (last or stop or step % args.save_steps == 0):
-            save_checkpoint(run_dir, step, state)
-        if last or stop:
+                    print(examples)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
             break
-        began, tokens = time.perf_counter(), progress["tokens"]
-        number, position = divmod(step, args.examiner_steps + args.student_steps)
-        role = "examiner" if position < args.examiner_steps else "student"
-        weights = args.lambda_schedule if role == "student" and args.privileged_context != "none" else (0.0,)
-        weight = weights[min(number, len(weights) - 1)]
-        numbers = range(progress[role] + rank, progress[role] + counts[role], world_size)
-        progress[role] += counts[role]
-        # 1. questions about documents, measured by answers of the student; 2. answers to questions of the examiner
-        batch = (examiner_rollout if role == "examiner" else rollout)(models, tokenizer, task, numbers, args)
-        metrics, sampled = batch_metrics(batch, progress), time.perf_counter()
-        advantages = compute_advantages(batch, args, progress)
-        metrics |= update(models[role], optimizers[role], batch, advantages, args, reference, teacher, weight)
-        if role == "student":  # 3. the teacher follows
+
+        # 1. the examiner asks and the student answers; processes have different numbers
+        began = time.perf_counter()
+        role, role_step, round_number = schedule(step, args)
+        rollout, count = student_rollout, args.num_prompts_per_step
+        if role == "examiner":
+            rollout, count = examiner_rollout, args.num_documents_per_step
+        share = count // world_size
+        first = role_step * count + rank * share
+        numbers = range(first, first + share)
+        episodes = rollout(samplers, tokenizer, task, numbers, args)
+        sampled = time.perf_counter()
+
+        # 2. compare questions with those of as many hops, answers with those to the same question
+        rewards = gather([episode.reward for episode in episodes])  # B of all processes
+        pools = gather([episode.pool for episode in episodes])
+        advantages = hop_advantages(torch.tensor(rewards), torch.tensor(pools))  # (B,)
+        before = sum(gather([len(episodes)])[:rank])  # processes may have left out questions
+        own_advantages = advantages[before : before + len(episodes)]
+
+        # 3. a policy-gradient step of this policy; the teacher follows the student
+        weight = 0.0
+        if role == "student" and args.privileged_context != "none":
+            weight = args.lambda_schedule[min(round_number, len(args.lambda_schedule) - 1)]
+        rate = args.learning_rate * min(1.0, (role_step + 1) / max(1, args.warmup_steps))
+        model = models[role]
+        optimizer.param_groups[0]["lr"] = rate
+        metrics = update(
+            model, reference, teacher, optimizer, episodes, own_advantages, weight, args
+        )
+        refresh(samplers[role], model)
+        if role == "student":
             update_teacher(teacher, student, args.teacher_tau)
             metrics["pi_play/lambda"] = weight
-        progress["step"] += 1
-        now = time.perf_counter()  # 4. log; evaluate and save above
+            metrics["pi_play/questions"] = len(set(pools))
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        table = gather([facts(episode) for episode in episodes])
+        for tag in table[0]:
+            metrics[tag] = sum(row[tag] for row in table) / len(table)
+        metrics["entropy"] /= metrics["completions/mean_length"]
+        progress["num_tokens"] += sum(row["completions/mean_length"] for row in table)
+        unequal = {pool for pool, value in zip(pools, advantages.tolist()) if value != 0}
+        metrics |= {
+            "frac_reward_zero_std": sum(pool not in unequal for pool in pools) / len(pools),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
         if rank == 0:
-            line = f"step {step + 1:>4}/{args.max_steps}  {role:<8}  reward {metrics['reward']:.3f}"
+            report(step, role, metrics, args)
             if role == "examiner":
-                metrics = {f"pi_play/examiner/{name.removeprefix('pi_play/')}": x for name, x in metrics.items()}
-            logger.scalars(step + 1, {f"train/{name}": value for name, value in metrics.items()})
-            gpu, speed = device.type == "cuda", (progress["tokens"] - tokens) / (now - began)
-            memory = torch.cuda.max_memory_allocated() if gpu else getrusage(RUSAGE_SELF).ru_maxrss * 1024  # bytes
-            perf = {"perf/step_seconds": now - began, "perf/rollout_seconds": sampled - began}
-            perf |= {"perf/tokens_per_second": speed, "perf/peak_memory_gb": memory / 1e9}
-            logger.scalars(step + 1, perf, "perf.csv")
-            left = (now - start) / (step + 1 - first) * (args.max_steps - step - 1)
-            print(f"{line}  {speed / 1000:4.1f}k tok/s  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
-    if stop and not last:
-        fail(f"stopped after step {step}; continue with --resume {run_dir}", 128 + stop)
-    if rank == 0:
-        for role, place in (("student", "final"), ("examiner", "final/examiner")):
-            models[role].save_pretrained(os.path.join(run_dir, place))
-            tokenizer.save_pretrained(os.path.join(run_dir, place))
+                tags = [tag.removeprefix("pi_play/") for tag in metrics]
+                metrics = {f"pi_play/examiner/{t}": x for t, x in zip(tags, metrics.values())}
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_completions(run_dir, step, role, episodes, own_advantages, tokenizer, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, models, optimizer, progress, rank)
+
+    if args.max_steps > 0:
+        save_final(run_dir, student, tokenizer, args, rank)
+        save_final(f"{run_dir}/examiner", examiner, tokenizer, args, rank)
     if dist.is_initialized():
         dist.destroy_process_group()
     return scores
 
 
+def parse_args() -> Args:
+    """The command line; with --resume, the flags of that run are its defaults."""
+    args = tyro.cli(Args)
+    if not args.resume:
+        return args
+    path = Path(args.resume, "args.json")
+    if not path.is_file():
+        sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+    saved = json.loads(path.read_text())
+    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+    saved = Args(**saved | lists)  # JSON has no tuples
+    args = tyro.cli(Args, default=saved)
+    fixed = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length"
+    fixed += " system_prompt chat_template_kwargs model_name_or_path num_prompts_per_step"
+    fixed += " num_documents_per_step examiner_steps student_steps privileged_context"
+    for name, before in asdict(saved).items():
+        now = getattr(args, name)
+        if now == before or name in ("resume", "output_dir"):
+            continue
+        flag = "--" + name.replace("_", "-")
+        if name in fixed.split():
+            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{flag} {now}: the run began with {before}", flush=True)
+    return args
+
+
 if __name__ == "__main__":
-    train(tyro.cli(Args))
+    train(parse_args())

@@ -2,878 +2,1317 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
-"""SPIRAL: self-play on zero-sum text games; each role of each game has a baseline of its own (RAE).
+"""SPIRAL: self-play on zero-sum text games. One policy plays both roles and learns from who wins.
+Each role of each game has a baseline of its own, RAE. Liu et al., arXiv 2506.24119.
 
-Liu et al., SPIRAL: Self-Play on Zero-Sum Games Incentivizes Reasoning via Multi-Agent Multi-Turn Reinforcement
-Learning, arXiv 2506.24119 (v3, ICLR 2026).
+    after each game, for each role     A = result - b[game, role]
+                                       b[game, role] <- 0.95 * b[game, role] + 0.05 * result
+    loss of one token                  -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A),
+                                       for all tokens that the role wrote in the game
 
-Differs from grpo.py in:
-1. the method: `RoleBaseline` and the control `mars_advantages` in `compute_advantages`, with `gamma`, for
-   `group_advantages`, `scale_rewards`, `advantage`; another default: `loss_type`, `num_iterations`
-2. games, not problems: a row is a turn of one seat: `play`, `rollout`, `match_options`, `batch_metrics`, `train`, with
-   `env`, `evaluate` (and `kuhn_readout`, `kuhn_scores`); without `load_task`, `dataset`, `reward_weights`,
-   `total_rewards`, `complete`, `sample_batch`, `batch_map`, `eval_problems`, `num_generations_eval`, `num_numbers`,
-   `max_number`; other default: `max_steps`, `num_prompts_per_step`, `eval_steps`, `per_device_train_batch_size`
-3. left out, in `check_args` and `update` too: DAPO (`dynamic_sampling`, `mask_truncated_completions`,
-   `overlong_buffer_len`, `soft_overlong_penalty`), `delta`, `use_bias_correction_kl`, `top_p` (`sample_tokens`,
-   `generate`), `compile` (`load_model`), `resume_args` of a run to evaluate, schedules (`learning_rate`,
-   `lr_scheduler_type`, `warmup_steps`)
-Differs from the paper in:
-1. all turns of a fixed number of games are learned from; its code draws 128 turns and drops the rest
-2. Kuhn poker is the standard game of one hand; in theirs bets move no chips, see spiral_rae.md
+Differs from grpo.py:
+1. Games take the place of problems. Every turn is a fresh prompt and one row of the batch.
+2. A moving average (`RoleBaseline`) takes the place of the mean of a group, so every game is played
+   once, with cards of its own.
+3. Evaluation plays against a random player, a perfect one and the initial policy. For Kuhn poker
+   it also measures how far the policy is from an equilibrium.
 
-    python algorithms/spiral_rae.py                                                # tiny model, CPU, offline, 2-4 min
-    python algorithms/spiral_rae.py --model-name-or-path Qwen/Qwen3-4B --bf16 --games tictactoe kuhn negotiation ...
-    torchrun --nproc_per_node 8 algorithms/spiral_rae.py --model-name-or-path Qwen/Qwen3-4B --fsdp --bf16 ...
+Differs from the paper:
+1. The average moves after it was subtracted, as in the paper's code. In eq. 2 it moves before
+   (`--update-first`), which multiplies all advantages by 0.95.
+2. A step plays a fixed number of games and learns from all their turns. The paper's code draws 128
+   turns at random and drops the others.
+3. Kuhn poker is the standard game. In the paper's, bets move no chips (spiral_rae.md).
 
-P starts, G games from each, E = P G games, B rows (turns), S prompt tokens, T tokens of a turn, V vocabulary."""
+    python algorithms/spiral_rae.py                            # tiny model, CPU, offline
+    python algorithms/spiral_rae.py --games kuhn --baseline none
+    torchrun --nproc_per_node 8 algorithms/spiral_rae.py --fsdp ...
 
-import contextlib
+Your own game: `--games FILE.py:ClassName`, a subclass of Game as in envs/examples/nim.py.
+
+Letters in shapes: B turns of all games (of this process, if not said otherwise), S prompt tokens, T
+tokens of a turn, V vocabulary, H hidden size; R packed rows of L tokens, N predicted tokens.
+"""
+
+import copy
 import json
 import math
 import os
 import random
-import signal
+import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import groupby
+import warnings
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import groupby, product
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
-from typing import Literal, get_args, get_origin
+from statistics import mean
+from types import MethodType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the repository root, for envs/
-from envs.game_solvers import kuhn_decision_points, kuhn_nash_conv
-from envs.matches import OPPONENTS, Match, new_match
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root, for envs/
 
-TINY_MODELS = os.path.join(sys.path[0], "envs", "tiny_lm")
-LOGITS_PER_CHUNK = 2**26  # 256 MB in float32
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of checkpoints, under FSDP too
+from envs.game import Game
+from envs.game_demonstrations import random_action
+from envs.game_solvers import kuhn_decision_points, kuhn_nash_conv, minimax_action
+from envs.text_games import make_game
 
-# === 2 Args ===========================================================================================================
+ROOT = Path(__file__).resolve().parents[1]  # the repository root
+MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
+PACKED_LENGTH = 4096  # turns with one prompt that are longer are split over several packed rows
+LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+GAMES_SHOWN = 4  # games of each step that are written to completions.jsonl
+# Flags that cannot change when a run is resumed.
+FIXED = "seed games game_options opponent max_prompt_length system_prompt"
+FIXED += " chat_template_kwargs model_name_or_path num_games_per_step"
+
+# torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass
 class Args:
+    # model, games
     model_name_or_path: str | None = None
-    """policy: a Hugging Face causal language model, by name or folder; None is the env's tiny model (ours)"""
-    env: Literal["text_games"] = "text_games"
-    """task: zero-sum games of two players (ours)"""
-    games: tuple[Literal["tictactoe", "kuhn", "negotiation"], ...] = ("tictactoe",)
-    """games that are mixed in equal shares (SPIRAL: one, or all three)"""
-    kuhn_variant: Literal["standard", "spiral", "textarena"] = "standard"
-    """kuhn: one hand for chips, or one of the published versions, in which bets move no chips (ours)"""
-    handicap: float = 0.0
-    """kuhn: chips that player 0 gets and player 1 pays in every game, whatever they do (ours)"""
-    zero_sum_forfeits: bool = False
-    """a forfeit counts -1 and +1, in place of -1.5 and +0.5 (SPIRAL code: no)"""
-    opponent: Literal["self", "past", "random", "fixed"] = "self"
-    """self: the method, both seats learn; past: the policy some steps ago; random; fixed: the first one (SPIRAL 4)"""
-    opponent_lag: int = 16
-    """past: the opponent becomes the present policy after this many steps (SPIRAL table 3)"""
-    baseline: Literal["role", "global", "none", "mars"] = "role"
-    """role: the method; controls: global = one for both roles, none = the bare return; mars: MARSHAL (SPIRAL eq. 2)"""
-    baseline_decay: float = 0.95
-    """decay of the moving average (SPIRAL table 6)"""
-    update_first: bool = False
-    """move the average before it is subtracted (SPIRAL eq. 2; SPIRAL code: no)"""
-    gamma: float = 1.0
-    """discount per turn (IGPO table 4; SPIRAL code)"""
-    num_prompts_per_step: int = 16
-    """P, prompts in one step over all processes (ours; DeepSeekMath 4.2: 16)"""
-    num_generations: int = 8
-    """G, completions of each prompt: one group (TRL 1.16; DeepSeekMath 4.2: 64)"""
+    """Hugging Face causal language model to train; None is a tiny model that knows the games"""
+    games: tuple[str, ...] = ("tictactoe",)
+    """one or more of tictactoe, kuhn, negotiation, textarena:NAME (as in TicTacToe-v0; pip install
+    textarena) and FILE.py:ClassName for your own; played in turn"""
+    game_options: str = "{}"
+    """settings of the games as JSON, such as '{"kuhn": {"handicap": 3}}'"""
+    opponent: Literal["self", "random", "start"] = "self"
+    """self is SPIRAL; controls: a random player or the initial policy has the other role"""
+    system_prompt: str | None = None
+    """system message before every prompt"""
+    chat_template_kwargs: str = "{}"
+    """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
+    # rollout
+    num_games_per_step: int = 128
+    """games in one step, over all processes"""
+    max_prompt_length: int = 1024
+    """longest prompt of a turn in tokens; a game that needs a longer one ends as a draw"""
     max_completion_length: int = 64
-    """T, longest completion in tokens (ours, for the tiny model; DeepSeekMath 4.2: 1024)"""
+    """T, longest turn in tokens"""
     temperature: float = 1.0
-    """sampling temperature; log-probabilities are taken at this temperature too (TRL 1.16)"""
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dr_grpo"
-    """how token losses are averaged, see policy_loss (DeepSeekMath eq. 3; TRL 1.16: dapo)"""
+    """sampling temperature, also applied to the log-probabilities in the loss"""
+    # method
+    baseline: Literal["role", "global", "none", "mars"] = "role"
+    """role is SPIRAL; controls: global is one average for both roles, none uses the bare result,
+    mars takes the mean of the role's turns in this step (MARSHAL)"""
+    baseline_decay: float = 0.95
+    """decay of the moving average"""
+    update_first: bool = False
+    """move the average before it is subtracted (paper, eq. 2), not after (the paper's code)"""
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dr_grpo"
+    """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
-    """clip range of the probability ratio, below (TRL 1.16, verl 0.9)"""
-    epsilon_high: float | None = None
-    """clip range above; None is epsilon (TRL 1.16; DAPO 3.1: 0.28)"""
+    """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
-    """weight of the KL penalty to the initial model, loaded only if above 0 (TRL 1.16; DeepSeekMath 4.2: 0.04)"""
+    """weight of the KL penalty; above 0, a copy of the initial model is kept"""
     num_iterations: int = 2
-    """mu, optimizer steps on each batch of completions (DeepSeekMath 4.2)"""
-    skip_equal_groups: bool = True
-    """leave groups without advantage out of the update when nothing else acts on them: exact, only faster (ours)"""
-    learning_rate: float = 4e-4
-    """peak learning rate of AdamW (ours, for the tiny model; DeepSeekMath 4.2: 1e-6)"""
+    """mu, optimizer steps on each batch of turns"""
+    # optimizer
+    learning_rate: float | None = None
+    """learning rate of AdamW; None is 4e-4 for the tiny model and 1e-6 for others"""
+    warmup_steps: int = 0
+    """linear warm-up steps"""
     max_grad_norm: float = 1.0
-    """gradients are scaled down to this norm (TRL 1.16)"""
+    """clip the gradient norm at this value"""
     max_steps: int = 16
-    """steps: batches of completions (ours)"""
+    """training steps, one batch of games each; 0 only evaluates"""
     seed: int = 1
-    """seed of problems, sampling and everything else (ours)"""
-    per_device_train_batch_size: int = 128
-    """completions in one micro-batch of the update; changes memory and speed, not the result (ours)"""
-    max_packed_length: int = 4096
-    """longest packed row in tokens: a prompt followed by as many of its completions as fit (ours)"""
+    """seed of games and sampling"""
+    # memory and speed; results change by rounding only
+    decode_batch_size: int = 256
+    """games played at once"""
+    micro_batch_size: int = 32
+    """turns in one forward pass of the update"""
     bf16: bool = False
-    """compute in bfloat16; weights and optimizer stay float32 (TRL 1.16: yes)"""
+    """compute in bfloat16; weights and optimizer stay in float32"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, slower (TRL 1.16: yes)"""
+    """recompute activations in the backward pass"""
     fsdp: bool = False
-    """shard weights, gradients and optimizer state over the processes of torchrun with FSDP2 (ours)"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU if there is one (ours)"""
+    """shard weights, gradients and optimizer state over the processes of torchrun"""
+    # bookkeeping
     eval_steps: int = 8
-    """steps between evaluations, which also come first and last; 0 is never (ours)"""
-    eval_opponents: tuple[Literal["random", "minimax", "start"], ...] = ("random", "minimax", "start")
-    """whom the policy meets: minimax plays tictactoe only, start is the first policy (ours)"""
+    """steps between evaluations; 0 disables them"""
+    eval_opponents: tuple[Literal["random", "minimax", "start"], ...] = (
+        "random",
+        "minimax",
+        "start",
+    )
+    """players that the policy meets; minimax plays tictactoe only, start is the initial policy"""
     eval_games: int = 32
-    """games of an evaluation against each opponent, from each seat (ours)"""
-    eval_thoughts: int = 16
-    """kuhn: thoughts sampled at each information set to read out the policy; 0 is none, it acts at once (ours)"""
+    """games of an evaluation against each opponent, in each role"""
+    eval_samples: int = 64
+    """kuhn: samples at each information set, from which the policy is read out"""
     save_steps: int = 25
-    """steps between checkpoints: at most this many are repeated after a crash (ours)"""
+    """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<env>__<seed>__<time> (ours)"""
+    """run folder; None is runs/<script>__<seed>__<time>"""
     resume: str | None = None
-    """run folder to continue, with the flags it was started with (ours)"""
+    """run folder to continue; its flags are used unless given anew"""
 
 
-# === 3 The method =====================================================================================================
+# --- The method -----------------------------------------------------------------------------------
 
 
 class RoleBaseline:
-    """Moving average of the return of each role in each game: the baseline of SPIRAL eq. 2. Takes and gives scalars."""
+    """Moving average of the results of each role in each game, SPIRAL eq. 2. It begins at 0."""
 
     def __init__(self, decay: float = 0.95, update_first: bool = False):
-        self.decay, self.update_first, self.values = decay, update_first, {}
+        self.decay = decay
+        self.update_first = update_first  # the paper; its code moves the average afterwards
+        self.values = {}  # (game, role): average
 
     def advantage(self, game: str, role: int, reward: float) -> float:
-        """The return less the average, which begins at 0 and moves afterwards (the code), or before (the paper)."""
+        """The result of one game minus the average, which it moves."""
         before = self.values.get((game, role), 0.0)
-        after = self.values[game, role] = self.decay * before + (1 - self.decay) * reward
+        after = self.decay * before + (1 - self.decay) * reward
+        self.values[game, role] = after
         return reward - (after if self.update_first else before)
 
     def state_dict(self) -> dict:
-        """The averages by (game, role)."""
-        return {"values": dict(self.values)}
+        """The averages as a list, because a checkpoint must know the keys of a dict in advance."""
+        return {"values": list(self.values.items())}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue with the averages of state_dict."""
+        """Continue with the averages of a state_dict."""
         self.values = dict(state["values"])
 
 
-def mars_advantages(returns: Tensor, roles: Tensor) -> Tensor:
-    """MARSHAL: what follows each turn, less the mean over all turns of its role in the batch. (B,), (B,) -> (B,)"""
-    roles = roles.unique(return_inverse=True)[1]  # (B,)
-    sums, counts = (torch.zeros_like(returns).index_add(0, roles, x) for x in (returns, torch.ones_like(returns)))
-    return returns - (sums / counts)[roles]
+@dataclass
+class Result:
+    """How a game ended. Lists, but roles, have an entry for each role."""
+
+    name: str  # of the game
+    learns: list[bool]  # is the role played by the policy
+    rewards: list[float]
+    roles: list[int]  # of the policy's turns
+    turns: int  # of both roles
+    draw: bool
+    forfeit: bool
+
+
+def game_advantages(results: list[Result], baseline: RoleBaseline, kind: str) -> list[list[float]]:
+    """Advantages of both roles in each game, in the order of the games. kind is --baseline.
+
+    An average moves after every game in which the policy plays the role, even if it had no turn.
+    global has one average for both roles, so it moves twice a game. MARSHAL's baseline (arXiv
+    2510.15414) is the mean over all turns of the role; its code also whitens.
+    """
+    at_turns = {}  # (game, role): the result, once for each turn
+    for result in results:
+        for role in result.roles:
+            at_turns.setdefault((result.name, role), []).append(result.rewards[role])
+    advantages = []
+    for result in results:
+        pair = [0.0, 0.0]
+        for role, reward in enumerate(result.rewards):
+            if result.learns[role]:
+                if kind == "none":
+                    pair[role] = reward
+                elif kind == "mars":
+                    pair[role] = reward - mean(at_turns.get((result.name, role), [reward]))
+                else:
+                    key = role if kind == "role" else -1
+                    pair[role] = baseline.advantage(result.name, key, reward)
+        advantages.append(pair)
+    return advantages
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) at each sampled token, never negative. (B,T), (B,T) -> (B,T)
-
-    DeepSeekMath eq. 4, known as k3; not clamped (verl's low_var_kl clamps at 10).
-    """
-    log_ratio = ref_logprobs - logprobs  # (B,T)
+    """KL(policy || reference) at each sampled token, DeepSeekMath eq. 4, known as k3."""
+    log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - log_ratio - 1
 
 
-# fmt: off
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, loss_type: str = "dapo",
-    epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, beta: float = 0.0,
-    ref_logprobs: Tensor | None = None, use_bias_correction_kl: bool = False,
-    max_completion_length: int | None = None, num_tokens: Tensor | float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: on
-    """Clipped policy loss of DeepSeekMath eq. 3, to be minimised. (B,T) tensors, advantages (B,) or (B,T) -> scalar
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
 
-    loss_type averages the token losses as TRL 1.16 does: `grpo` each row over its tokens, then over rows; `bnpo` over
-    the tokens given; `dapo` over `num_tokens`, the tokens of the whole step (default: the tokens given); `dr_grpo` over
-    B max_completion_length (default T). Masked positions have no influence on the loss and get exactly zero gradient.
+    Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
     """
-    mask = mask.bool()  # (B,T)
-    logprobs, old_logprobs = logprobs.masked_fill(~mask, 0), old_logprobs.masked_fill(~mask, 0)  # (B,T)
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages  # (B,1) or (B,T)
-    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
-    ratio = (logprobs - old_logprobs).exp()  # (B,T)
-    losses = -torch.min(ratio.clamp(max=delta or math.inf) * advantages, ratio.clamp(low, high) * advantages)  # (B,T)
-    tokens = mask.sum().clamp(min=1)  # scalar
-    metrics = {"clip_ratio/low_mean": ((ratio < low) & (advantages < 0) & mask).sum() / tokens}  # scalars
-    metrics["clip_ratio/high_mean"] = ((ratio > high) & (advantages > 0) & mask).sum() / tokens
-    metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped_gain = ratio * advantages
+    clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
+    losses = -torch.min(unclipped_gain, clipped_gain)
     if beta > 0:
-        kl = kl_estimate(logprobs, ref_logprobs.where(mask, 0)) * (ratio if use_bias_correction_kl else 1)  # (B,T)
-        losses = losses + beta * kl  # (B,T)
-        metrics["kl"] = kl.detach().sum() / tokens
-    losses = losses.masked_fill(~mask, 0)  # (B,T)
-    if loss_type == "grpo":
-        return (losses.sum(1) / mask.sum(1).clamp(min=1)).mean(), metrics
-    if loss_type == "dr_grpo":
-        return losses.sum() / (len(losses) * (max_completion_length or losses.size(1))), metrics
-    return losses.sum() / (tokens if num_tokens is None or loss_type == "bnpo" else num_tokens), metrics
+        losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
+    return losses, clipped_gain < unclipped_gain
 
 
-# === 4 Model and tokenizer ============================================================================================
+def token_weights(
+    lengths: Tensor,
+    loss_type: str,
+    *,
+    num_rows: int,
+    num_tokens: int,
+    max_completion_length: int,
+) -> Tensor:
+    """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
+
+    num_rows and num_tokens count over all processes and micro-batches. (B,) -> (B,)
+    """
+    ones = torch.ones_like(lengths, dtype=torch.float32)
+    if loss_type == "grpo":  # mean over a completion, then over completions (DeepSeekMath eq. 3)
+        return ones / (lengths.clamp(min=1) * num_rows)
+    if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
+        return ones / (num_rows * max_completion_length)
+    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
 
 
-def fail(message: str, code: int = 2) -> None:
-    """Stop with one sentence: code 2 for what the user can mend, 1 for a run that went wrong."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
+# --- Processes and model --------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def or_fail(message: str, code: int = 2):
-    """What goes wrong inside the with-block stops the program with this sentence."""
+def setup(args: Args) -> tuple[int, int, torch.device]:
+    """Rank, number of processes, device."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
+    rank = int(os.environ.get("RANK", 0))
+    if args.num_games_per_step % world_size:
+        sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
+    if args.fsdp and world_size == 1:
+        sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if args.fsdp and args.opponent != "self":
+        sys.exit("--fsdp: works with --opponent self only")  # a process might have no turn
+    for name in ("game_options", "chat_template_kwargs"):
+        try:
+            json.loads(getattr(args, name))
+        except ValueError as error:
+            sys.exit(f"--{name.replace('_', '-')}: expected JSON, found {error}")
+    transformers.utils.logging.disable_progress_bar()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return rank, world_size, device
+
+
+def gather(items: list) -> list:
+    """The items of all processes, in rank order."""
+    if not dist.is_initialized():
+        return items
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, items)
+    return [item for piece in pieces for item in piece]
+
+
+def model_path(args: Args) -> str:
+    """Name or folder of the model that training starts from."""
+    return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / "text_games")
+
+
+def load_model(args: Args):
+    """The policy in float32 and its tokenizer."""
+    path = model_path(args)
     try:
-        yield
-    except Exception as error:  # torch, safetensors, templates and file systems raise dozens of types
-        fail(f"{message} ({error!r:.300})", code)
-
-
-def setup(args: Args) -> torch.device:
-    """Device, seed, and the other processes if torchrun started several."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: this machine, or this build of torch, has no CUDA device; use --device auto or cpu")
-    torch.manual_seed(args.seed)
-    cuda = torch.cuda.is_available() and args.device != "cpu"
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) if cuda else -1)  # -1 does nothing
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """Number of this process and count of processes; (0, 1) without torchrun."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def gather(values: Tensor) -> tuple[Tensor, slice]:
-    """The rows of all processes in rank order, and where this process's rows stand among them. (b,...) -> (B,...)"""
-    rank, world_size = rank_and_world_size()
-    if world_size == 1:
-        return values, slice(None)
-    pieces = [None] * world_size
-    dist.all_gather_object(pieces, values.cpu())  # processes may hold different numbers of rows
-    start = sum(map(len, pieces[:rank]))
-    return torch.cat(pieces).to(values.device), slice(start, start + len(values))
-
-
-def load_pretrained(kind, args: Args, **options):
-    """kind.from_pretrained(--model-name-or-path), or one sentence."""
-    with or_fail(f"--model-name-or-path {args.model_name_or_path or args.env}: not found or not usable"):
-        return kind.from_pretrained(args.model_name_or_path or os.path.join(TINY_MODELS, args.env), **options)
-
-
-def load_tokenizer(args: Args):
-    """The policy's tokenizer; load_model tries it."""
-    return load_pretrained(transformers.AutoTokenizer, args)
-
-
-def load_model(args: Args, tokenizer, device: torch.device):
-    """The policy: any Hugging Face causal language model, in float32 (bf16 is a matter of autocast)."""
-    model, log = load_pretrained(transformers.AutoModelForCausalLM, args, dtype=torch.float32, output_loading_info=True)
-    # weights that are drawn at random, or tokens that only another model knows
-    if missing := [*sorted(log["missing_keys"]), *range(len(model.get_input_embeddings().weight), len(tokenizer))]:
-        fail(f"--model-name-or-path {args.model_name_or_path}: has no weights or no embedding for {missing[0]}")
-    ends = model.to(device).generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({error})")
+    if tokenizer.chat_template is None:
+        sys.exit(f"--model-name-or-path {path}: has no chat template; use an instruct model")
+    refuse_unsupported(model)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = {tokenizer.eos_token_id, *ends} - {None}
+    if not ends:
+        sys.exit(f"--model-name-or-path {path}: neither model nor tokenizer names an end token")
     model.generation_config.eos_token_id = sorted(ends)
-    with torch.no_grad(), or_fail(f"--model-name-or-path {args.model_name_or_path}: unfit chat template or tokenizer"):
-        ids = torch.tensor([encode(tokenizer, [{"role": "user", "content": "1"}])], device=device)  # (1,S)
-        # the update applies the head itself, so nothing may come after the head
-        logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        if not torch.allclose(logits, model(ids).logits, atol=1e-3):
-            fail(f"--model-name-or-path {args.model_name_or_path}: changes its logits after the head; not supported")
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+    longest = longest_text(model)
+    if args.max_prompt_length + args.max_completion_length > longest:
+        sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
+    add_methods(model)
+    return model, tokenizer
 
 
-def shard(model, args: Args) -> None:
-    """FSDP2 in place: every block of layers, then the rest. With bf16 the sharded weights stay float32."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
-    blocks = [block for module in model.modules() if isinstance(module, torch.nn.ModuleList) for block in module]
-    for module in [*blocks, model]:  # gathered by the first forward pass, kept until the end of the backward pass:
-        fully_shard(module, mp_policy=policy, reshard_after_forward=False)  # decoding needs no communication
-    model.completion_logprobs = completion_logprobs.__get__(model)  # a forward pass of its own, see token_logprobs
-    register_fsdp_forward_method(model, "completion_logprobs")
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        messages = [{"role": "system", "content": args.system_prompt}] + messages
+    encoded = tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=True,
+        return_dict=True,
+        **json.loads(args.chat_template_kwargs),
+    )
+    return encoded["input_ids"]
 
 
-def encode(tokenizer, messages: list[dict]) -> list[int]:
-    """Token ids of a chat, up to where the assistant begins."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+# --- Model compatibility --------------------------------------------------------------------------
 
 
-# === 5 Rollout ========================================================================================================
+def refuse_unsupported(model) -> None:
+    """Exit if the configuration has layers that an attention mask cannot express.
+
+    check_model finds what the configuration does not tell.
+    """
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers - MASKED_LAYERS)]
+    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
+        if getattr(config, limit, None):
+            reasons.append(f"limits attention by {limit}")
+    if model._is_stateful:
+        reasons.append("is recurrent")
+    if reasons:
+        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+
+
+def longest_text(model) -> float:
+    """Most tokens of prompt and completion together.
+
+    Beyond that, learned positions end, and longrope changes all positions of a batch.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
+    """The attention masks of the model, given which keys each query may see, (B,queries,keys) bool.
+
+    A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
+    replaces the model's own mask, so it must include the sliding window, measured in positions.
+    Models with two types of layers take a dict. A query that sees no key at all would be NaN.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    layers = layers or ["sliding_attention" if window else "full_attention"]
+    dtype = model.dtype
+    if torch.is_autocast_enabled(visible.device.type):
+        dtype = torch.bfloat16  # else autocast would convert and keep the mask in every layer
+    masks = {}
+    for kind in set(layers):
+        seen = visible
+        if kind == "sliding_attention":
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
+            seen = visible & (distance < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
+    return masks if len(masks) > 1 else masks[layers[0]]
+
+
+class Hidden(BaseModelOutputWithPast):
+    """A model output that holds hidden states and nothing else."""
+
+    def __getattr__(self, name):
+        return None  # some models look for router_logits, cross_attentions and the like
+
+
+class ReturnHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns its input as their hidden states."""
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
+        return Hidden(last_hidden_state=inputs_embeds)
+
+
+def add_methods(model) -> None:
+    """Add two methods to the model: logits_from_hidden and token_logprobs.
+
+    logits_from_hidden runs what comes after the layers, on hidden states passed as inputs_embeds:
+    the head with Granite's scaling and Gemma's soft cap. As methods, both follow copy.deepcopy and
+    FSDP.
+    """
+    without_layers = copy.copy(model)  # a shallow copy, which shares all weights
+    without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
+    model.logits_from_hidden = without_layers.forward
+    model.token_logprobs = MethodType(token_logprobs, model)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing; that of transformers works in training mode only, with dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
+
+
+@torch.no_grad()
+def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
+    """Largest difference of log-probabilities, in nats, from those of the plain forward pass."""
+    completions = generate(model, prompts, args, seeds=range(len(prompts)))
+    packed = pack(completions, list(range(len(completions))), model.device)
+    plain = []
+    for completion in completions:
+        ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
+        logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
+        targets = ids[0, len(completion.prompt) :]
+        plain.append(-F.cross_entropy(logits, targets, reduction="none"))
+    plain = torch.cat(plain)  # (N,)
+    learner = model.token_logprobs(packed, args)
+    return {
+        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
+        "packing": (learner - plain).abs().max().item(),
+    }
+
+
+def check_model(model, prompt: list[int], args: Args) -> None:
+    """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
+    name = type(model).__name__
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
+    # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
+    prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = 4  # shorter than the texts of this check
+    try:
+        gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sys.exit(f"{name}: not supported ({reason})")
+    if window:
+        config.sliding_window = window
+    for computation, gap in gaps.items():
+        if not gap < 1e-3:  # also if it is NaN
+            sys.exit(
+                f"{name}: not supported, {computation} is {gap:.2g} nats off the plain forward pass"
+            )
+
+
+# --- Rollout --------------------------------------------------------------------------------------
 
 
 @dataclass
-class Samples:
-    """What `generate` returns, a group's rows contiguous."""
+class Completion:
+    """One answer. In lists, the G completions of a prompt are neighbours."""
 
-    completion_ids: Tensor  # (B,T) int64, 0 where nothing was written
-    mask: Tensor  # (B,T) bool: up to and including the first end token
-    logprobs: Tensor  # (B,T) of the sampled tokens, at the sampling temperature, over the whole vocabulary
-    entropy: Tensor  # (B,T) nats, of the distribution that each token was drawn from
-    ended: Tensor  # (B,) bool: an end token was written
-
-
-@dataclass
-class Batch:
-    """What a step learns from: B rows, in `info` too."""
-
-    prompts: list[list[int]]  # ids; consecutive rows with equal prompts share one copy of it in the update
-    completion_ids: Tensor  # (B,T)
-    mask: Tensor  # (B,T) bool: tokens that count
-    logprobs: Tensor  # (B,T) as sampled
-    rewards: Tensor  # (B,K), NaN where a reward function has no opinion
-    info: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Progress(dict):
-    """Counters that a resumed run continues: steps, problems drawn (the cursor in the data), tokens sampled."""
-
-    state_dict, load_state_dict = dict.copy, dict.update
-
-
-def match_options(name: str, args: Args) -> dict:
-    """How a game is played."""
-    options = {"zero_sum_forfeits": args.zero_sum_forfeits}
-    return options | ({"variant": args.kuhn_variant, "handicap": args.handicap} if name == "kuhn" else {})
+    prompt: list[int]
+    ids: list[int]  # with the end token
+    logprobs: list[float]  # as sampled
+    entropy: float  # nats, sum over tokens
+    ended: bool
+    text: str = ""
+    rewards: tuple[float, ...] = ()
 
 
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one token a row by inverting the cumulative distribution. (B,V), (B,) in [0,1) -> (B,)"""
+    """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    tokens = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)  # (B,1)
-    return tokens[:, 0].clamp(max=logprobs.size(1) - 1)
+    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
 
-def generate(model, prompts: list[list[int]], num_generations: int, args: Args, generator: list | None) -> Samples:
-    """Sample G completions of each prompt; `generator` holds one torch.Generator a prompt, None decodes greedily.
+@torch.no_grad()
+def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicCache, Tensor]:
+    """Compute each different prompt once. Returns keys and values, and the next logits, (B,V)."""
+    places = {}  # of each prompt among the U different ones
+    for prompt in prompts:
+        places.setdefault(tuple(prompt), len(places))
+    ids = [torch.tensor(prompt) for prompt in places]
+    ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
+    positions = torch.arange(ids.size(1), device=model.device).expand(ids.shape)  # (U,S)
+    visible = positions[:, None, :] <= positions[:, :, None]  # (U,S,S)
+    cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
+    hidden = model.base_model(
+        ids,
+        attention_mask=attention_masks(model, visible, positions, positions),
+        position_ids=positions,
+        past_key_values=cache,
+    ).last_hidden_state  # (U,S,H)
+    last = [hidden[place, len(prompt) - 1] for prompt, place in places.items()]
+    logits = model.logits_from_hidden(inputs_embeds=torch.stack(last)[None]).logits[0]  # (U,V)
+    rows = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=model.device)
+    cache.batch_select_indices(rows)
+    return cache, logits[rows]
 
-    Each prompt is computed once, then its keys and values are repeated for the group. Finished rows are dropped when a
-    quarter has finished. Random numbers belong to (row, position), so dropping a row does not change the others.
+
+@torch.no_grad()
+def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+    """A completion of each prompt: sampled with one seed for each prompt, greedy without seeds.
+
+    Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
+    rows does not change others.
     """
-    device, width, steps = model.device, max(map(len, prompts)), args.max_completion_length
-    size = len(prompts) * num_generations
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)  # (P,S)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)  # (P,S)
-    uniform = generator and torch.cat([torch.rand(num_generations, steps, generator=g) for g in generator]).to(device)
+    device = model.device
+    steps = args.max_completion_length
     ends = torch.tensor(model.generation_config.eos_token_id, device=device)
-    completion_ids = torch.zeros(size, steps, dtype=torch.long, device=device)  # (B,T)
-    logprobs, entropy, tokens = *torch.zeros(2, size, steps, device=device), completion_ids[:, 0]  # (B,T) twice, (B,)
-    rows, live = torch.arange(size, device=device), torch.ones(size, dtype=torch.bool, device=device)  # (B,), (B,)
-    model.eval()
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-        inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}  # (P,S) each
-        out = model(ids, use_cache=True, logits_to_keep=1, **inputs)
-        cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(num_generations, 0)  # (B,V)
-        cache.batch_repeat_interleave(num_generations)  # in place
-        positions, mask = mask.sum(1).repeat_interleave(num_generations), mask.repeat_interleave(num_generations, 0)
-        mask = torch.cat([mask, mask.new_ones(size, steps)], 1)  # (B,S+T)
-        for t in range(steps):
-            if t > 0:
-                if device.type == "cpu" or t % 8 == 0:  # counting waits for a GPU, so there only now and then
-                    keep = live.nonzero()[:, 0]
-                    if len(keep) == 0:
-                        break
-                    if len(keep) <= 0.75 * len(live):
-                        cache.batch_select_indices(keep)
-                        rows, tokens, positions, mask, live = (x[keep] for x in (rows, tokens, positions, mask, live))
-                inputs = {"attention_mask": mask[:, : width + t], "position_ids": positions[:, None] + (t - 1)}
-                out = model(tokens[:, None], past_key_values=cache, use_cache=True, **inputs)
-                logits = out.logits[:, -1]  # (B,V)
-            logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
-            tokens = sample_tokens(logp, uniform[rows, t]) if generator else logp.argmax(1)  # (B,)
-            completion_ids[rows, t], logprobs[rows, t] = tokens, logp.gather(1, tokens[:, None])[:, 0]
-            entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)
-            live = live & ~torch.isin(tokens, ends)  # (B,)
-    is_end = torch.isin(completion_ids, ends)  # (B,T)
-    counted = is_end.cumsum(1) - is_end.long() == 0  # (B,T) nothing after a row's first end token
-    completion_ids, logprobs, entropy = (x.masked_fill(~counted, 0) for x in (completion_ids, logprobs, entropy))
-    return Samples(completion_ids, counted, logprobs, entropy, is_end.any(1))
+    if seeds:
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        uniform = torch.stack([torch.rand(steps, generator=g) for g in generators])
+        uniform = uniform.to(device)  # (B,T)
+
+    # The result, in the order of the batch.
+    written = torch.zeros(len(prompts), steps, dtype=torch.long, device=device)  # (B,T)
+    logprobs = torch.zeros(len(prompts), steps, device=device)  # (B,T)
+    entropy = torch.zeros(len(prompts), steps, device=device)  # (B,T)
+
+    # The rows still in the cache: all at first, fewer later. Columns of the cache: S for the padded
+    # prompt, then one for each token written.
+    cache, logits = read_prompts(model, prompts)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    width = int(cache.get_seq_length())  # S
+    columns = torch.arange(width + steps, device=device)
+    filled = (columns < lengths[:, None]) | (columns >= width)  # (B,S+T)
+    positions = filled.cumsum(1) - 1  # (B,S+T)
+    rows = torch.arange(len(prompts), device=device)  # their indices in the batch
+    live = torch.ones_like(rows, dtype=torch.bool)
+
+    for t in range(steps):
+        logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
+        tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
+        written[rows, t] = tokens
+        logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
+        entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)  # 0 log 0 = 0
+        live = live & ~torch.isin(tokens, ends)
+        if t == steps - 1:
+            break
+        if device.type == "cpu" or t % 8 == 7:  # waits for a GPU, so only every 8 tokens
+            keep = live.nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache
+                cache.batch_select_indices(keep)
+                rows = rows[keep]
+                tokens = tokens[keep]
+                filled = filled[keep]
+                positions = positions[keep]
+                live = live[keep]
+        last = width + t  # column of the new tokens
+        visible = filled[:, None, : last + 1]
+        query = positions[:, last : last + 1]
+        key = positions[:, : last + 1]
+        out = model(
+            tokens[:, None],
+            attention_mask=attention_masks(model, visible, query, key),
+            position_ids=query,
+            past_key_values=cache,
+        )
+        logits = out.logits[:, -1]
+
+    # A completion ends with its first end token; some finished rows were sampled further.
+    is_end = torch.isin(written, ends)  # (B,T)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    lengths = (ends_before == 0).sum(1).tolist()
+    ended = is_end.any(1).tolist()
+    written = written.tolist()
+    logprobs = logprobs.tolist()
+    entropy = entropy.tolist()
+    completions = []
+    for row, length in enumerate(lengths):
+        completion = Completion(
+            prompt=prompts[row],
+            ids=written[row][:length],
+            logprobs=logprobs[row][:length],
+            entropy=sum(entropy[row][:length]),
+            ended=ended[row],
+        )
+        completions.append(completion)
+    return completions
 
 
-def play(players: dict, tokenizer, matches: list[Match], num_generations: int, args: Args) -> list[tuple]:
-    """All games to their end. players: name -> a model, or (game, random) -> text. G games begin with equal prompts.
+@dataclass(eq=False)
+class Match:
+    """A game, who plays it, and what was written."""
 
-    Every model writes in all games that wait for it at once. Returns its turns: match, role, prompt, ids, logprobs,
-    entropy, ended.
-    """
-    turns = []
-    while any(match.seat for match in matches):
-        for name, player in players.items():
-            due = [i for i, match in enumerate(matches) if match.seat == name]
-            names = [f"{matches[i].seed} {matches[i].game.turns}" for i in due]
-            if not isinstance(player, torch.nn.Module):
-                texts = [player(matches[i].game, random.Random(seed)) for i, seed in zip(due, names)]
-            elif due:
-                copies = 1 if any(matches[i].game.turns for i in due) else num_generations
-                prompts = [encode(tokenizer, matches[i].game.prompt(matches[i].game.player)) for i in due[::copies]]
-                seeds = [torch.Generator().manual_seed(random.Random(x).getrandbits(63)) for x in names[::copies]]
-                samples = generate(player, prompts, copies, args, seeds)
-                pairs = zip(samples.completion_ids.tolist(), samples.logprobs.tolist(), samples.mask.sum(1).tolist())
-                ids, logprobs = zip(*((ids[:size], logprobs[:size]) for ids, logprobs, size in pairs))
-                columns = [matches[i].game.player for i in due], [p for p in prompts for _ in range(copies)], ids
-                turns += zip(due, *columns, logprobs, samples.entropy.sum(1).tolist(), samples.ended.tolist())
-                texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            for i, text in zip(due, texts if due else ()):
-                matches[i].move(text)
-    return turns
+    name: str  # of the game
+    game: Game
+    players: tuple[str, str]  # of roles 0 and 1: policy, start, random or minimax
+    seed: str
+    texts: list[str] = field(default_factory=list)
+    turns: list[tuple[int, Completion]] = field(default_factory=list)  # the policy's, with roles
 
+    def player(self) -> str:
+        """Whose turn it is."""
+        return "" if self.game.done else self.players[self.game.player]
 
-def rollout(players: dict, tokenizer, args: Args, progress: Progress) -> tuple[Batch, Tensor]:
-    """The games of a step: G from each of P starts, of which every process has its share. Rows are the policy's turns.
+    def move(self, text: str) -> None:
+        """The player's turn."""
+        self.texts.append(f"Player {self.game.player}, {self.player()}: {text}")
+        self.game.step(text)
 
-    Also for every game its number in `games`, both results, which roles learn, turns, draw, forfeit: (E,8).
-    """
-    rank, world_size = rank_and_world_size()
-    first = progress["problems"] + rank * (share := args.num_prompts_per_step // world_size)
-    progress["problems"] += args.num_prompts_per_step
-    matches, group, device = [], args.num_generations, players["policy"].device
-    other = {"self": "policy", "fixed": "start"}.get(args.opponent, args.opponent)
-    for number in range(first, first + share):
-        name, side, seed = args.games[number % len(args.games)], number // len(args.games) % 2, f"{args.seed} {number}"
-        seats = (other, "policy") if side else ("policy", other)  # games and seats in turn
-        matches += [new_match(name, seats, f"{seed} {i}", seed, **match_options(name, args)) for i in range(group)]
-    turns = play(players, tokenizer, matches, group, args)  # if every opponent forfeits at once, a turn of
-    turns = [t for t in turns if matches[t[0]].seats[t[1]] == "policy"] or turns[:1]  # theirs, which gets no advantage
-    match, role, prompts, ids, logprobs, entropy, ended = zip(*turns)
-    results = torch.tensor([[args.games.index(m.name), *m.row("policy")] for m in matches], device=device)  # (E,8)
-    info = {"match": match, "role": role, "ended": ended, "entropy": entropy}
-    info = {name: torch.tensor(values, device=device) for name, values in info.items()}  # (B,) each
-    info["left"] = ((seat := 2 * info["match"] + info["role"])[:, None] == seat).triu(1).sum(1)  # own turns to come
-    rewards = results[info["match"], 1 + info["role"]][:, None]  # (B,1)
-    info |= {"game": results[info["match"], 0], "match": info["match"] + rank * len(matches)}  # among all processes'
-    ids, logprobs = (pad_sequence([torch.tensor(row) for row in rows], True).to(device) for rows in (ids, logprobs))
-    mask = pad_sequence([torch.ones(len(turn[3]), dtype=torch.bool) for turn in turns], True).to(device)  # (B,T)
-    return Batch(list(prompts), ids, mask, logprobs, rewards, info), results
+    def margin(self, role: int) -> float:
+        """The reward of a role minus that of the other, without handicap."""
+        rewards = self.game.rewards
+        margin = rewards[0] - rewards[1] - 2 * self.game.handicap
+        return -margin if role else margin
+
+    def result(self) -> Result:
+        """What all processes need to know of the game."""
+        return Result(
+            name=self.name,
+            learns=[player == "policy" for player in self.players],
+            rewards=self.game.rewards,
+            roles=[role for role, _ in self.turns],
+            turns=self.game.turns,
+            draw=self.margin(0) == 0,
+            forfeit=self.game.reason in ("forfeit", "rejected"),
+        )
 
 
-def compute_advantages(batch: Batch, results: Tensor, args: Args, baseline: RoleBaseline) -> Tensor:
-    """Advantages of this process's turns: their role's, discounted. The averages see all games, in order. -> (B,)"""
-    if args.baseline == "mars":  # rewards come at the end only, so what follows a turn is the result
-        (returns, own), roles = gather(batch.rewards[:, 0]), gather(2 * batch.info["game"] + batch.info["role"])[0]
-        return mars_advantages(returns, roles)[own]
-    table = gather(results)[0]
-    advantages = torch.zeros(len(table), 2, device=table.device)  # (E,2)
-    for i, (game, *values) in enumerate(table.tolist()):
-        for role in (role for role in (0, 1) if values[2 + role]):  # the roles that learn, whether they moved or not
-            keys = args.games[int(game)], role if args.baseline == "role" else -1
-            advantages[i, role] = values[role] if args.baseline == "none" else baseline.advantage(*keys, values[role])
-    return advantages[batch.info["match"], batch.info["role"]] * args.gamma ** batch.info["left"]  # (B,)
+def new_match(name: str, players: tuple[str, str], seed: str, args: Args) -> Match:
+    """A match that begins. Its cards, and all that is sampled in it, depend on the seed."""
+    game = make_game(name, **json.loads(args.game_options).get(name, {}))
+    game.reset(random.Random(seed))
+    return Match(name, game, players, seed)
+
+
+def training_match(number: int, args: Args) -> Match:
+    """Match `number` of training. The games take turns; with an opponent, the roles do too."""
+    players = ("policy", "policy")
+    if args.opponent != "self":
+        players = ("policy", args.opponent)
+        if number // len(args.games) % 2:
+            players = (args.opponent, "policy")
+    name = args.games[number % len(args.games)]
+    return new_match(name, players, f"{args.seed} {number}", args)
+
+
+def first_prompt(tokenizer, args: Args) -> list[int]:
+    """The longest first prompt of the games. Exits if one of the games cannot be played."""
+    prompts = []
+    for name in args.games:
+        try:
+            game = new_match(name, ("policy", "policy"), "", args).game
+        except ValueError as error:
+            sys.exit(f"--games: {error}")
+        prompts.append(encode(tokenizer, game, game.player, args))
+        if len(prompts[-1]) > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: {name} begins with {len(prompts[-1])} tokens")
+    return max(prompts, key=len)
+
+
+def scripted_text(match: Match) -> str:
+    """What a player that is no model writes."""
+    generator = random.Random(f"{match.seed} {match.game.turns}")
+    if match.player() == "minimax":
+        return f"\\boxed{{{minimax_action(match.game.board, generator)}}}"
+    return f"\\boxed{{{random_action(match.game, generator)}}}"
+
+
+def play(models: dict, tokenizer, matches: list[Match], args: Args) -> None:
+    """Play the matches to their ends. models maps players to models; others are scripted."""
+    for first in range(0, len(matches), args.decode_batch_size):
+        running = matches[first : first + args.decode_batch_size]
+        while running:
+            take_turns(models, tokenizer, running, args)
+            running = [match for match in running if not match.game.done]
+
+
+def take_turns(models: dict, tokenizer, running: list[Match], args: Args) -> None:
+    """Scripted players move first; then each model writes a turn where it is next."""
+    for match in running:
+        if match.player() not in models:
+            match.move(scripted_text(match))
+    for player, model in models.items():
+        due = []
+        prompts = []
+        for match in running:
+            if match.player() != player:
+                continue
+            prompt = encode(tokenizer, match.game, match.game.player, args)
+            if len(prompt) > args.max_prompt_length:
+                match.game.done = True  # a draw, because no rewards have been given yet
+            else:
+                due.append(match)
+                prompts.append(prompt)
+        if not due:
+            continue
+        seeds = [random_seed(match.seed, match.game.turns) for match in due]
+        for match, completion in zip(due, generate(model, prompts, args, seeds)):
+            completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+            if player == "policy":
+                match.turns.append((match.game.player, completion))
+            match.move(completion.text)
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+# --- Log-probabilities of packed turns ------------------------------------------------------------
 
 
 @dataclass
 class Packed:
-    """One micro-batch of b rows: R packed rows of L tokens, of which N predict a token of a completion."""
+    """A micro-batch. A row is a prompt and its completions, which see the prompt and themselves:
 
-    rows: list[int]  # b rows of the batch
-    input_ids: Tensor  # (R,L)
-    position_ids: Tensor  # (R,L) restart for every completion
-    owners: Tensor  # (R,L) 0 prompt, 1.. the completions, -1 padding
-    filled: Tensor  # (b,T) bool: where the N predicted tokens stand in the batch
-    targets: Tensor  # (N,) the predicted tokens
+        tokens     p1 p2 | p3 a1 a2 | p3 b1        prompt p1 p2 p3, completions a1 a2 a3 and b1 b2
+        owners      0  0 |  1  1  1 |  2  2
+        positions   0  1 |  2  3  4 |  2  3        as if each completion stood alone
+        targets          | a1 a2 a3 | b1 b2
 
-
-def pack(batch: Batch, rows: list[int], args: Args) -> list[Packed]:
-    """Micro-batches of these rows of the batch, in which consecutive rows with equal prompts share the prompt.
-
-    A packed row is a prompt without its last token, then for each completion that last token and the completion without
-    its own last: every token behind the prompt predicts one token. A completion sees the prompt and itself, at the
-    positions it would have alone, so nothing differs from separate rows. Sorting by length avoids padding.
+    p3 starts every completion, because it predicts their first tokens.
     """
-    columns = torch.arange(1, batch.mask.size(1) + 1, device=batch.mask.device)  # (T,)
-    lengths = (batch.mask * columns).amax(1)  # (B,) up to the last token that counts
-    filled, lengths, ids, strips = columns <= lengths[:, None], lengths.tolist(), batch.completion_ids.tolist(), []
-    rows = [row for row in rows if lengths[row] > 0]
-    for prompt, group in ((prompt, list(group)) for prompt, group in groupby(rows, key=lambda row: batch.prompts[row])):
-        room = (args.max_packed_length - len(prompt)) // max(lengths[row] for row in group)
-        most = max(1, min(room, args.per_device_train_batch_size, args.num_generations))
-        strips += [group[i : i + most] for i in range(0, len(group), most)]  # one strip, one packed row
-    strips.sort(key=lambda strip: sum(lengths[row] for row in strip))
-    count = max(1, args.per_device_train_batch_size // args.num_generations)
-    return [pack_strips(strips[i : i + count], batch, filled, lengths, ids) for i in range(0, len(strips), count)]
+
+    input_ids: Tensor  # (R,L)
+    position_ids: Tensor  # (R,L)
+    owners: Tensor  # (R,L) 0 prompt, 1.. completions, -1 padding
+    predicting: Tensor  # (N,) the tokens with owner 1.., as indices into R*L
+    targets: Tensor  # (N,) the tokens that they predict
+    sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
+    completion_index: Tensor  # (N,) the completion of the batch that each target belongs to
+    old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
+    ref_logprobs: Tensor | None = None  # (N,)
 
 
-def pack_strips(strips: list[list[int]], batch: Batch, filled: Tensor, lengths: list[int], ids: list) -> Packed:
-    """One micro-batch of packed rows, one for each list of rows with equal prompts."""
-    columns = []
-    for strip in strips:
-        *prompt, last = batch.prompts[strip[0]]
-        tokens, positions, owners = list(prompt), list(range(len(prompt))), [0] * len(prompt)
-        for owner, row in enumerate(strip, 1):
-            tokens += [last, *ids[row][: lengths[row] - 1]]
-            positions += range(len(prompt), len(prompt) + lengths[row])
-            owners += [owner] * lengths[row]
-        columns.append((tokens, positions, owners))
-    size, rows = max(len(tokens) for tokens, _, _ in columns), [row for strip in strips for row in strip]  # L, b rows
-    padded = [[x + [-1] * (size - len(x)) for x in column] for column in zip(*columns)]  # 3 x R x L
-    input_ids, position_ids, owners = torch.tensor(padded, device=filled.device)  # (R,L) each
-    filled, targets = filled[rows], batch.completion_ids[rows][filled[rows]]  # (b,T), (N,)
-    return Packed(rows, input_ids.clamp(0), position_ids.clamp(0), owners, filled, targets)
+def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
+    """Pack some completions of the batch; neighbours with the same prompt share a packed row."""
+    packed_rows = []  # lists of (token, position, owner)
+    order = []  # the completions in the order of the packed rows
+    for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
+        group = list(group)
+        # A long group is split over several packed rows, each of which repeats the prompt.
+        num_tokens = sum(len(completions[row].ids) for row in group)
+        num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
+        num_parts = min(num_parts, len(group))
+        for part in range(num_parts):
+            packed_row = [(token, position, 0) for position, token in enumerate(prompt[:-1])]
+            for owner, row in enumerate(group[part::num_parts], start=1):
+                inputs = [prompt[-1]] + completions[row].ids[:-1]
+                for position, token in enumerate(inputs, start=len(prompt) - 1):
+                    packed_row.append((token, position, owner))
+                order.append(row)
+            packed_rows.append(packed_row)
 
-
-def completion_logprobs(model, packed: Packed, temperature: float) -> Tensor:
-    """Log-probability of every predicted token. The head works on these positions only, and in chunks. -> (N,)"""
-    query, key = packed.owners[:, :, None], packed.owners[:, None]  # (R,L,1), (R,1,L)
-    sees = ((key == query) | (key == 0)).tril()  # (R,L,L)
-    inputs = {"attention_mask": sees[:, None], "position_ids": packed.position_ids, "use_cache": False}
-    body, head = model.__dict__.get("training_body", model.base_model), model.get_output_embeddings()
-    hidden = body(input_ids=packed.input_ids, **inputs).last_hidden_state[packed.owners > 0]  # (N,H)
-
-    def chunk_logprobs(hidden, targets):
-        return -torch.nn.functional.cross_entropy(head(hidden).float() / temperature, targets, reduction="none")
-
-    parts = (x.split(max(1, LOGITS_PER_CHUNK // model.config.vocab_size)) for x in (hidden, packed.targets))
-    if len(chunks := list(zip(*parts))) == 1:
-        return chunk_logprobs(*chunks[0])
-    return torch.cat([torch.utils.checkpoint.checkpoint(chunk_logprobs, *part, use_reentrant=False) for part in chunks])
+    width = max(len(packed_row) for packed_row in packed_rows)
+    width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
+    for packed_row in packed_rows:
+        packed_row += [(0, 0, -1)] * (width - len(packed_row))
+    input_ids, position_ids, owners = torch.tensor(packed_rows).unbind(2)  # (R,L)
+    targets = [token for row in order for token in completions[row].ids]
+    sampled_logprobs = [logprob for row in order for logprob in completions[row].logprobs]
+    completion_index = [row for row in order for _ in completions[row].ids]
+    return Packed(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        owners=owners.to(device),
+        predicting=(owners > 0).flatten().nonzero()[:, 0].to(device),
+        targets=torch.tensor(targets, device=device),
+        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
+        completion_index=torch.tensor(completion_index, device=device),
+    )
 
 
 def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
-    """Log-probabilities of the completions of a micro-batch, 0 where there is no token. -> (b,T)"""
-    forward = getattr(model, "completion_logprobs", None) or completion_logprobs.__get__(model)  # FSDP has its own
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=args.bf16):
-        logprobs = forward(packed, args.temperature)  # (N,)
-    return torch.zeros(packed.filled.shape, device=logprobs.device).masked_scatter(packed.filled, logprobs)
+    """Log-probability of every predicted token. -> (N,)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
+
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(logits / args.temperature, targets, reduction="none")
+
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
 
 
-def update(model, optimizer, batch: Batch, advantages: Tensor, args: Args, reference=None) -> dict[str, float]:
-    """num_iterations optimizer steps on a batch; returns metrics, the same on all processes. `reference`: for beta > 0.
+# --- Update ---------------------------------------------------------------------------------------
 
-    The loss of a step is the sum over micro-batches and processes, each with its share in normalisers that are global:
-    neither changes the gradient. Rows on which nothing acts are left out, but still count in the normalisers.
+
+def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
+    """Pack rows of the batch. Turns with the same prompt, such as first moves, become neighbours,
+    and turns of similar length share a micro-batch, to avoid padding."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(tuple(completions[row].prompt), []).append(row)
+
+    def packed_length(group: list[int]) -> int:
+        return len(completions[group[0]].prompt) + sum(len(completions[row].ids) for row in group)
+
+    # Longest first: a step that does not fit fails at once.
+    groups = sorted(groups.values(), key=packed_length, reverse=True)
+    rows = [row for group in groups for row in group]
+    size = args.micro_batch_size
+    return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
+
+
+def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
+    """num_iterations optimizer steps on the batch of all processes.
+
+    completions and advantages are those of this process. The loss of a step is a sum over tokens,
+    so its gradient depends neither on micro-batches nor on the number of processes.
     """
-    world_size, device = rank_and_world_size()[1], batch.mask.device
-    acts = advantages[:, None].ne(0).flatten(1).any(1) | (args.beta > 0 or not args.skip_equal_groups)  # (B,)
-    micro_batches = pack(batch, acts.nonzero()[:, 0].tolist(), args)
-    counts = [batch.mask.sum(), len(acts), len(micro_batches), batch.mask[acts].sum()]
-    all_counts = gather(torch.tensor([counts], device=device))[0]  # (processes,4)
-    num_tokens, num_rows, _, num_trained = all_counts.sum(0).clamp(min=1)  # scalars
-    if args.fsdp:  # forward and backward are collective: a process with less to do joins in with one idle token
-        token = torch.zeros(1, 1, dtype=torch.long, device=device)
-        idle = Packed([], token, token, token, batch.mask[:0], token[0, :0])
-        micro_batches += [idle] * (max(1, int(all_counts[:, 2].max())) - len(micro_batches))
-    options = {"loss_type": args.loss_type, "epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
-    options |= {"beta": args.beta, "max_completion_length": args.max_completion_length, "num_tokens": num_tokens}
-    names = ["loss", "gap", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"]
-    sums = dict.fromkeys(names + ["kl"] * (args.beta > 0), torch.zeros((), device=device))
-    old_logprobs, ref_logprobs, largest = *torch.zeros(2, *batch.mask.shape, device=device), sums["gap"]  # (B,T) twice
-    model.train(args.gradient_checkpointing)  # else without dropout, which would make learner and sampler differ
+    device = model.device
+    lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
+    all_lengths = gather(lengths.tolist())
+    num_tokens = max(1, sum(all_lengths))
+    weights = token_weights(
+        lengths,
+        args.loss_type,
+        num_rows=len(all_lengths),
+        num_tokens=num_tokens,
+        max_completion_length=args.max_completion_length,
+    ).to(device)  # (B,)
+    rows = list(range(len(completions)))
+    if args.beta == 0 and not args.fsdp:
+        # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
+        # processes different numbers of passes, and they would wait for each other forever.
+        rows = advantages.nonzero()[:, 0].tolist()
+    advantages = advantages.to(device)
+    batches = micro_batches(completions, rows, args, device)
+    if args.fsdp:
+        # Processes have different numbers of turns. Those with fewer repeat a turn with weight 0.
+        idle = pack(completions, rows[-1:], device)
+        idle.completion_index = torch.full_like(idle.completion_index, len(completions))
+        weights = F.pad(weights, (0, 1))
+        advantages = F.pad(advantages, (0, 1))
+        batches += [idle] * (max(gather([len(batches)])) - len(batches))
+
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    largest_gap = torch.zeros((), device=device)
     for iteration in range(args.num_iterations):
-        optimizer.zero_grad(set_to_none=True)
-        for packed in micro_batches:
-            logprobs, rows = token_logprobs(model, packed, args), packed.rows  # (b,T)
-            if not rows:  # idle
-                logprobs.sum().backward()
-                continue
-            mask, tokens = batch.mask[rows], batch.mask[rows].sum()  # (b,T), scalar
-            if iteration == 0:  # the weights are those that sampled: the ratio is exactly 1
-                old_logprobs[rows] = logprobs.detach()
-                if args.beta > 0:
-                    ref_logprobs[rows] = token_logprobs(reference, packed, args).detach()
-                gap = (logprobs.detach() - batch.logprobs[rows]).abs() * mask  # (b,T)
-                sums["gap"], largest = sums["gap"] + gap.sum() / num_trained, torch.maximum(largest, gap.max())
-            options["ref_logprobs"] = ref_logprobs[rows]
-            loss, metrics = policy_loss(logprobs, old_logprobs[rows], advantages[rows], mask, **options)
-            share = {"dapo": 1.0, "bnpo": tokens / num_tokens}.get(args.loss_type, len(rows) / num_rows)
-            (loss * share * (world_size if args.fsdp else 1)).backward()  # FSDP takes the mean where we want the sum
-            sums["loss"] = sums["loss"] + loss.detach() * share / args.num_iterations
-            for name, value in metrics.items():
-                sums[name] = sums[name] + value * tokens / num_tokens / args.num_iterations
-        grad_norm = apply_gradients(model, optimizer, args)
-    metrics = dict(zip(sums, gather(torch.stack(list(sums.values()))[None])[0].sum(0).tolist()))
-    metrics["sampling/logprob_difference/mean"] = metrics.pop("gap")
-    metrics["sampling/logprob_difference/max"] = gather(largest[None])[0].max().item()
-    return metrics | {"grad_norm": grad_norm, "frac_tokens_trained": (all_counts[:, 3].sum() / num_tokens).item()}
-
-
-def apply_gradients(model, optimizer, args: Args) -> float:
-    """Add the gradients of all processes, clip, step. Returns the norm before clipping."""
-    for parameter in model.parameters():
-        if parameter.grad is None:  # nothing acted: AdamW's momentum still moves the weights, so it gets a zero
-            parameter.grad = parameter.detach() * 0  # and NaN for a broken weight, which is noticed below
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
+        for batch in batches:
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                # No step has been taken yet, so these are the old log-probabilities. Those of the
+                # sampler differ by rounding; the largest difference is logged.
+                batch.old_logprobs = logprobs.detach()
+                gap = (batch.old_logprobs - batch.sampled_logprobs).abs().max()
+                largest_gap = torch.maximum(largest_gap, gap)
+                if reference is not None:
+                    with torch.no_grad():
+                        batch.ref_logprobs = reference.token_logprobs(batch, args)
+            losses, clipped = policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                advantages[batch.completion_index],
+                epsilon=args.epsilon,
+                beta=args.beta,
+                ref_logprobs=batch.ref_logprobs,
+            )
+            loss = (losses * weights[batch.completion_index]).sum()
+            sums[0] += loss.detach()
+            sums[1] += clipped.sum()
+            if reference is not None:
+                counted = weights[batch.completion_index] > 0
+                sums[2] += (kl_estimate(logprobs.detach(), batch.ref_logprobs) * counted).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
         if dist.is_initialized() and not args.fsdp:
-            dist.all_reduce(parameter.grad)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    grad_norm = (grad_norm.full_tensor() if args.fsdp else grad_norm).item()
-    if not math.isfinite(grad_norm):
-        fail(f"the gradient norm is {grad_norm}: lower --learning-rate, check rewards and weights; checkpoints stay", 1)
-    optimizer.step()
-    return grad_norm
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(
+                f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
+            )
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    metrics = {
+        "loss": loss,
+        "clip_ratio": num_clipped / num_tokens,
+        "grad_norm": norm,
+        "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
+    }
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
 
 
-# === 6 Checkpoint =====================================================================================================
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
 
 
-@dataclass
-class Trained:
-    """State of a model and its optimizer as if on one device, so that a checkpoint fits any number of them."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def state_dict(self) -> dict:
-        """Whole tensors in the memory of process 0; all processes must call."""
-        return dict(zip(("model_state_dict", "optim_state_dict"), get_state_dict(*vars(self).values(), options=WHOLE)))
-
-    def load_state_dict(self, state: dict) -> None:
-        """Every process takes what it holds of the whole tensors."""
-        set_state_dict(self.model, self.optimizer, **state, options=WHOLE)
+def copy_model(model, dtype: torch.dtype):
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype."""
+    weights = {}
+    for parameter in model.parameters():
+        weight = parameter.detach().to(dtype, copy=True)
+        weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
+    return copy.deepcopy(model, weights)  # deepcopy takes them for copies that it has made
 
 
-def checkpoints(run_dir: str) -> list[str]:
-    """Checkpoint files of a run, oldest first."""
-    return sorted(map(str, Path(run_dir, "checkpoints").glob("step_*[0-9].pt")))
+@torch.no_grad()
+def refresh(sampler, model, args: Args) -> None:
+    """Copy the weights of the policy into the sampler."""
+    if sampler is model:
+        return
+    weights = dict(model.named_parameters())
+    for name, parameter in sampler.named_parameters():
+        weight = weights[name]
+        parameter.copy_(weight.full_tensor() if args.fsdp else weight)
 
 
-def save_checkpoint(run_dir: str, step: int, state: dict, keep: int = 2) -> None:
-    """Write state (name -> object with a state_dict). A crash leaves either the old files or the new one."""
-    payload = {name: thing.state_dict() for name, thing in state.items()} | {"random": torch.get_rng_state()}
-    if rank_and_world_size()[0] == 0:
-        path = os.path.join(run_dir, "checkpoints", f"step_{step:08d}.pt")
-        with or_fail(f"{path}: cannot be written; the checkpoints before it are kept", 1):
-            torch.save(payload, path + ".tmp")
-            os.replace(path + ".tmp", path)
-        for old in checkpoints(run_dir)[:-keep]:
-            os.remove(old)
+# --- Checkpoints and logs -------------------------------------------------------------------------
 
 
-def load_checkpoint(run_dir: str, state: dict) -> bool:
-    """Restore the newest checkpoint into the objects of state; False if the run was stopped before its first."""
-    for path in checkpoints(run_dir)[-1:]:
-        with or_fail(f"{path}: damaged, or of another script; delete it to continue from the one before", 1):
-            payload = torch.load(path, map_location="cpu", weights_only=True)
-            for name, thing in state.items():
-                thing.load_state_dict(payload[name])
-            torch.set_rng_state(payload["random"])
-    return bool(checkpoints(run_dir))
+def checkpoints(run_dir: str) -> list[Path]:
+    """Finished checkpoints, oldest first: torch writes .metadata last."""
+    return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
 
 
-def resume_args(args: Args) -> Args:
-    """The flags of the run to continue. A flag given now must agree, unless the training ignores it."""
-    with or_fail(f"--resume {args.resume}: not a run folder of this script"):
-        saved = json.loads(Path(args.resume, "args.json").read_text())
-        saved = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
-    # a flag on the command line counts as given with its default value, too
-    words = {w.split("=")[0].replace("_", "-").replace("--no-", "--") for w in sys.argv if __name__ == "__main__"}
-    given = {x: now for x, now in vars(args).items() if now != getattr(Args, x) or f"--{x.replace('_', '-')}" in words}
-    for name, now in given.items():
-        if now != (before := getattr(saved, name)) and name not in ("resume", "save_steps", "device", "max_steps"):
-            fail(f"--resume {args.resume}: the run began with --{name.replace('_', '-')} {before}, not {now}")
-    return replace(saved, **given | {"output_dir": args.resume})
+def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
+    """Every process writes its shard; the newest two checkpoints are kept.
 
-
-class Logger:
-    """metrics.csv (the same for the same seed), perf.csv (time, speed, memory) and TensorBoard in the run folder."""
-
-    def __init__(self, run_dir: str, args: Args, step: int):
-        """`step` is the last one whose rows stay when a run is resumed; -1 for a new run."""
-        with or_fail(f"{run_dir}: cannot be used as a run folder"):
-            os.makedirs(os.path.join(run_dir, "checkpoints"), exist_ok=True)
-            Path(run_dir, "args.tmp").write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-            os.replace(os.path.join(run_dir, "args.tmp"), os.path.join(run_dir, "args.json"))
-            self.files = {x: open(os.path.join(run_dir, x), "a+", 1, newline="") for x in ("metrics.csv", "perf.csv")}
-            for file in self.files.values():
-                file.seek(0)  # what is cut off, a line half written too, is what the resumed run writes again
-                kept = [x for x in file if x[-1] == "\n" and (x[0] == "s" or int(x.split(",")[0]) <= step)]
-                file.truncate(sum(map(len, kept)))
-                file.write("" if kept else "step,tag,value\n")
-            self.board = SummaryWriter(run_dir, purge_step=step + 1)
-
-    def scalars(self, step: int, values: dict[str, float], file: str = "metrics.csv") -> None:
-        """Write tag -> value."""
-        self.files[file].writelines(f"{step},{tag},{value}\n" for tag, value in values.items())
-        for tag, value in values.items():
-            self.board.add_scalar(tag, value, step)
-        self.board.flush()
-
-
-# === 7 Evaluation =====================================================================================================
-
-
-def evaluate(players: dict, tokenizer, args: Args) -> tuple[dict[str, float], str]:
-    """Shares of wins, draws and losses against each opponent, from each seat; one game of each kind as text."""
-    rank, world_size = rank_and_world_size()
-    pairs = [(game, who, role) for game in args.games for who in args.eval_opponents for role in ("first", "second")]
-    pairs = [pair for pair in pairs if pair[0] == "tictactoe" or pair[1] != "minimax"]
-    matches, count = [], args.eval_games
-    for game, other, role in pairs:
-        seats, options = ("policy", other) if role == "first" else (other, "policy"), match_options(game, args)
-        matches += [new_match(game, seats, f"evaluation {i}", f"evaluation {i}", **options) for i in range(count)]
-    mine = range(rank, len(matches), world_size)
-    play(players, tokenizer, matches[rank::world_size] or matches[:1], 1, args)  # with FSDP every process must play
-    table = torch.zeros(len(pairs), 3)  # wins, draws, losses
-    for i in mine:
-        gain = matches[i].gain(int(pairs[i // count][2] == "second"))
-        table[i // count] += torch.tensor([gain > 0, gain == 0, gain < 0])
-    names = [f"eval/{game}/{who}/{role}/{x}" for game, who, role in pairs for x in ("win", "draw", "loss")]
-    shown = [matches[i * count] for i, pair in enumerate(pairs) if pair[1:] == pairs[0][1:] and i * count in mine]
-    shown = "\n".join("\n".join([f"{match.name}:", *match.texts]) for match in shown)
-    return dict(zip(names, (gather(table[None])[0].sum(0) / count).flatten().tolist())), shown
-
-
-def kuhn_readout(model, tokenizer, args: Args) -> Tensor:
-    """Probability of passing and of betting at the 12 information sets; what is missing to 1 is illegal. -> (12,2)
-
-    Thoughts are sampled, then both actions are scored in the box behind each: exact but for the choice of thoughts.
+    No random state is saved: problems and samples depend on the seed and the progress alone.
     """
-    games, count = [game for _, game in kuhn_decision_points(handicap=args.handicap)], max(args.eval_thoughts, 1)
-    prompts, thoughts = [encode(tokenizer, game.prompt(game.player)) for game in games], ["\\boxed{"] * len(games)
-    if args.eval_thoughts:
-        samples = generate(model, prompts, count, args, [torch.Generator().manual_seed(i) for i in range(len(games))])
-        thoughts = tokenizer.batch_decode(samples.completion_ids * samples.mask, skip_special_tokens=True)
-    heads = [thought[: max(thought.rfind("\\boxed{"), 0)] for thought in thoughts]  # up to the action
-    tails = [f"\\boxed{{{action}}}{tokenizer.eos_token}" for game in games for action in game.legal_actions()]
-    heads, tails = (tokenizer(texts, add_special_tokens=False)["input_ids"] for texts in (heads, tails))
-    pairs = [(head, tails[2 * (i // count) + bet]) for i, head in enumerate(heads) for bet in (0, 1)]
-    start = len(os.path.commonprefix(tails))  # the box's own tokens are given: they were sampled with the thought
-    rows = ((torch.tensor(head + tail), torch.arange(len(head + tail)) >= len(head) + start) for head, tail in pairs)
-    ids, mask = (pad_sequence(column, True).to(model.device) for column in zip(*rows))  # (B,T) each
-    batch = Batch([prompts[i // (2 * count)] for i in range(len(pairs))], ids, mask, ids, ids)
-    logprobs = torch.zeros(len(pairs), device=model.device)  # (B,)
-    with torch.no_grad():
-        for packed in pack(batch, list(range(len(pairs))), args):
-            logprobs[packed.rows] = (token_logprobs(model, packed, args) * mask[packed.rows]).sum(1)
-    wrote = torch.tensor(["\\boxed{" in thought for thought in thoughts], device=model.device)  # (12 count,)
-    return (logprobs.exp().view(-1, 2) * wrote[:, None]).view(len(games), count, 2).mean(1)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "progress": progress}
+    dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
+    if rank == 0:
+        for old in checkpoints(run_dir)[:-2]:
+            shutil.rmtree(old)
 
 
-def kuhn_scores(model, tokenizer, args: Args, progress: Progress) -> dict[str, float]:
-    """How far the policy is from an equilibrium, and the mean of all policies so far, which `progress` keeps."""
-    policy = kuhn_readout(model, tokenizer, args).cpu()  # (12,2)
-    bets = (policy[:, 1] / policy.sum(1)).nan_to_num(0.5)  # (12,)
-    progress.update(readouts=progress["readouts"] + 1, bets=(torch.tensor(progress["bets"]) + bets).tolist())
-    policies = {"last": bets.tolist(), "average": [bet / progress["readouts"] for bet in progress["bets"]]}
-    found = {f"eval/kuhn/nash_conv_{name}": kuhn_nash_conv(bets) for name, bets in policies.items()}
-    return found | {"eval/kuhn/illegal": 1 - policy.sum(1).mean().item(), "eval/kuhn/thoughts": 12 * args.eval_thoughts}
+def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+    """Restore the newest checkpoint, if there is one; every process reads its shard."""
+    if not checkpoints(run_dir):
+        return  # get_state_dict makes a step with a new AdamW, which would count
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "progress": progress}
+    dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    progress.update(state["progress"])
 
 
-# === 8 Training loop ==================================================================================================
+def save_final(run_dir: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=whole)  # all processes take part
+    if rank == 0:
+        final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
+        final.load_state_dict(weights)
+        final.save_pretrained(f"{run_dir}/final")
+        tokenizer.save_pretrained(f"{run_dir}/final")
+        print(f"{run_dir}/final: the trained model", flush=True)
 
 
-def check_args(args: Args) -> None:
-    """One sentence for every combination of flags that cannot work."""
-    ranks, group, micro = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations, args.per_device_train_batch_size
-    least = {"handicap": -(2**31), "temperature": 1e-6, "max_steps": 0, "eval_steps": 0, "seed": 0, "eval_thoughts": 0}
-    for f in fields(Args):
-        x, low, high = getattr(args, f.name), least.get(f.name, int(f.type is int)), 1 if "decay" in f.name else 2**31
-        kinds = [getattr(k, "__name__", k) for k in get_args(f.type) * (get_origin(f.type) is not tuple) or (f.type,)]
-        unfit = x not in kinds and not {*kinds, "int", "list"} & {kind.__name__ for kind in type(x).__mro__}
-        if x in ("", ()) or unfit or (isinstance(x, (int, float)) and not low <= x < high):
-            wanted = "a name" if x in ("", ()) else " or ".join(kinds) if unfit else f"{low} or more, below {high}"
-            fail(f"--{f.name.replace('_', '-')} {x!r}: expected {wanted}")
-    if args.num_prompts_per_step % ranks:
-        fail(f"--num-prompts-per-step {args.num_prompts_per_step}: not divisible by the {ranks} processes")
-    if micro % group and group % micro:
-        fail(f"--per-device-train-batch-size {micro}: expected a multiple or a divisor of --num-generations {group}")
-    if args.fsdp and (ranks == 1 or args.opponent in ("past", "fixed")):
-        fail("--fsdp: start with torchrun --nproc_per_node 2 or more, and not with --opponent past or fixed")
+def open_run(args: Args, rank: int) -> str:
+    """The run folder, the same for all processes; the first one makes it."""
+    run_dir = args.resume or args.output_dir
+    if run_dir is None:
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}"
+        run_dir = gather([run_dir])[0]  # the clocks of processes differ
+    path = Path(run_dir, "args.json")
+    if rank == 0:
+        if path.exists() and not args.resume:
+            sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+        os.makedirs(run_dir, exist_ok=True)
+        path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    return run_dir
 
 
-def batch_metrics(batch: Batch, results: Tensor, advantages: Tensor, args: Args, progress: Progress) -> dict:
-    """What the games of a step say, over all processes. Counts their tokens in progress."""
-    values = {name: gather(value)[0].float() for name, value in batch.info.items()}  # (B,) each
-    lengths, table = gather(batch.mask.sum(1))[0].float(), gather(results)[0]  # (B,), (E,8)
-    progress["tokens"] += int(lengths.sum())
-    metrics = {"reward": gather(batch.rewards)[0].mean(), "completions/mean_length": lengths.mean()}
-    metrics |= {"completions/max_length": lengths.amax(), "completions/clipped_ratio": 1 - values["ended"].mean()}
-    metrics |= {"entropy": values["entropy"].sum() / lengths.sum()}
-    metrics |= {"spiral_rae/advantage_std": gather(advantages)[0].std(correction=0)}
-    for number, game in enumerate(args.games):
-        means = table[table[:, 0] == number].mean(0).tolist()  # NaN if no process has played it
-        names = [(1, "return_0"), (2, "return_1"), (5, "turns"), (6, "draws"), (7, "forfeits")]
-        metrics |= {f"spiral_rae/{game}/{name}": means[column] for column, name in names}
-    return {name: float(value) for name, value in metrics.items()} | {"num_tokens": progress["tokens"]}
+def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
+    with open(f"{run_dir}/metrics.csv", "a") as file:
+        if file.tell() == 0:
+            file.write("step,tag,value\n")
+        for tag, value in values.items():
+            file.write(f"{step},{tag},{value}\n")
+            board.add_scalar(tag, value, step)
+    board.flush()
+
+
+def log_games(run_dir: str, step: int, matches: list[Match], advantages, tokenizer) -> None:
+    """Add the first games of a step to completions.jsonl, for people to read."""
+    with open(f"{run_dir}/completions.jsonl", "a") as file:
+        for match, pair in zip(matches[:GAMES_SHOWN], advantages):
+            row = {
+                "step": step,
+                "game": match.name,
+                "first_prompt": tokenizer.decode(match.turns[0][1].prompt) if match.turns else "",
+                "turns": match.texts,
+                "reason": match.game.reason,
+                "rewards": match.game.rewards,
+                "advantages": pair,
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def game_metrics(results: list[Result]) -> dict[str, float]:
+    """Means over the games of each kind."""
+    values = {}
+    for result in results:
+        columns = {
+            "return_0": result.rewards[0],
+            "return_1": result.rewards[1],
+            "turns": result.turns,
+            "draws": result.draw,
+            "forfeits": result.forfeit,
+        }
+        for column, value in columns.items():
+            values.setdefault(f"spiral_rae/{result.name}/{column}", []).append(float(value))
+    return {tag: mean(some) for tag, some in values.items()}
+
+
+def report(step: int, metrics: dict, results: list[Result], args: Args) -> None:
+    """Print a summary of under 80 columns."""
+    left = metrics["seconds/step"] * (args.max_steps - step)
+    line = f"step {step:>4}/{args.max_steps}"
+    line += f"  forfeits {mean(float(result.forfeit) for result in results):.2f}"
+    line += f"  draws {mean(float(result.draw) for result in results):.2f}"
+    line += f"  length {metrics['completions/mean_length']:.0f}"
+    line += f"  {metrics['seconds/step']:.1f} s"
+    print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+
+
+# --- Evaluation and training ----------------------------------------------------------------------
+
+
+def evaluate(
+    models: dict, tokenizer, args: Args, rank: int, world_size: int
+) -> tuple[dict[str, float], str]:
+    """Shares of games that the policy wins, draws and loses against each opponent, moving first
+    (role 0) and second. Also returns some games as text."""
+    matches = []
+    for name, opponent in product(args.games, args.eval_opponents):
+        if opponent == "minimax" and name != "tictactoe":
+            continue
+        for i in range(args.eval_games):
+            matches.append(new_match(name, ("policy", opponent), f"evaluation {i}", args))
+            matches.append(new_match(name, (opponent, "policy"), f"evaluation {i}", args))
+    matches = matches[rank::world_size]
+    play(models, tokenizer, matches, args)
+    margins = []
+    for match in matches:
+        role = match.players.index("policy")
+        tag = f"eval/{match.name}/{match.players[1 - role]}/{('first', 'second')[role]}"
+        margins.append((tag, match.margin(role)))
+    counts = {}
+    for tag, margin in gather(margins):
+        outcomes = {"win": margin > 0, "draw": margin == 0, "loss": margin < 0}
+        for outcome, happened in outcomes.items():
+            counts[f"{tag}/{outcome}"] = counts.get(f"{tag}/{outcome}", 0) + happened
+    scores = {tag: count / args.eval_games for tag, count in counts.items()}
+    examples = ["\n".join([f"{match.name}:", *match.texts, ""]) for match in matches[:2]]
+    return scores, "\n".join(examples)
+
+
+def evaluate_kuhn(sampler, tokenizer, args: Args, progress: dict) -> dict[str, float]:
+    """NashConv: what both players could gain by answering the policy best, 0 at an equilibrium.
+
+    The policy is read out by samples at each of the 12 information sets. In self-play it is the
+    mean of all policies that approaches an equilibrium, so progress keeps what was read out.
+    """
+    bets = []  # probability of betting or calling
+    legal = []
+    for number, (_, game) in enumerate(kuhn_decision_points()):
+        context = encode(tokenizer, game, game.player, args)
+        names = [("kuhn", len(progress["kuhn"]), number, i) for i in range(args.eval_samples)]
+        seeds = [random_seed(*name) for name in names]
+        completions = generate(sampler, [context] * len(seeds), args, seeds)
+        texts = tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
+        actions = [game.parse(text) for text in texts]
+        passes, calls = [actions.count(action) for action in game.legal_actions()]
+        bets.append(calls / (passes + calls) if passes + calls else 0.5)
+        legal.append((passes + calls) / len(actions))
+    progress["kuhn"] = progress["kuhn"] + [bets]
+    return {
+        "eval/kuhn/nash_conv_last": kuhn_nash_conv(bets),
+        "eval/kuhn/nash_conv_average": kuhn_nash_conv([mean(x) for x in zip(*progress["kuhn"])]),
+        "eval/kuhn/illegal": 1 - mean(legal),
+    }
 
 
 def train(args: Args) -> dict[str, float]:
-    """Train as the flags say. Returns the last evaluation. Steps as in spiral_rae.md."""
-    transformers.logging.disable_progress_bar()
-    getattr(sys.stdout, "reconfigure", dict)(errors="replace")  # a terminal may not know all that a model writes
-    args = resume_args(args) if args.resume else args
-    check_args(args)
-    device, rank = setup(args), rank_and_world_size()[0]
-    model = load_model(args, tokenizer := load_tokenizer(args), device)
-    wanted = {*args.eval_opponents, args.opponent, "start" if args.beta > 0 or args.opponent == "fixed" else ""}
-    frozen = {name: load_model(args, tokenizer, device).requires_grad_(False) for name in wanted & {"past", "start"}}
-    players, reference = {"policy": model, **OPPONENTS, **frozen}, frozen.get("start")
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        args = replace(args, learning_rate=1e-6 if args.model_name_or_path else 4e-4)
+    rank, world_size, device = setup(args)
+    model, tokenizer = load_model(args)
+    model.to(device)
+    check_model(model, first_prompt(tokenizer, args), args)
+    reference = None
+    if args.beta > 0:
+        reference = copy_model(model, torch.float32)
+        if args.fsdp:
+            shard(reference, args)
+    # The sampler is the policy itself, or a copy: unsharded for --fsdp, in bfloat16 for --bf16.
+    sampler = model
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    if args.bf16 or args.fsdp:
+        sampler = copy_model(model, dtype)
+    models = {"policy": sampler}
+    if args.opponent == "start" or (args.eval_steps and "start" in args.eval_opponents):
+        models["start"] = copy_model(model, dtype)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
     if args.fsdp:
         shard(model, args)
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=0.0, fused=True)
-    progress = Progress(step=0, problems=0, tokens=0, readouts=0, bets=[0.0] * 12)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), args.learning_rate, weight_decay=0.0, fused=True
+    )
+    run_dir = open_run(args, rank)
     baseline = RoleBaseline(args.baseline_decay, args.update_first)
-    state = {"policy": Trained(model, optimizer), "progress": progress, "baseline": baseline}
-    state |= {name: frozen[name] for name in wanted & {"past"}}
-    run_dir = args.output_dir or f"runs/{Path(__file__).stem}__{args.env}__{args.seed}__{time.time():.0f}"
-    if rank == 0 and not args.resume and any(os.path.exists(f"{run_dir}/{x}") for x in ("args.json", "metrics.csv")):
-        fail(f"--output-dir {run_dir}: holds a run already; continue it with --resume {run_dir} or name another folder")
-    loaded = progress["step"] if args.resume and load_checkpoint(run_dir, state) else -1
+    progress = {"step": 0, "num_games": 0, "num_tokens": 0, "baseline": baseline.state_dict()}
+    progress["kuhn"] = []  # probabilities that were read out in each evaluation
+    load_checkpoint(run_dir, model, optimizer, progress)
+    baseline.load_state_dict(progress["baseline"])
     if rank == 0:
-        logger = Logger(run_dir, args, loaded)
-        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} games a step, {device}")
-    signals = []  # the step is finished and saved before the run leaves; a second signal leaves at once
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: os._exit(128 + number) if signals else signals.append(number))
-    start, first, scores = time.perf_counter(), progress["step"], {}
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_games_per_step} games a step on {device}")
+
+    scores = {}
+    kuhn = json.loads(args.game_options).get("kuhn", {})
     while True:
-        step, last = progress["step"], progress["step"] >= args.max_steps
-        stop = int(gather(torch.tensor([max(signals, default=0)]))[0].max())  # a signal to any process
-        if step != loaded and args.eval_steps and (last or step % args.eval_steps == 0):
-            scores, shown = evaluate(players, tokenizer, args)
-            if "kuhn" in args.games and args.kuhn_variant == "standard":
-                scores |= kuhn_scores(model, tokenizer, args, progress)
+        step = progress["step"]
+        last = step >= args.max_steps
+        refresh(sampler, model, args)
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores, examples = evaluate(models, tokenizer, args, rank, world_size)
+            if "kuhn" in args.games and kuhn.get("variant", "standard") == "standard":
+                scores |= evaluate_kuhn(sampler, tokenizer, args, progress)
             if rank == 0:
+                log(run_dir, board, step, scores)
                 if last or step == 0:
-                    print(shown)
-                    logger.board.add_text("eval/completions", "    " + shown.replace("\n", "\n    "), step)  # as code
-                logger.scalars(step, scores)
-                print("  ".join(f"{tag} {value:.3f}" for tag, value in list(scores.items())[:3]), flush=True)
-        if step not in (0, loaded) and (last or stop or step % args.save_steps == 0):
-            save_checkpoint(run_dir, step, state)
-        if last or stop:
+                    print(examples)
+                for tag, value in scores.items():
+                    if not tag.endswith(("/draw", "/loss")):
+                        print(f"{tag} {value:.3f}", flush=True)
+        if last:
             break
-        began, tokens = time.perf_counter(), progress["tokens"]
-        if args.opponent == "past" and step % args.opponent_lag == 0:
-            frozen["past"].load_state_dict(model.state_dict())
-        batch, results = rollout(players, tokenizer, args, progress)  # 1. play games, both seats
-        advantages = compute_advantages(batch, results, args, baseline)  # 2. subtract the role's average, move it
-        metrics, sampled = batch_metrics(batch, results, advantages, args, progress), time.perf_counter()
-        metrics |= {f"spiral_rae/{game}/baseline_{role}": x for (game, role), x in sorted(baseline.values.items())}
-        metrics |= update(model, optimizer, batch, advantages, args, reference)  # 3. clipped policy-gradient steps
-        progress["step"] += 1
-        now = time.perf_counter()  # 4. log; evaluate and save above
+
+        # 1. play games to their ends, both roles; processes play different games
+        began = time.perf_counter()
+        share = args.num_games_per_step // world_size
+        first = progress["num_games"] + rank * share
+        matches = [training_match(number, args) for number in range(first, first + share)]
+        play(models, tokenizer, matches, args)
+        progress["num_games"] += args.num_games_per_step
+        sampled = time.perf_counter()
+
+        # 2. compare each result with the average of its role, which moves; all turns of a role in a
+        # game have its advantage
+        results = gather([match.result() for match in matches])  # of all processes, in order
+        pairs = game_advantages(results, baseline, args.baseline)
+        pairs = pairs[rank * share : (rank + 1) * share]
+        completions = []
+        own_advantages = []
+        for match, pair in zip(matches, pairs):
+            completions += [completion for _, completion in match.turns]
+            own_advantages += [pair[role] for role, _ in match.turns]
+        own_advantages = torch.tensor(own_advantages)  # (B,)
+        progress["baseline"] = baseline.state_dict()
+
+        # 3. clipped policy-gradient steps
+        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        optimizer.param_groups[0]["lr"] = rate
+        metrics = update(model, reference, optimizer, completions, own_advantages, args)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        table = gather([(len(c.ids), c.ended, c.entropy) for c in completions])
+        lengths, ended, entropy = zip(*table)
+        progress["num_tokens"] += sum(lengths)
+        for (name, role), value in sorted(baseline.values.items()):
+            metrics[f"spiral_rae/{name}/baseline_{role}"] = value
+        metrics |= game_metrics(results)
+        metrics |= {
+            "spiral_rae/advantage_std": torch.tensor(gather(own_advantages.tolist())).std().item(),
+            "entropy": sum(entropy) / sum(lengths),
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
         if rank == 0:
-            logger.scalars(step + 1, {f"train/{name}": value for name, value in metrics.items()})
-            gpu, speed = device.type == "cuda", (progress["tokens"] - tokens) / (now - began)
-            memory = torch.cuda.max_memory_allocated() if gpu else getrusage(RUSAGE_SELF).ru_maxrss * 1024  # bytes
-            perf = {"perf/step_seconds": now - began, "perf/rollout_seconds": sampled - began}
-            perf |= {"perf/tokens_per_second": speed, "perf/peak_memory_gb": memory / 1e9}
-            logger.scalars(step + 1, perf, "perf.csv")
-            left = (now - start) / (step + 1 - first) * (args.max_steps - step - 1)
-            line = f"step {step + 1:>4}/{args.max_steps}  length {metrics['completions/mean_length']:3.0f}"
-            print(f"{line}  {speed / 1000:4.1f}k tok/s  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
-    if stop and not last:
-        fail(f"stopped after step {step}; continue with --resume {run_dir}", 128 + stop)
-    weights = state["policy"].state_dict()["model_state_dict"]  # all processes must call
-    weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
-    if rank == 0:
-        model.save_pretrained(os.path.join(run_dir, "final"), state_dict=weights)
-        tokenizer.save_pretrained(os.path.join(run_dir, "final"))
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_games(run_dir, step, matches, pairs, tokenizer)
+            report(step, metrics, results, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, model, optimizer, progress, rank)
+
+    if args.max_steps > 0:
+        save_final(run_dir, model, tokenizer, args, rank)
     if dist.is_initialized():
         dist.destroy_process_group()
     return scores
 
 
+def parse_args() -> Args:
+    """The command line; with --resume, the flags of that run are its defaults."""
+    args = tyro.cli(Args)
+    if not args.resume:
+        return args
+    path = Path(args.resume, "args.json")
+    if not path.is_file():
+        sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+    saved = json.loads(path.read_text())
+    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+    saved = Args(**saved | lists)  # JSON has no tuples
+    args = tyro.cli(Args, default=saved)
+    for name, before in asdict(saved).items():
+        now = getattr(args, name)
+        if now == before or name in ("resume", "output_dir"):
+            continue
+        flag = "--" + name.replace("_", "-")
+        if name in FIXED.split():
+            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{flag} {now}: the run began with {before}", flush=True)
+    return args
+
+
 if __name__ == "__main__":
-    train(tyro.cli(Args))
+    train(parse_args())

@@ -3,7 +3,7 @@
     python benchmarks/examiner_pi_play.py      # about 3 minutes a seed on one core
 
 The default run of algorithms/pi_play.py is stopped after the steps of the examiner in every round and continued with
---resume. What final/examiner holds then writes a question about each of some documents, for one hop and for two; the
+--resume. What examiner/final holds then writes a question about each of some documents, for one hop and for two; the
 shipped model, which stays the same, and the student of that round, whom this examiner measured its questions by, answer
 each well-formed one n times. Documents and random numbers are the same in all rounds of a seed. Round 0 is the shipped
 model as its own examiner and student.
@@ -53,31 +53,32 @@ def train(run_dir: str, seed: int, steps: int, extra: list[str]) -> None:
     """Train up to a step, from where the folder is."""
     resume = Path(run_dir, "args.json").exists()
     words = ["algorithms/pi_play.py", "--max-steps", str(steps), "--eval-steps", "0", "--seed", str(seed), *extra]
-    command = [sys.executable, *words, "--device", "cpu", "--resume" if resume else "--output-dir", run_dir]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    command = [sys.executable, *words, "--resume" if resume else "--output-dir", run_dir]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)} failed:\n{done.stderr}")
 
 
-def answered(student, tokenizer, task, problems: list, names: list[str], args) -> torch.Tensor:
+def answered(student, tokenizer, task, problems: list, seeds: list[int], args) -> torch.Tensor:
     """How many of n answers to each question are right. -> (N,)"""
-    episodes = pi_play.play(student, tokenizer, task, problems, args.num_answers, args, names)
-    return pi_play.score_episodes(task, episodes)[:, 0].view(-1, args.num_answers).sum(1)
+    episodes = pi_play.answer(student, tokenizer, task, problems, args.num_answers, args, seeds)
+    return torch.tensor([episode.reward for episode in episodes]).view(-1, args.num_answers).sum(1)
 
 
 def measure(models: dict, tokenizer, seed: int, count: int, args) -> dict[str, float]:
     """What the questions of an examiner are like; `models` are examiner, student and base, the shipped model."""
-    task, n = pi_play.load_task(args), args.num_answers
-    seeds = [f"{seed} examined {i}" for i in range(count)]
+    (task, _), n = pi_play.load_task(args), args.num_answers
+    seeds = [pi_play.random_seed(seed, "examined", i) for i in range(count)]
     episodes, _, problems = pi_play.examine(models["examiner"], tokenizer, task, seeds, args)
-    asked = {name: problem for name, problem in zip(seeds, problems) if problem}
-    questions, names = list(asked.values()), [f"{name} answer" for name in asked]
-    correct = {"student": answered(models["student"], tokenizer, task, questions, names, args)}  # (N,) each
+    questions = [problem for problem in problems if problem]
+    seeds = [pi_play.random_seed(seed, "answer") for seed, problem in zip(seeds, problems) if problem]
+    correct = {"student": answered(models["student"], tokenizer, task, questions, seeds, args)}  # (N,) each
     correct["base"] = correct["student"]
     if models["student"] is not models["base"]:
-        correct["base"] = answered(models["base"], tokenizer, task, questions, names, args)
+        correct["base"] = answered(models["base"], tokenizer, task, questions, seeds, args)
     right = torch.tensor([answer_of(problem.question) == problem.answers[0] for problem in questions])  # (N,)
-    row = {"well_formed": len(asked) / count, "searches": share(len(searches(e.texts)) for e in episodes)}
+    row = {"well_formed": len(questions) / count, "searches": share(len(searches(e.texts)) for e in episodes)}
     row |= {"right": right.float().mean().item(), "distinct": len({p.question for p in questions}) / len(questions)}
     row |= {"question_hops": share(problem.question.count(" of ") for problem in questions)}
     row |= {"base_pass_rate_right": correct["base"][right].mean().item() / n}
@@ -90,10 +91,9 @@ def measure(models: dict, tokenizer, seed: int, count: int, args) -> dict[str, f
 
 def seed_rows(seed: int, args: Args, common: dict) -> list[dict]:
     """Rows of one training run, each with what is common to all."""
-    extra, rows, device = shlex.split(args.extra), [], torch.device("cpu")
-    defaults = tyro.cli(pi_play.Args, args=[*extra, "--seed", str(seed), "--device", "cpu"])
-    tokenizer = pi_play.load_tokenizer(defaults)
-    base = pi_play.load_model(defaults, tokenizer, device)
+    extra, rows = shlex.split(args.extra), []
+    defaults = tyro.cli(pi_play.Args, args=[*extra, "--seed", str(seed)])
+    base, tokenizer = pi_play.load_model(defaults)
     length = defaults.examiner_steps + defaults.student_steps
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.rounds + 1):
@@ -101,10 +101,10 @@ def seed_rows(seed: int, args: Args, common: dict) -> list[dict]:
             if number:
                 steps = (number - 1) * length + defaults.examiner_steps
                 train(f"{folder}/run", seed, steps, extra)
-                for role, place in (("examiner", "final/examiner"), ("student", "final")):
+                for role, place in (("examiner", "examiner/final"), ("student", "final")):
                     trained = replace(defaults, model_name_or_path=f"{folder}/run/{place}")
                     if role == "examiner" or number > 1:  # in the first round the student is the shipped model
-                        models[role] = pi_play.load_model(trained, tokenizer, device)
+                        models[role] = pi_play.load_model(trained)[0]
             for hops in args.hops:
                 values = measure(models, tokenizer, seed, args.documents, replace(defaults, hops=(hops,)))
                 row = {"seed": seed, "round": number, "max_steps": steps, "hops": hops, "documents": args.documents}

@@ -23,7 +23,6 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algorithms import spiral_rae
-from envs.matches import new_match
 
 ROOT = Path(__file__).resolve().parents[1]
 GAMES = ("tictactoe", "kuhn", "negotiation")
@@ -41,12 +40,11 @@ class Args:
 
 def main(args: Args) -> None:
     torch.set_num_threads(1)
-    device, flags, players, start = torch.device("cpu"), spiral_rae.Args(), {}, time.perf_counter()
+    flags, players, start = spiral_rae.Args(), {}, time.perf_counter()
     folders = {"base": None, **{path.name: str(path) for path in sorted(Path(args.runs).iterdir())}}
     for name, path in folders.items():
         flags.model_name_or_path = path
-        tokenizer = spiral_rae.load_tokenizer(flags)
-        players[name] = spiral_rae.load_model(flags, tokenizer, device)
+        players[name], tokenizer = spiral_rae.load_model(flags)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     how = {"command": " ".join(["python benchmarks/head_to_head_spiral.py", *sys.argv[1:]]), "commit": commit.strip()}
     how |= {"torch": version("torch"), "transformers": version("transformers"), "python": platform.python_version()}
@@ -56,9 +54,9 @@ def main(args: Args) -> None:
         for game in GAMES:
             for seat, seats in enumerate(((one, other), (other, one))):
                 seeds = [f"head to head {game} {i}" for i in range(args.games)]
-                matches = [new_match(game, seats, seed, seed) for seed in seeds]
-                spiral_rae.play({name: players[name] for name in seats}, tokenizer, matches, 1, flags)
-                gains = [match.gain(seat) - match.gain(1 - seat) for match in matches]
+                matches = [spiral_rae.new_match(game, seats, seed, flags) for seed in seeds]
+                spiral_rae.play(players, tokenizer, matches, flags)
+                gains = [match.margin(seat) for match in matches]
                 row = {"player": one, "opponent": other, "game": game, "seat": seat, "games": args.games}
                 row |= {"win": sum(gain > 0 for gain in gains), "draw": sum(gain == 0 for gain in gains)}
                 rows.append(row | {"loss": sum(gain < 0 for gain in gains)})

@@ -27,13 +27,13 @@ GDPO_ARM_NAMES = {
     "grpo": "GRPO (`--advantage grpo`)",
     "grpo_no_std": "GRPO without std (`--advantage grpo_no_std`)",
     "grpo_batch_norm": "GRPO + batch norm (`--advantage grpo_batch_norm`)",
-    "gdpo_no_batch_norm": "GDPO without batch norm (`--no-batch-norm`)",
+    "gdpo_no_batch_norm": "GDPO without batch norm (`--advantage gdpo_no_batch_norm`)",
     "gdpo": "GDPO",
 }
 IGPO_ARM_NAMES = {
-    "f1ig": "IGPO: outcome and gains (`--reward f1+ig`, the default)",
-    "f1": "outcome alone: GRPO (`--reward f1`)",
-    "ig": "gains alone (`--reward ig`)",
+    "f1ig": "IGPO: outcome and gains (`--advantage f1+ig`, the default)",
+    "f1": "outcome alone: GRPO (`--advantage f1`)",
+    "ig": "gains alone (`--advantage ig`)",
     "log_joint": "one pool (`--normalization joint`)",
     "prob_separate": "gains of probability (`--information-gain prob`)",
     "prob_joint": "v1: both (`--information-gain prob --normalization joint`)",

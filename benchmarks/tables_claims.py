@@ -144,7 +144,7 @@ def curve(read: Read, method: Method, tag: str) -> list[tuple[int, float]]:
 
 def default_minutes(read: Read, script: str) -> float:
     """Minutes that the default run has trained, without start and evaluations. Older scripts have them in perf.csv."""
-    steps = [row for row in read(f"{script}_default_metrics.csv") if row["tag"] == "train/seconds/step"]
+    steps = [row for row in read(f"{script}_default_metrics.csv") if row["tag"].endswith("seconds/step")]
     rows = steps or read(f"{script}_default_perf.csv")
     steps = steps or [row for row in rows if row["tag"] == "perf/step_seconds"]
     if steps:
@@ -413,7 +413,7 @@ CLAIMS: tuple[tuple[str, str, str, Text, str | Text, str], ...] = (
     (
         "pi-Play",
         "questions get harder, searches are repeated less",
-        "every round, [table](../algorithms/pi_play.md#results)",
+        "every round, [table](pi_play.md)",
         lambda read: "slightly easier; nobody repeats",
         "not at this size",
         "examiner_pi_play.py",
@@ -455,7 +455,7 @@ CLAIMS: tuple[tuple[str, str, str, Text, str | Text, str], ...] = (
     (
         "SPIRAL",
         "several games teach more than one",
-        "one seed, [table](../algorithms/spiral_rae.md#several-games-against-one)",
+        "one seed, [table](spiral_rae.md#several-games-against-one)",
         lambda read: "specialists win at home, all-rounders come second",
         "not at this size",
         "head_to_head_spiral.py",

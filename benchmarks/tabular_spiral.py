@@ -5,8 +5,8 @@
 
 The policy is one logit (of betting or calling) for each of Kuhn's 12 information sets, 0 at the start; it plays both
 seats. A step plays a number of hands and makes one step of plain gradient descent on the loss that
-algorithms/spiral_rae.py trains with: `policy_loss` with a row for each hand, its decisions in place of tokens and 1 for
-the longest length, so that decisions are added up within a hand and averaged over hands. Advantages are those of its
+algorithms/spiral_rae.py trains with: `policy_loss` with decisions in place of tokens, added up within a hand and averaged
+over hands. Advantages are those of its
 `RoleBaseline`. Arms: `role` (a moving average for each role), `global` (one for both), `none`. A handicap c is paid by
 player 1 to player 0 in every hand; it changes no decision.
 
@@ -122,9 +122,9 @@ def gradient(logits: Tensor, games: Tensor, sets: Tensor, acted: Tensor, found: 
     mask = torch.ones_like(acted).bool()
     mask[..., 2] = (acted[..., 0] == 0) & (acted[..., 1] == 1)
     by_decision, mask = found[..., ROLES].flatten(0, 1), mask.flatten(0, 1)  # (R*H,3) each
-    options = {"loss_type": "dr_grpo", "max_completion_length": 1}
-    loss, _ = policy_loss(logprobs, logprobs.detach(), by_decision, mask, **options)  # mean over the hands of all runs
-    return torch.autograd.grad(loss * len(logits), logits)[0]
+    losses, _ = policy_loss(logprobs, logprobs.detach(), by_decision)  # (R*H,3)
+    hands = games.size(1)
+    return torch.autograd.grad((losses * mask).sum() / hands, logits)[0]
 
 
 def shown(steps: int) -> list[int]:

@@ -1,8 +1,7 @@
-"""Countdown: the grader against hand-made cases, an oracle and hostile text; the held-out split; the demonstrations."""
+"""Countdown: the grader against hand-made cases and an oracle; the held-out split; the demonstrations."""
 
 import random
 import re
-import time
 from fractions import Fraction
 
 import pytest
@@ -32,29 +31,14 @@ def key(problem: Problem) -> tuple:
         (EIGHTS, "<answer>8+3+8+3</answer>", 0, 1),  # wrong value
         (EIGHTS, "8/(3-8/3)", 0, 0),  # no tags
         (EIGHTS, "<answer>8/(3-8/3)", 0, 0),
-        (EIGHTS, "8/(3-8/3)</answer>", 0, 0),
-        (EIGHTS, "</answer>8/(3-8/3)<answer>", 0, 0),
         (EIGHTS, "<answer></answer>", 0, 0),
-        (EIGHTS, "", 0, 0),
-        (
-            EIGHTS,
-            "<answer>8+3</answer><answer>8/(3-8/3)</answer>",
-            1,
-            0,
-        ),  # the last answer counts
-        (EIGHTS, "<answer>8/(3-8/3)</answer><answer>8+3</answer>", 0, 0),
+        (EIGHTS, "<answer>8+3</answer><answer>8/(3-8/3)</answer>", 1, 0),  # the last answer counts
         (EIGHTS, "<answer>8/(3-8/3)</answer> is my answer", 1, 0),  # trailing text
         (EIGHTS, "<answer>8/(3-8/3)=24</answer>", 0, 0),  # an equation is no expression
-        (EIGHTS, "<answer>24</answer>", 0, 1),
-        (EIGHTS, "<answer>8/(3-8/3)#</answer>", 0, 0),
-        (EIGHTS, "<ANSWER>8/(3-8/3)</ANSWER>", 0, 0),
-        (Problem((2, 3, 5), 1), "<answer>2*3-5</answer>", 1, 1),
         (Problem((2, 3, 5), 1), "<answer>-5+2*3</answer>", 1, 1),  # a sign is not a number
         (Problem((2, 3, 5), 1), "<answer>3*2-05</answer>", 1, 1),  # 05 is 5
         (Problem((2, 2, 5), 9), "<answer>2*2+5</answer>", 1, 1),  # given twice, used twice
         (Problem((2, 2, 5), 7), "<answer>2+5</answer>", 0, 1),  # given twice, used once
-        (Problem((1, 2, 3), 0), "<answer>3-2-1</answer>", 1, 1),  # from left to right
-        (Problem((8, 4, 2), 1), "<answer>8/4/2</answer>", 1, 1),
         (Problem((1, 2, 3), 1), "<answer>3/(2-1-1)</answer>", 0, 0),  # division by zero
         (Problem((7, 3), 2), "<answer>7/3</answer>", 0, 1),  # nothing is rounded
         (Problem((2, 3), 8), "<answer>2**3</answer>", 0, 0),
@@ -63,7 +47,6 @@ def key(problem: Problem) -> tuple:
         (Problem((1, 2), 3), "<answer>\u0661+\u0662</answer>", 0, 0),  # digits of another script
         (Problem((1, 2), 2), "<answer>(1)(2)</answer>", 0, 0),
         (Problem((1, 2), 3), "<answer>(1+2</answer>", 0, 0),
-        (Problem((1, 2), 3), "<answer>1+2)</answer>", 0, 0),
     ],
 )
 def test_grades(problem, completion, correct, well_formed):
@@ -125,51 +108,15 @@ def test_parser_equals_python_on_valid_expressions():
     assert values > 3000
 
 
-def test_whatever_the_parser_accepts_python_accepts_with_the_same_value():
-    generator, accepted = random.Random(1), 0
-    for _ in range(20_000):
-        text = "".join(generator.choices("1234567890+-*/()", k=generator.randint(1, 7)))
-        try:
-            value, _ = countdown.evaluate_expression(text)
-        except ValueError:
-            continue
-        assert value == oracle(text), text
-        accepted += 1
-    assert accepted > 1000
-
-
-def test_hostile_text_neither_hangs_nor_raises_nor_runs(hostile_strings, nothing_executes, time_limit):
-    task, slowest = Countdown(), 0.0
-    assert len(hostile_strings) > 5000
-    with nothing_executes():
-        for text in hostile_strings:
-            start = time.process_time()
-            values = [function(EIGHTS, text) for function in task.reward_functions.values()]
-            countdown.verdict(text)
-            task.verifier_demonstration(EIGHTS, text, random.Random(0))
-            slowest = max(slowest, time.process_time() - start)
-            assert values[0] == 0.0 and set(values) <= {0.0, 1.0}
-    assert slowest < 0.5, "grading is not linear in the length of the text"
-
-
 # --- Problems ----------------------------------------------------------------------------------------------------
 
 
-def test_reward_functions_are_separate_and_in_order():
-    assert list(Countdown().reward_functions) == ["correctness", "format", "length"]
-
-
-def test_the_evaluation_set_is_fixed():
+def test_the_evaluation_set_is_fixed(time_limit):
     problems = Countdown().evaluation_problems(128)
     assert len(problems) == len(set(problems)) == 128
     assert problems == Countdown().evaluation_problems(128)
     assert problems[:64] == Countdown().evaluation_problems(64)
-    assert problems[0] == Problem((1, 1, 1), 2)
-    assert problems[1] == Problem((3, 9, 2), 3)
-    assert problems[127] == Problem((3, 3, 7), 7)
-
-
-def test_a_small_game_has_a_small_evaluation_set(time_limit):
+    assert problems[::127] == [Problem((1, 1, 1), 2), Problem((3, 3, 7), 7)]
     assert 0 < len(Countdown(num_numbers=2).evaluation_problems(256)) < 256  # ends, with what there is
 
 
@@ -196,12 +143,6 @@ def test_problems_keep_the_flags_and_are_solvable(time_limit):
             pass  # the time limit ends the search for a solution that is not there
 
 
-@pytest.mark.parametrize("flags", [{"num_numbers": 1}, {"num_numbers": 7}, {"max_number": 1}, {"max_target": 0}])
-def test_impossible_flags_are_refused(flags):
-    with pytest.raises(ValueError, match="countdown needs"):
-        Countdown(**flags)
-
-
 def test_the_training_stream_is_deterministic():
     problems = [Countdown().train_problem(index, seed=3) for index in range(100)]
     task = Countdown()
@@ -210,30 +151,18 @@ def test_the_training_stream_is_deterministic():
     assert len(set(problems)) > 90
 
 
-def test_prompts_show_the_problem():
-    messages = Countdown().prompt(Problem((4, 7, 9), 20))
-    assert [message["role"] for message in messages] == ["user"]
-    assert all(text in messages[0]["content"] for text in ("4, 7, 9", "20", "<answer> </answer>"))
-    teammates = (("Solver", "<answer>4+7+9</answer>"),)
-    text = Countdown().prompt(Problem((4, 7, 9), 20), "verifier", teammates)[-1]["content"]
-    assert "Solver: <answer>4+7+9</answer>" in text and "<verdict>" in text
-
-
 # --- Demonstrations ----------------------------------------------------------------------------------------------
 
 
-def share_right(max_tries: int, draws: int = 2000) -> float:
-    task, generator = Countdown(), random.Random("demonstrations")
-    problems = [task.sample(generator) for _ in range(draws)]
-    texts = [task.demonstration(problem, generator, max_tries) for problem in problems]
-    assert all(countdown.format(problem, text) == 1.0 for problem, text in zip(problems, texts))
-    return sum(map(countdown.correctness, problems, texts)) / draws
-
-
 def test_demonstrations_are_imperfect_and_better_with_more_tries():
-    one, four, sixteen = share_right(1), share_right(4), share_right(16)
-    assert 0.10 < four < 0.60
-    assert one + 0.05 < four < sixteen - 0.05
+    task, generator, shares = Countdown(), random.Random("demonstrations"), []
+    problems = [task.sample(generator) for _ in range(2000)]
+    for max_tries in (1, 4, 16):
+        texts = [task.demonstration(problem, generator, max_tries) for problem in problems]
+        assert all(countdown.format(problem, text) == 1.0 for problem, text in zip(problems, texts))
+        shares.append(sum(map(countdown.correctness, problems, texts)) / 2000)
+    one, four, sixteen = shares
+    assert 0.10 < four < 0.60 and one + 0.05 < four < sixteen - 0.05
 
 
 def test_demonstrations_compute_right():

@@ -12,7 +12,6 @@ from algorithms.fm3q import (
     Learner,
     Mixer,
     Networks,
-    ReplayBuffer,
     advance,
     learner_loss,
     make_game,
@@ -21,7 +20,6 @@ from algorithms.fm3q import (
     pairwise_targets,
     solve,
     td_loss,
-    update_target,
 )
 from envs.two_team import (
     MATRIX_GAMES,
@@ -114,18 +112,15 @@ def test_reference_mixer_of_pymarl():
 
 def test_reference_enumeration_of_the_mixer():
     """All 81 joint actions: min max = max min = the value at everybody's own best action."""
-    case = CASES["signed_monotone_mixer"]
-    found, utilities = case["enumeration"], torch.tensor(case["enumeration"]["utilities"])
-    table = enumerate_joint(
-        signed_mixer(), utilities[:2], utilities[2:], torch.tensor(case["states"])[found["state_index"]]
-    )
+    case, mixer = CASES["signed_monotone_mixer"], signed_mixer()
+    found, states = case["enumeration"], torch.tensor(case["states"])
+    utilities, state = torch.tensor(found["utilities"]), states[found["state_index"]]
+    table = enumerate_joint(mixer, utilities[:2], utilities[2:], state)
     for value in (table.amax(0).amin(), table.amin(1).amax()):
         close(value.detach(), found["minmax"])
     assert utilities.argmax(1).tolist() == found["individual_greedy"]
     best = utilities.amax(1)[None]
-    close(
-        signed_mixer()(best[:, :2], best[:, 2:], torch.tensor(case["states"])[:1]).detach()[0], found["q_tot_at_greedy"]
-    )
+    close(mixer(best[:, :2], best[:, 2:], state[None]).detach()[0], found["q_tot_at_greedy"])
 
 
 def enumerate_joint(mixer: Mixer, pro: torch.Tensor, ant: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -141,9 +136,9 @@ def enumerate_joint(mixer: Mixer, pro: torch.Tensor, ant: torch.Tensor, state: t
 
 @pytest.mark.parametrize("kind", ["vdn", "qmix", "twin"])
 def test_own_best_actions_are_the_minimax(kind):
-    """IGMM by enumeration, 400 random mixers, states and utilities of each kind; and the signs of the derivatives."""
+    """IGMM by enumeration, 200 random mixers, states and utilities of each kind; and the signs of the derivatives."""
     generator = torch.Generator().manual_seed(5)
-    for trial in range(400):
+    for trial in range(200):
         torch.manual_seed(trial)
         n, m = (int(torch.randint(1, 3, (), generator=generator)) for _ in range(2))
         mixer, state = Mixer(kind, n, m, 3, 4), 2 * torch.randn(3, generator=generator)
@@ -156,17 +151,6 @@ def test_own_best_actions_are_the_minimax(kind):
         q = [x[:, 0][None].clone().requires_grad_() for x in (pro, ant)]
         mixer(*q, state[None]).sum().backward()
         assert (q[0].grad >= 0).all() and (q[1].grad <= 0).all()
-
-
-def test_targets_are_the_minimax_and_stop_at_the_end():
-    torch.manual_seed(0)
-    mixer, pro, ant, state = Mixer("qmix", 2, 2, 3), torch.randn(5, 2, 3), torch.randn(5, 2, 3), torch.randn(5, 3)
-    rewards, dones = torch.randn(5), torch.tensor([0, 1, 0, 0, 1])
-    found = minimax_targets(rewards, dones, pro, ant, state, mixer, 0.9).detach()
-    for row in range(5):
-        table = enumerate_joint(mixer, pro[row], ant[row], state[row]).detach()
-        expected = rewards[row] + (0 if dones[row] else 0.9 * table.amax(0).amin())
-        torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-5)
 
 
 # --- Games -----------------------------------------------------------------------------------------------------------
@@ -208,16 +192,6 @@ def test_reference_nash_conv(case):
     close(nash_conv(rewards, transitions, 0.9, pro, ant), case["nashconv"], 1e-7)
 
 
-def test_large_game_is_additive_and_solvable():
-    """Every player's part of the transition is a distribution, and pure minimax has a saddle in every state."""
-    rewards, transitions, teams = arat_game("large")
-    assert rewards.shape == (50, 64, 64) and teams == (3, 3)
-    torch.testing.assert_close(transitions.sum(-1), torch.ones_like(rewards))
-    values = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    stage = rewards + 0.9 * transitions @ values
-    torch.testing.assert_close(stage.amax(1).amin(1), stage.amin(2).amax(1))
-
-
 def test_tabular_game_moves_as_its_tables_say():
     rewards, transitions, teams = arat_game("small")
     game, counts, drawn = TabularGame(rewards, transitions, teams, 4096, 0, "cpu", horizon=20), torch.zeros(3), 0
@@ -229,12 +203,6 @@ def test_tabular_game_moves_as_its_tables_say():
         assert not ends.any()
         counts, drawn = counts + after[states == 0].sum(0), drawn + (states == 0).sum()
     torch.testing.assert_close(counts / drawn, transitions[0, 2, 1].float(), atol=0.02, rtol=0)
-
-
-def test_a_matrix_game_ends_with_every_step():
-    game = TabularGame(*matrix_game("pennies"), 8, 0, "cpu")
-    rewards, ends, _ = game.step(torch.tensor([[0, 0]] * 4 + [[0, 1]] * 4))
-    assert rewards.tolist() == [1] * 4 + [-1] * 4 and ends.all()
 
 
 # --- What the class of functions can and cannot do -------------------------------------------------------------------
@@ -308,18 +276,6 @@ def test_training_on_uniform_data(mixer, updates, period):
         assert scores["eval/value_error_max"] < 1 and scores["eval/nash_conv_max"] < 0.2
 
 
-@pytest.mark.parametrize("learner", ["fm3q", "selfplay_vdn", "selfplay_qmix", "iql", "joint_minimax"])
-@pytest.mark.parametrize("share", [True, False])
-def test_every_learner_learns_from_all_its_networks(learner, share):
-    made, args = uniform_learner(learner=learner, share_network=share)
-    loss = learner_loss(made.online, made.target, made.buffer.sample(256), args)
-    loss.backward()
-    assert all(parameter.grad.abs().sum() > 0 for parameter in made.online.parameters())
-    assert all(parameter.grad is None for parameter in made.target.parameters())
-    actions = made.act(make_game(args, 7, 0, "cpu"), 0.0)
-    assert actions.shape == (7, 4) and actions.min() >= 0 and actions.max() < 2
-
-
 def test_joint_minimax_plays_the_minimax_of_its_table():
     args = Args(learner="joint_minimax")
     game = make_game(args, 6, 0, "cpu")
@@ -331,48 +287,15 @@ def test_joint_minimax_plays_the_minimax_of_its_table():
     torch.testing.assert_close(table.amax(1)[torch.arange(6), ant], table.amax(1).amin(1))
 
 
-def test_control_rewards_have_opposite_signs():
-    """Without a future, the protagonists of a control estimate the reward and the antagonists its negative."""
-    made, args = uniform_learner(learner="selfplay_vdn", gamma=0.0, learning_rate=3e-3)
-    batch = {name: x[:512] for name, x in made.buffer.columns.items()}
-    for _ in range(100):
-        made.learn()
-    chosen = torch.cat(made.online.utilities(batch["observations"]), 1).gather(2, batch["actions"][..., None])[..., 0]
-    both = torch.stack([chosen[:, :2].sum(1), chosen[:, 2:].sum(1), batch["rewards"]])
-    correlations = torch.corrcoef(both)[2]
-    assert correlations[0] > 0.5 and correlations[1] < -0.5
-
-
-def test_replay_keeps_the_newest_and_samples_evenly():
-    buffer = ReplayBuffer(10, "cpu")
-    for start in range(0, 24, 4):
-        buffer.add(values=torch.arange(start, start + 4))
-    assert sorted(buffer.columns["values"].tolist()) == list(range(14, 24))
-    torch.manual_seed(0)
-    counts = torch.bincount(buffer.sample(10_000)["values"], minlength=24)
-    assert (counts[:14] == 0).all() and counts[14:].min() > 850
-    other = ReplayBuffer(10, "cpu")
-    other.load_state_dict(buffer.state_dict())
-    assert other.count == 24 and torch.equal(other.columns["values"], buffer.columns["values"])
-
-
-def test_update_target():
-    online, target = nn.Linear(2, 2), nn.Linear(2, 2)
-    before = target.weight.clone()
-    update_target(target, online, 0.25)
-    torch.testing.assert_close(target.weight, 0.75 * before + 0.25 * online.weight)
-
-
 def test_targets_are_copied_after_so_many_updates():
-    """Every fourth update here; in between they stay, and with them the targets of the loss."""
+    """Every fourth update here; in between they stay."""
     learner, _ = uniform_learner(target_network_frequency=4)
     before = [parameter.clone() for parameter in learner.target.parameters()]
     for number in range(1, 9):
         learner.learn()
-        same = [torch.equal(a, b) for a, b in zip(learner.target.parameters(), learner.online.parameters())]
-        assert all(same) == (number % 4 == 0), number
-        if number == 3:
-            assert all(map(torch.equal, before, learner.target.parameters()))
+        copied = all(map(torch.equal, learner.target.parameters(), learner.online.parameters()))
+        assert copied == (number % 4 == 0), number
+        assert number > 3 or all(map(torch.equal, before, learner.target.parameters()))
 
 
 def test_exploration_is_every_agent_by_itself():
@@ -435,14 +358,18 @@ def test_loss_of_every_learner(learner, share):
             value = online.sides[side](now[side], now[side][:, :0], one["state"])
             errors.append(value - sign * reward - 0.9 * future * ~over)
     expected = sum(error.square().sum() for error in errors) / rows
-    torch.testing.assert_close(learner_loss(online, target, batch, args), expected, atol=1e-5, rtol=1e-5)
+    found = learner_loss(online, target, batch, args)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    found.backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in online.parameters())
+    assert all(parameter.grad is None for parameter in target.parameters())
 
 
 @pytest.mark.parametrize("anneal, expected", [(True, 0.0005), (False, 0.001)])
 def test_learning_rate_falls_along_a_line(anneal, expected):
-    """What Adam uses after half of the steps, not only what is logged."""
+    """What Adam uses after half of the steps."""
     args = Args(total_timesteps=640, num_envs=32, learning_rate=1e-3, anneal_lr=anneal, learning_starts=10_000)
     game = make_game(args, 32, 1, "cpu")
     learner = Learner(game, args, "cpu")
-    metrics = advance(learner, game, args, 320, 32)
-    assert learner.optimizer.param_groups[0]["lr"] == metrics["charts/learning_rate"] == pytest.approx(expected)
+    advance(learner, game, args, 320, 32)
+    assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(expected)

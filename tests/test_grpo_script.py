@@ -166,26 +166,6 @@ def test_killed_again_and_again(whole, tmp_path):
     assert_same(run_dir, whole[0])
 
 
-def test_resume_of_a_finished_run_changes_nothing(whole, tmp_path, command):
-    shutil.copytree(whole[0], tmp_path / "run")
-    command("--resume", tmp_path / "run")
-    assert_same(tmp_path / "run", whole[0])
-    assert {path.name for path in tmp_path.glob("run/checkpoints/*")} == {
-        "step_00000004",
-        "step_00000006",
-    }
-
-
-def test_resume_with_more_steps(whole, tmp_path, command, capsys):
-    shutil.copytree(whole[0], tmp_path / "run")
-    command("--resume", tmp_path / "run", "--max-steps", "7")
-    assert "--max-steps 7: the run began with 6" in capsys.readouterr().out
-    before, after = metrics(whole[0]), metrics(tmp_path / "run")
-    assert before.items() <= after.items()
-    assert {step for step, _ in after} == {0, 1, 2, 3, 4, 5, 6, 7}
-    assert after[7, "train/learning_rate"] == "0.0001"
-
-
 @pytest.mark.parametrize(
     "flag, value",
     [

@@ -8,23 +8,40 @@ from sync_shared_blocks import texts
 
 SHARED = """
 group_advantages kl_estimate policy_loss token_weights
-gather JsonLines epoch_order load_problems load_reward load_task model_path load_model encode drop_long_prompts
-refuse_unsupported longest_text attention_masks Hidden ReturnHidden add_methods recompute_layers logprob_gaps check_model
-Completion sample_tokens generate complete problem_seed
-Packed pack token_logprobs micro_batches shard copy_model refresh
-checkpoints save_checkpoint load_checkpoint save_final open_run log log_completions report evaluate parse_args
+gather JsonLines epoch_order load_reward load_task model_path load_model encode drop_long_prompts
+refuse_unsupported longest_text attention_masks Hidden ReturnHidden add_methods recompute_layers check_model
+sample_tokens random_seed token_logprobs micro_batches shard copy_model refresh
+checkpoints save_checkpoint load_checkpoint save_final open_run log report parse_args
 """
-OLDER = """
-kl_estimate policy_loss pool_statistics fail or_fail setup rank_and_world_size gather load_pretrained load_tokenizer
-shard encode Samples Progress completion_logprobs Trained checkpoints save_checkpoint load_checkpoint Logger
-"""
+ONE_TURN = "load_problems logprob_gaps Completion read_prompts generate complete Packed pack log_completions"
+SEVERAL_TURNS = "Memory read generate"
+EPISODES = "load_env logprob_gaps Completion reply_ids Packed pack"  # a row is a conversation of several turns
+TEAM = """
+group_advantages JsonLines epoch_order load_problems load_task encode drop_long_prompts Completion complete
+micro_batches save_checkpoint load_checkpoint save_final log_completions parse_args
+"""  # not in dr_mas.py, or with a text of its own there
+THREE_MODELS = """
+group_advantages JsonLines epoch_order load_reward load_task token_logprobs micro_batches shard refresh
+report parse_args
+"""  # not in pi_play.py, or with a text of its own there
+GAMES = """
+group_advantages JsonLines epoch_order load_problems load_reward load_task model_path drop_long_prompts Completion
+complete micro_batches save_checkpoint log_completions report
+"""  # not in spiral_rae.py, or with a text of its own there
 CONTROL = """
 fail or_fail setup linear_schedule Progress checkpoints save_checkpoint load_checkpoint run_args Logger ReplayBuffer
 update_target
 """
 FAMILIES = [
-    (["grpo", "dapo"], SHARED.split()),
-    (["gdpo", "dr_mas", "igpo", "spiral_rae", "pi_play"], OLDER.split()),
+    (["grpo", "dapo", "gdpo", "igpo"], SHARED.split()),
+    (["grpo", "dapo", "gdpo"], ONE_TURN.split()),
+    (["igpo", "pi_play"], SEVERAL_TURNS.split()),
+    (["igpo", "pi_play"], EPISODES.split()),
+    (["grpo", "dapo"], ["evaluate"]),
+    (["grpo", "gdpo"], ["update"]),
+    (["grpo", "dr_mas"], [name for name in f"{SHARED} {ONE_TURN}".split() if name not in TEAM.split()]),
+    (["grpo", "pi_play"], [name for name in SHARED.split() if name not in THREE_MODELS.split()]),
+    (["grpo", "spiral_rae"], [name for name in f"{SHARED} {ONE_TURN}".split() if name not in GAMES.split()]),
     (["unimodal_poisson", "fm3q", "arac"], CONTROL.split()),
 ]
 

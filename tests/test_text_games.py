@@ -6,8 +6,6 @@ import itertools
 import json
 import random
 import re
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ from envs import game_solvers as solvers
 from envs.game import parse_action
 from envs.game_demonstrations import SHARES, demonstration, random_action
 from envs.game_solvers import KUHN_INFOSETS
-from envs.text_games import GAMES, KuhnPoker, make_game
+from envs.text_games import KuhnPoker, make_game
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = json.loads((ROOT / "tests" / "reference" / "spiral_rae.json").read_text())
@@ -74,24 +72,6 @@ def test_action_extraction():
         "\u0664": None,
     }
     assert {text: parse_action(text, ["[0]", "[4]", "[8]"]) for text in actions} == actions
-
-
-@pytest.mark.parametrize("name", GAMES)
-def test_hostile_text(name, hostile_strings, nothing_executes, time_limit):
-    """Nothing hangs, raises or runs, and no action comes out that is not legal."""
-    strings = [text for text in hostile_strings if "\\boxed" in text or len(text) < 100][:4000]
-    sides = (" " * 50_000, "1 Wood," * 9000, " and " * 9000, "->" * 9000, "9" * 5000 + " Gold")
-    strings += [f"\\boxed{{[Offer:{side}]}}" for side in sides]
-    strings += ["[Offer:" * 9000, "[Offer: I give " + "I give " * 9000 + "]"]
-    game = make_game(name)
-    with nothing_executes():
-        for text in strings:
-            game.reset(random.Random(0))
-            legal = game.legal_actions()
-            start = time.process_time()
-            action = game.step(text)
-            assert time.process_time() - start < 0.5, "not linear in the length of the text"
-            assert name == "negotiation" or action in (None, "", *legal)
 
 
 # --- How a game ends ------------------------------------------------------------------------------
@@ -343,23 +323,6 @@ def test_reference_negotiation(name):
 OFFER = "[Offer: 1 Wood -> 2 Gold]"
 
 
-@pytest.mark.parametrize(
-    "texts, goods, reason",
-    [
-        (["[offer: i give 2 woods, 1 GOLD and 1 wood -> 3 golds!?]", "yes, [accept]"], (7, 12), ""),
-        ([OFFER + " [Offer: 11 Wood -> 1 Gold]", "[Accept]"], (9, 12), ""),  # the first one counts
-        ([OFFER, "[Deny]", "hm", "[Accept]"], (10, 10), ""),  # nothing is open any more
-        ([OFFER, "hm", "[Deny]", "[Accept]"], (9, 12), ""),  # one's own offer cannot be denied
-        (["[Offer: 0 Wood -> 2 Gold]"], (10, 10), "rejected"),
-        (["[Offer: 6 Wood, 5 Wood -> 2 Gold]"], (10, 10), "rejected"),  # 11 together
-    ],
-)
-def test_negotiation_tokens(texts, goods, reason):
-    game = play(begun("negotiation"), texts)
-    assert tuple(game.goods[0].values()) == goods and game.reason == reason
-    assert tuple(game.goods[1].values()) == (20 - goods[0], 20 - goods[1])
-
-
 # --- A game of one's own, and the package textarena -----------------------------------------------
 
 
@@ -433,16 +396,6 @@ def test_textarena_negotiation(textarena):
     ends = [random_game(PAPER[2], seed)[0] for seed in range(20)]
     assert {game.turns for game in ends} == {11} and all(sum(game.rewards) == 0 for game in ends)
     assert {game.reason for game in ends} == {"win", "draw"}
-
-
-def test_textarena_mistakes_give_a_sentence(textarena, monkeypatch):
-    with pytest.raises(ValueError, match="has no game Nope"):
-        make_game("textarena:Nope")
-    with pytest.raises(ValueError, match="cannot be played: The number of players has to be 1"):
-        make_game("textarena:Sudoku-v0")
-    monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(ValueError, match="not installed: pip install textarena$"):
-        make_game(PAPER[0])
 
 
 # --- Demonstrations -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tool calls: both rewards against the official code, hostile text, JSON lines, the held-out split, demonstrations."""
+"""Tool calls: both rewards against the official code, hostile text, the held-out split, demonstrations, files."""
 
 import json
 import random
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from envs import tool_calls
-from envs.countdown import Countdown
-from envs.tool_calls import TOOLS, VALUES, Problem, ToolCalls, parse_calls, tool_call_correctness
+from envs.tool_calls import TOOLS, Problem, ToolCalls, parse_calls, tool_call_correctness
 
 REFERENCE = json.loads((Path(__file__).parent / "reference/gdpo.json").read_text())["vectors"]
 CORRECTNESS = [vector for vector in REFERENCE if vector["id"].startswith("tool_correctness/")]
@@ -49,10 +48,6 @@ def test_tool_score_reference(vector):
     assert correctness + well_formed == vector["outputs"]["total"]
 
 
-def test_the_file_has_tool_vectors():
-    assert (len(CORRECTNESS), len(SCORE)) == (8, 5)
-
-
 def call(name: str, **parameters) -> dict:
     return {"name": name, "parameters": parameters}
 
@@ -61,14 +56,10 @@ def call(name: str, **parameters) -> dict:
     "gold, predicted, reward",
     [
         ([call("w", a=1, b=2)], [call("w", b=2, a=1)], 3),  # the order of parameters does not count
-        ([call("w")], [call("w")], 3),
         ([call("w", a=1)], [call("w", b=1)], 6 * 1 / 3 - 3),  # the name alone
         ([call("w", a=1)], [call("w", a="1")], 6 * 2 / 3 - 3),  # 1 is not "1"
-        ([call("w", a=1)], [call("v", a=1)], -3),
         ([call("w", a=1)], [call("w", a=1, b=2)], 6 * 2.5 / 3 - 3),
-        ([call("w", a=1)], [call("w", a=1), call("v")], 6 * 2.5 / 3 - 3),
         ([call("w", a=1), call("w", a=1)], [call("w", a=1)], 6 * 2.5 / 5 - 3),  # a multiset of names; used once
-        ([call("w", a=1)] * 2, [call("w", a=1)] * 3, 6 * (2 / 3 + 4) / 5 - 3),
         ([call("w")], [call("w"), call("v")], 6 * (1 / 2 + 1) / 2 - 3),  # no parameters: the same names of parameters
         # Greedy: the first gold call takes the second prediction for 1.5, where it is worth 3 to the second gold call.
         ([call("w", a=1), call("w", a=1, b=2)], [call("w", c=1), call("w", a=1, b=2)], 6 * (1 + 1.5) / 6 - 3),
@@ -79,11 +70,7 @@ def test_correctness_by_hand(gold, predicted, reward):
     assert tool_call_correctness(gold, predicted) == pytest.approx(reward, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    "predicted",
-    [None, 5, "w", {}, [5], ["w"], [None], [[]], [{}], [{"name": "w"}], [{"parameters": {}}]]
-    + [[{"name": ["w"], "parameters": {}}], *([{"name": "w", "parameters": value}] for value in ([], "a", 3, None))],
-)
+@pytest.mark.parametrize("predicted", [None, 5, {}, ["w"], [{}], [{"name": "w"}], [{"name": "w", "parameters": []}]])
 def test_json_that_is_no_list_of_calls_gets_the_least(predicted):
     assert tool_call_correctness([call("w", a=1)], predicted) == -3
 
@@ -93,8 +80,7 @@ def test_parse_calls():
     assert parse_calls(f"<tool_call>{CALL}\n 7 \r\n[]</tool_call><tool_call>x</tool_call>") == [json.loads(CALL), 7, []]
     for text in ("", CALL, f"<tool_call>{CALL}", f"{CALL}</tool_call>", "<tool_call></tool_call>"):
         assert parse_calls(text) is None
-    blocks = [f"{CALL}\n\n{CALL}", CALL[:-1], f"{CALL},", f"{CALL} {CALL}", "{'name': 'w'}", "[" * 99_999, "9" * 9999]
-    for block in blocks:
+    for block in (f"{CALL}\n\n{CALL}", CALL[:-1], f"{CALL} {CALL}", "{'name': 'w'}", "[" * 99_999):
         assert parse_calls(f"<tool_call>{block}</tool_call>") is None
 
 
@@ -102,58 +88,32 @@ def test_parse_calls():
 @pytest.mark.parametrize("response", GOLD)
 def test_the_tags_of_the_gold_text_decide_the_format(gold, response):
     problem = Problem(GOLD[gold])
-    # Tags that the gold text does not have are not looked for: a think block alone may hold anything up to </think>.
     assert tool_calls.format(problem, GOLD[response]) == float(gold == response)
-    has_call = gold in ("tool", "both")
-    expected = (3.0 if response in ("tool", "both") else -3.0) if has_call else 0.0
-    assert tool_calls.correctness(problem, GOLD[response]) == expected
-    right = response in ("tool", "both") if has_call else gold == response
-    assert tool_calls.exact(problem, GOLD[response]) == right
+    due, made = "<tool_call>" in GOLD[gold], "<tool_call>" in GOLD[response]
+    assert tool_calls.correctness(problem, GOLD[response]) == ((3.0 if made else -3.0) if due else 0.0)
+    assert tool_calls.exact(problem, GOLD[response]) == (made if due else gold == response)
 
 
 @pytest.mark.parametrize(
     "gold, response, well_formed",
     [
         ("tool", f" {THINK}{TOOL}\n", 1),  # outer spaces do not count
-        ("tool", f"<think></think>\n{TOOL}", 1),
         ("tool", f"<think>a</think>b</think>\n{TOOL}", 1),  # think tags are not counted
         ("tool", f"{THINK}<tool_call>\nno JSON\n</tool_call>", 1),
-        ("tool", f"{THINK}<tool_call>\n\n</tool_call>", 1),
         ("tool", f"{THINK}<tool_call>\n</tool_call>", 0),  # the block needs both of its line ends
-        ("tool", f"{THINK}<tool_call>{CALL}\n</tool_call>", 0),
         ("tool", f"{THINK}<tool_call>\n{CALL}</tool_call>", 0),
-        ("tool", f"<think>x</think>{TOOL}", 0),
         ("tool", f"<think>x</think>\n\n{TOOL}", 0),
-        ("tool", f"think\n{THINK}{TOOL}", 0),
         ("tool", f"{THINK}{TOOL}\nDone.", 0),
         ("tool", f"{THINK}{TOOL}\n{TOOL}", 0),
-        ("tool", f"{THINK}{TOOL}</tool_call>", 0),
-        ("tool", f"<think>x\n{TOOL}", 0),
-        ("tool", f"<think><tool_call></think>\n{TOOL}", 0),
-        ("tool", TOOL, 0),
-        ("tool", "", 0),
-        ("response", f"{THINK}<response></response>", 1),
         ("response", f"{THINK}<response>a\nb</response>", 1),
         ("response", f"{THINK}<response>{TOOL}</response>", 1),  # other tags are not looked for
         ("response", f"{THINK}{RESPONSE}{RESPONSE}", 0),
         ("both", f"{THINK}{RESPONSE}\n{TOOL}", 0),  # in this order only
-        ("both", f"{THINK}{TOOL}{RESPONSE}", 0),
-        ("neither", f"{THINK}<think>y</think>", 1),
         ("neither", f"{THINK}y", 0),
     ],
 )
 def test_format(gold, response, well_formed):
     assert tool_calls.format(Problem(GOLD[gold]), response) == well_formed
-
-
-def test_without_a_call_to_make_a_call_is_never_exact():
-    problem, response = Problem(GOLD["response"]), f"{THINK}<response>{TOOL}</response>"
-    assert tool_calls.format(problem, response) == 1 and tool_calls.exact(problem, response) == 0
-
-
-def test_exact_does_not_look_at_the_format():
-    assert tool_calls.exact(Problem(GOLD["tool"]), TOOL) == 1
-    assert tool_calls.exact(Problem(GOLD["tool"]), TOOL.replace("A", "B")) == 0
 
 
 def test_length_counts_the_thinking():
@@ -166,45 +126,32 @@ def test_length_counts_the_thinking():
 @pytest.mark.parametrize("gold", GOLD)
 def test_hostile_text_neither_hangs_nor_raises_nor_runs(gold, hostile_strings, nothing_executes, time_limit):
     problem, slowest, functions = Problem(GOLD[gold].replace("A", "Z")), 0.0, ToolCalls().reward_functions
-    chosen = hostile_strings[:400]
-    attacks = ["<tool_call>" * 9000, "</tool_call>" * 9000, "<think>" * 9000, "</think>\n<tool_call>\n" * 5000]
+    attacks = ["<tool_call>" * 9000, "<think>" * 9000, "</think>\n<tool_call>\n" * 5000]
     attacks += ["<think></think>\n" * 6000 + end for end in ("", TOOL, RESPONSE, TOOL + "x", RESPONSE + "x")]
-    attacks += [f"{before}<tool_call>\n{text}\n</tool_call>" for text in chosen for before in ("", THINK)]
-    deep = '{"name": "w", "parameters": ' + '{"city": ' * 300 + "1" + "}" * 301
+    attacks += [f"{THINK}<tool_call>\n{text}\n</tool_call>" for text in hostile_strings[:200]]
     many = "\n".join(['{"name": "w", "parameters": {"city": "B"}}'] * 3000)
-    blocks = (deep, many, "[" * 50_000, f"{CALL}B\n" * 3000, "0\n" * 30_000)
-    attacks += [f"<tool_call>{block}</tool_call>" for block in blocks]
+    attacks += [f"<tool_call>{block}</tool_call>" for block in (many, "[" * 50_000, "0\n" * 30_000)]
     with nothing_executes():
-        for text in chosen + hostile_strings[400::8] + attacks:
+        for text in hostile_strings[::16] + attacks:
             start = time.process_time()
             scores = {name: function(problem, text) for name, function in functions.items()}
             slowest = max(slowest, time.process_time() - start)
-            assert all(type(score) is float for score in scores.values()) and -3 <= scores["correctness"] < 3
+            assert -3 <= scores["correctness"] < 3
             assert {scores[name] for name in ("exact", "format", "length")} <= {0.0, 1.0}
-            assert scores["exact"] == 0 or gold in ("response", "neither")  # where a think block may be all it takes
     assert slowest < 0.5, "grading is not linear in the length of the text"
 
 
 # --- Problems ----------------------------------------------------------------------------------------------------
 
 
-def test_interface_of_countdown(task):
-    for here in (task, ToolCalls()):
-        methods = ("sample", "train_problem", "evaluation_problems", "prompt", "demonstration")
-        assert all(callable(getattr(here, name)) and hasattr(Countdown, name) for name in methods)
-        assert list(here.reward_functions) == ["exact", "correctness", "format", "length"]
-        assert here.reward_weights == (0.0, 1.0, 1.0, 0.0) and len(Countdown().reward_weights) == 3
-        problem = here.train_problem(0, seed=0)
-        (message,) = here.prompt(problem)
-        assert message["role"] == "user" and problem.query in message["content"] and problem.tools in message["content"]
-        assert all(tag in message["content"] for tag in ("<think>", "<tool_call>", "<response>"))
-
-
-def test_the_evaluation_set_is_fixed():
+def test_problems_are_deterministic_and_the_evaluation_set_is_fixed():
     problems = ToolCalls().evaluation_problems(128)
-    assert len(problems) == len(set(problems)) == 128
+    assert len(set(problems)) == 128 and all(problem.held_out for problem in problems)
     assert problems == ToolCalls().evaluation_problems(128) and problems[:64] == ToolCalls().evaluation_problems(64)
-    assert all(problem.held_out for problem in problems)
+    task = ToolCalls()
+    drawn = [ToolCalls().train_problem(index, seed=3) for index in range(100)]
+    assert drawn[::-1] == [task.train_problem(index, seed=3) for index in reversed(range(100))]
+    assert drawn != [task.train_problem(index, seed=4) for index in range(100)] and len(set(drawn)) > 90
 
 
 def test_training_never_meets_an_evaluation_query():
@@ -215,19 +162,6 @@ def test_training_never_meets_an_evaluation_query():
     assert not drawn & evaluation
     problem = Problem(GOLD["tool"], " What  is it? ")
     assert problem.held_out == Problem(GOLD["response"], "what is IT?", "other tools").held_out
-
-
-def test_the_training_stream_is_deterministic():
-    problems = [ToolCalls().train_problem(index, seed=3) for index in range(100)]
-    task = ToolCalls()
-    assert problems[::-1] == [task.train_problem(index, seed=3) for index in reversed(range(100))]
-    assert problems != [task.train_problem(index, seed=4) for index in range(100)]
-    assert len(set(problems)) > 90
-
-
-def fits(way: str, query: str) -> bool:
-    """Is this way to ask for a tool part of the query?"""
-    return re.search(re.sub(r"\\{\w+\\}", r"\\w+", re.escape(way)), query) is not None
 
 
 def test_gold_texts_answer_their_queries():
@@ -243,8 +177,6 @@ def test_gold_texts_answer_their_queries():
             assert list(item["parameters"]) == TOOLS[item["name"]][0].split()
             assert all(str(value) in problem.query for value in item["parameters"].values())
         assert [task.reward_functions[name](problem, problem.answer) for name in ("exact", "format")] == [1, 1]
-        asked = {name for name, (_, *ways) in TOOLS.items() for way in ways if fits(way, problem.query)}
-        assert asked == {item["name"] for item in calls} or (not calls and not asked & {name for name, _ in shown})
     assert counts[0] > 50 and min(counts[1], counts[2]) > 350 and len(counts) == 3
 
 
@@ -252,52 +184,27 @@ def test_gold_texts_answer_their_queries():
 
 
 def test_demonstrations_are_imperfect_in_calls_and_in_format():
-    task, generator, scores, slips, ways = ToolCalls(), random.Random("demonstrations"), [], Counter(), Counter()
+    task, generator, scores, slips = ToolCalls(), random.Random("demonstrations"), [], Counter()
     for _ in range(3000):
         problem = task.sample(generator)
         text = task.demonstration(problem, generator)
-        score = {name: function(problem, text) for name, function in task.reward_functions.items()}
-        scores.append(score)
+        scores.append({name: function(problem, text) for name, function in task.reward_functions.items()})
         gold, calls = parse_calls(problem.answer), parse_calls(text)
         if gold is None:
             continue
         slips["no thinking"] += not text.startswith("<think>")
         slips["newline missing"] += "</think><" in text or "<tool_call>{" in text
         slips["closing tag missing"] += "</tool_call>" not in text
-        slips["tag twice"] += text.count("</tool_call>") == 2
         slips["trailing text"] += text.endswith("Done.")
         slips["broken JSON"] += calls is None and "</tool_call>" in text
-        if calls is not None:
-            ways["a call left out"] += len(calls) < len(gold)
-            for due, made in zip(gold, calls):
-                keys, others = due["parameters"].keys(), made["parameters"].keys()
-                ways["another tool"] += due["name"] != made["name"]
-                ways["a parameter too many"] += due["name"] == made["name"] and bool(others - keys)
-                ways["a parameter left out"] += due["name"] == made["name"] and bool(keys - others)
-                ways["another value"] += keys == others and due["parameters"] != made["parameters"]
+        slips["a call left out"] += len(calls or gold) < len(gold)
+        for due, made in zip(gold, calls or []):
+            slips["another tool"] += due["name"] != made["name"]
+            slips["other parameters"] += due["parameters"].keys() != made["parameters"].keys()
     mean = {name: sum(score[name] for score in scores) / len(scores) for name in scores[0]}
     assert 0.50 < mean["format"] < 0.65 and 0.10 < mean["exact"] < 0.25 and mean["correctness"] < 1
     assert sum(-3 < score["correctness"] < 3 and score["correctness"] != 0 for score in scores) > 1000  # partial credit
-    assert min(slips.values()) > 100 and len(slips) == 6, slips
-    assert min(ways.values()) > 60 and len(ways) == 5, ways
-
-
-def test_thorough_demonstrations_are_right_more_often():
-    task, generator, right = ToolCalls(), random.Random(0), {True: [], False: []}
-    for _ in range(3000):
-        problem = task.sample(generator)
-        text = task.demonstration(problem, generator)
-        if "<tool_call>" in problem.answer and text.startswith("<think>"):
-            right["(" in text.split("</think>")[0]].append(tool_calls.exact(problem, text))
-    assert sum(right[True]) / len(right[True]) > 2 * sum(right[False]) / len(right[False]) > 0.1
-
-
-def test_demonstrations_are_deterministic_and_the_habits_are_values():
-    task = ToolCalls()
-    problem = task.train_problem(0, seed=0)
-    texts = [[task.demonstration(problem, random.Random(seed)) for seed in range(50)] for _ in range(2)]
-    assert texts[0] == texts[1] and len(set(texts[0])) > 10
-    assert {key for parameters, *_ in TOOLS.values() for key in parameters.split()} == set(VALUES)
+    assert min(slips.values()) > 60 and len(slips) == 8, slips
 
 
 # --- Reading a file ----------------------------------------------------------------------------------------------
@@ -307,8 +214,7 @@ def test_demonstrations_are_deterministic_and_the_habits_are_values():
     "row, query, tools",
     [
         ({"query": "q", "answer": GOLD["tool"]}, "q", ""),
-        ({"tools": "w(city)", "question": "q", "output": GOLD["tool"]}, "q", "w(city)"),
-        ({"system": "s", "query": "q", "answer": GOLD["response"]}, "q", "s"),
+        ({"system": "s", "question": "q", "output": GOLD["response"]}, "q", "s"),
         ({"instruction": "s", "input": "q", "output": GOLD["both"]}, "q", "s"),  # rlla_4k
         ({"instruction": "q", "input": "", "output": GOLD["neither"]}, "q", ""),
         ({"tools": [{"name": "w"}], "instruction": "q", "answer": GOLD["tool"]}, "q", '[{"name": "w"}]'),
@@ -320,70 +226,44 @@ def test_keys_of_a_row(tmp_path, row, query, tools):
     assert Problem(row.get("answer", row.get("output")), query, tools) in task.train_rows + task.evaluation_rows
 
 
-BROKEN_BLOCK = "found a broken tool_call block, expected JSON with name and parameters a line"
-NO_OBJECT = "found no JSON object in UTF-8, expected one with a query and an answer"
-NO_QUERY = "found no query, expected text under query or question or input or instruction"
-NO_ANSWER = "found no answer, expected text under answer or output"
-
-
 @pytest.mark.parametrize(
     "line, sentence",
     [
-        (b'{"query": "q", "answer": "a"', NO_OBJECT),
-        (b"[" * 100_000, NO_OBJECT),
-        (b'["q", "a"]', NO_OBJECT),
-        (b"null", NO_OBJECT),
-        (b'{"query": "caf\xe9", "answer": "a"}', NO_OBJECT),
-        (b'{"query": "\\ud83d", "answer": "a"}', NO_OBJECT),  # half a surrogate pair
-        (b'{"answer": "a"}', NO_QUERY),
-        (b'{"query": " ", "answer": "a"}', NO_QUERY),
-        (b'{"query": ["q"], "answer": "a"}', NO_QUERY),
-        (b'{"query": "q"}', NO_ANSWER),
-        (b'{"query": "q", "answer": 5}', NO_ANSWER),
-        (b'{"query": "q", "answer": "<tool_call>x</tool_call>"}', BROKEN_BLOCK),
-        (b'{"query": "q", "answer": "<tool_call>{}</tool_call>"}', BROKEN_BLOCK),
-        (b'{"query": "q", "answer": "<tool_call>\\n[]\\n</tool_call>"}', BROKEN_BLOCK),
-        (b'{"query": "q", "answer": "<tool_call></tool_call>"}', BROKEN_BLOCK),
-        (b'{"query": "q", "answer": "<tool_call>{\\"name\\": \\"w\\", \\"parameters\\": {}}"}', BROKEN_BLOCK),
-        (b'{"query": "q", "answer": "<tool_call>{\\"name\\": 5, \\"parameters\\": []}</tool_call>"}', BROKEN_BLOCK),
+        ('{"query": "q", "answer": "a"', "found no JSON object in UTF-8, expected one with a query and an answer"),
+        ('{"answer": "a"}', "found no query, expected text under query or question or input or instruction"),
+        ('{"query": "q", "answer": 5}', "found no answer, expected text under answer or output"),
+        (
+            '{"query": "q", "answer": "<tool_call>{}</tool_call>"}',
+            "found a broken tool_call block, expected JSON with name and parameters a line",
+        ),
     ],
 )
 def test_a_broken_line_gives_its_sentence(tmp_path, line, sentence):
-    path = tmp_path / "broken.jsonl"
-    good = json.dumps({"query": "first", "answer": GOLD["tool"]}).encode()
-    path.write_bytes(good + b"\n\n" + line + b"\n" + good)
+    good = {"query": "first", "answer": GOLD["tool"]}
+    path = write(tmp_path / "broken.jsonl", [good, "", line, good])
     with pytest.raises(ValueError) as error:
-        ToolCalls(str(path))
+        ToolCalls(path)
     assert str(error.value) == f"{path}, line 3: {sentence}"
 
 
-def test_files_without_two_queries_give_a_sentence(tmp_path):
-    row = {"query": "q", "answer": GOLD["tool"]}
-    for name, rows in (("empty", []), ("blank", ["", " "]), ("one", [row]), ("copies", [row, row])):
-        path = write(tmp_path / f"{name}.jsonl", rows)
-        with pytest.raises(ValueError, match=r"found [01] problems, expected enough for training and evaluation$"):
-            ToolCalls(path)
-    for path in (tmp_path / "missing.jsonl", tmp_path):
-        with pytest.raises(ValueError, match=r"cannot be read \(.+\), expected a JSON-lines file$"):
-            ToolCalls(str(path))
+@pytest.mark.parametrize("count", [0, 1])
+def test_files_without_two_queries_give_a_sentence(count, tmp_path):
+    path = write(tmp_path / "data.jsonl", [{"query": "q", "answer": GOLD["tool"]}] * count)
+    with pytest.raises(ValueError, match=f"found {count} problems, expected enough for training and evaluation$"):
+        ToolCalls(path)
 
 
 def test_both_sides_of_a_file(task, tmp_path):
     evaluation, training = task.evaluation_problems(1000), set(task.train_rows)
     assert 5 < len(evaluation) < 25 and len(evaluation) + len(training) == 200 and not set(evaluation) & training
     assert evaluation[:3] == task.evaluation_problems(3) and all(problem.held_out for problem in evaluation)
-    assert evaluation[0].query == "City 3?" and task.train_rows[0].query == "City 13?"  # neither set nor file decides
     rows = [{"query": row.query, "answer": row.answer} for row in sorted(training | set(evaluation), key=repr)]
     assert ToolCalls(write(tmp_path / "sorted.jsonl", rows)).evaluation_problems(1000) == evaluation
-    generator = random.Random(0)
+    generator, size = random.Random(0), len(training)
     assert {task.sample(generator) for _ in range(500)} <= training
     assert {task.sample(generator, held_out=True) for _ in range(50)} <= set(evaluation)
+    epochs = [[task.train_problem(size * epoch + i, seed=0) for i in range(size)] for epoch in range(2)]
+    assert set(epochs[0]) == set(epochs[1]) == training and epochs[0] != epochs[1]
+    assert epochs[0] != [task.train_problem(i, seed=1) for i in range(size)]
     small = ToolCalls(write(tmp_path / "small.jsonl", [{"query": f"City {i}?", "answer": "a"} for i in (1, 2)]))
     assert len(small.train_rows) == len(small.evaluation_problems(9)) == 1
-
-
-def test_every_epoch_is_another_permutation_of_the_training_rows(task):
-    size = len(task.train_rows)
-    epochs = [[task.train_problem(size * epoch + i, seed=0) for i in range(size)] for epoch in range(2)]
-    assert all(sorted(epoch, key=repr) == sorted(task.train_rows, key=repr) for epoch in epochs)
-    assert epochs[0] != epochs[1] and epochs[0] != [task.train_problem(i, seed=1) for i in range(size)]

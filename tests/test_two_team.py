@@ -8,9 +8,8 @@ import torch
 from envs.pong import DOWN, STAY, UP, Pong, tracker, wanderer
 from envs.two_team import TabularGame, arat_game, joint_actions, matrix_game, minimax_values
 
-TEAMS = [(2, 2), (1, 2), (3, 2)]
+TEAMS = [(2, 2), (3, 2)]
 PARTS = ("paddles", "ball", "before", "velocity", "pace", "clock")
-STARTED = 3 * (1 + math.cos(math.radians(40))) * 0.42  # the slowest that a ball begins, along the court
 
 # --- Means -----------------------------------------------------------------------------------------------------------
 
@@ -27,10 +26,6 @@ def place(game: Pong, **values) -> Pong:
         old = getattr(game, name)
         setattr(game, name, torch.tensor(value, dtype=old.dtype).expand_as(old).clone())
     return game
-
-
-def still(game: Pong) -> torch.Tensor:
-    return torch.full(game.paddles.shape, STAY)
 
 
 class PlainPong:
@@ -71,10 +66,8 @@ class PlainPong:
         if abs(offset) <= 12.5:
             angle = math.radians(65) * max(-1, min(1, offset / 10))
             self.pace += 0.005
-            self.velocity = [
-                direction * 3 * (math.cos(angle) + 1) * self.pace,
-                8 * math.sin(angle) * self.pace,
-            ]
+            along, across = direction * 3 * (math.cos(angle) + 1), 8 * math.sin(angle)
+            self.velocity = [along * self.pace, across * self.pace]
 
     def step(self, actions: list[int]) -> tuple[int, bool]:
         """Reward, and whether a new rally begins; the state stays as it is before that."""
@@ -130,7 +123,7 @@ def test_a_step_is_that_of_a_plain_game(teams):
                 assert game.pace[number] == pytest.approx(0.42) and game.clock[number] == 0
                 x, y = game.velocity[number].tolist()
                 angle = math.asin(y / 6 / 0.42)
-                assert abs(x) == pytest.approx(3 * (math.cos(angle) + 1) * 0.42) and abs(x) >= STARTED - 1e-4
+                assert abs(x) == pytest.approx(3 * (math.cos(angle) + 1) * 0.42)
             else:
                 for name in PARTS:
                     assert getattr(game, name)[number].tolist() == pytest.approx(after[name], abs=2e-3), name
@@ -139,11 +132,10 @@ def test_a_step_is_that_of_a_plain_game(teams):
     assert min(results.count(1), results.count(-1)) > 0 and hits > 9, "both sides miss, and both kinds of ends come"
 
 
-@pytest.mark.parametrize("teams", TEAMS[1:])
-def test_left_and_right_are_alike(teams):
+def test_left_and_right_are_alike():
     """The mirrored court with teams and actions exchanged: opposite rewards, and everybody sees the same."""
-    game, other = Pong(teams, 16, 1, "cpu"), Pong(teams[::-1], 16, 2, "cpu")
-    swap = [*range(teams[0], sum(teams)), *range(teams[0])]  # players of `other` as those of `game`
+    game, other = Pong((3, 2), 16, 1, "cpu"), Pong((2, 3), 16, 2, "cpu")
+    swap = [3, 4, 0, 1, 2]  # players of `other` as those of `game`
     generator, found = torch.Generator().manual_seed(0), 0
     for _ in range(50):
         other.paddles, other.pace, other.clock = game.paddles[:, swap], game.pace, game.clock
@@ -158,79 +150,6 @@ def test_left_and_right_are_alike(teams):
         torch.testing.assert_close(seen_there, seen[:, swap], atol=1e-5, rtol=0)
         found += ends.sum().item()
     assert found > 4
-
-
-@pytest.mark.parametrize("teams", TEAMS[::2])
-def test_observations_are_in_range_and_paddles_in_their_strips(teams):
-    """A missed ball is up to a frame behind the wall: 0.03 beyond 1."""
-    game, generator = Pong(teams, 32, 3, "cpu"), torch.Generator().manual_seed(4)
-    low = torch.cat([torch.arange(k) * 200 / k for k in teams])
-    high = low + torch.cat([torch.full((k,), 200 / k) for k in teams])
-    lowest, highest = game.paddles.clone(), game.paddles.clone()
-    for step in range(60):
-        actions = mixed_play(game, generator) if step < 30 else still(game) + 1 + step // 15 % 2
-        _, _, seen = game.step(actions)
-        for values in (*seen, *game.observe()):
-            assert values.abs().max() < 1.03
-        lowest, highest = torch.minimum(lowest, game.paddles), torch.maximum(highest, game.paddles)
-    assert (lowest >= low + 10 - 1e-3).all() and (highest <= high - 10 + 1e-3).all()
-    torch.testing.assert_close(lowest.amin(0), low + 10, atol=1e-3, rtol=0)
-    torch.testing.assert_close(highest.amax(0), high - 10, atol=1e-3, rtol=0)
-
-
-# --- Pong: one thing at a time ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("offset", [-12, -10, -5, 0, 5, 10, 12])
-@pytest.mark.parametrize("side", [-1, 1])
-def test_rebound(side, offset):
-    """65 degrees times the offset in half paddles, a bit faster each time."""
-    game = place(Pong((2, 2), 1, 0, "cpu"), paddles=[50, 150] * 2, ball=[100 + 88 * side, 50.0 + offset])
-    place(game, velocity=[2.5 * side, 0])
-    rewards, ends, _ = game.step(still(game))
-    angle = math.radians(65) * max(-1, min(1, offset / 10))
-    speed = [-side * 3 * (math.cos(angle) + 1) * 0.425, 8 * math.sin(angle) * 0.425]
-    assert game.velocity[0].tolist() == pytest.approx(speed, abs=1e-5) and not ends and rewards == 0
-    place(game, ball=[100 + 88 * side, 50], velocity=[2.5 * side, 0]).step(still(game))
-    assert game.pace[0] == pytest.approx(0.43) and abs(game.velocity[0, 0]) == pytest.approx(6 * 0.43)
-
-
-@pytest.mark.parametrize("side", [-1, 1])
-def test_a_miss_ends_the_rally(side):
-    game = place(Pong((2, 2), 1, 0, "cpu"), paddles=[60, 140] * 2, ball=[100 + 91 * side, 80], velocity=[2.5 * side, 0])
-    outcomes = [game.step(still(game)) for _ in range(2)]  # 7.5 in the first step, and over the wall in the second
-    assert [(rewards.item(), ends.item()) for rewards, ends, _ in outcomes] == [(0, False), (side, True)]
-    _, state = outcomes[1][2]
-    assert state[0, 4] == pytest.approx(side * 1.01) and state[0, 6] == pytest.approx(0.985 * side), "before it began"
-    assert game.ball.tolist() == [[100, 100]] and game.clock.tolist() == [0] and game.pace[0] == pytest.approx(0.42)
-
-
-def test_the_nearest_paddle_strikes():
-    game = place(Pong((2, 2), 1, 0, "cpu"), paddles=[90, 110] * 2, ball=[12, 98], velocity=[-2.5, 0])
-    game.step(still(game))
-    assert game.velocity[0, 1] == pytest.approx(8 * math.sin(math.radians(65 * 0.8)) * 0.425)
-
-
-def test_walls_reflect():
-    for start, speed in ((4, -2), (196, 2)):
-        game = place(Pong((2, 2), 1, 0, "cpu"), ball=[100, start], velocity=[2.5, speed])
-        game.step(still(game))
-        wall = 2.5 if start < 100 else 197.5
-        assert game.velocity.tolist() == [[2.5, -speed]] and game.ball.tolist() == [[107.5, wall - 2 * speed]]
-
-
-def test_a_cut_is_no_end():
-    game = Pong((1, 1), 4, 0, "cpu", horizon=3)
-    for step in range(1, 7):
-        rewards, ends, (_, state) = game.step(still(game))
-        assert (rewards == 0).all() and not ends.any() and (state[:, 2] != 0).all()
-        assert game.clock.tolist() == [step % 3] * 4 and (game.ball[:, 0] == 100).all() == (step % 3 == 0)
-
-
-def test_actions_move_paddles():
-    game = Pong((1, 2), 1, 0, "cpu")
-    game.step(torch.tensor([[UP, DOWN, STAY]]))
-    assert game.paddles.tolist() == [[91, 59, 150]]
 
 
 def test_rallies_begin_to_both_sides():
@@ -250,21 +169,17 @@ def test_tracker_beats_wanderer():
         assert (result == (1, -1)[side]).sum() > 20 and (result == (-1, 1)[side]).sum() < 4
     game = place(Pong((2, 2), 2000, 0, "cpu"), ball=[100, 50])
     assert tracker(game).unique(dim=0).tolist() == [[STAY, UP] * 2]
-    shares = torch.bincount(tracker(game, error=1.0).flatten()) / 8000
-    assert shares.tolist() == pytest.approx([1 / 3] * 3, abs=0.03)
-    assert (torch.bincount(wanderer(game).flatten()) / 8000).tolist() == pytest.approx([1 / 3] * 3, abs=0.03)
+    for actions in (tracker(game, error=1.0), wanderer(game)):
+        assert (torch.bincount(actions.flatten()) / 8000).tolist() == pytest.approx([1 / 3] * 3, abs=0.03)
 
 
 def test_picture():
     game = place(Pong((1, 2), 2, 0, "cpu"), paddles=[100, 50, 150], ball=[30, 70])
     picture = game.picture(1)
-    assert picture.shape == (200, 200, 3) and picture.dtype == torch.uint8
-    assert [picture[y, 7].tolist() for y in (100, 89, 110)] == [[80, 160, 255], [0] * 3, [0] * 3]
+    assert picture[100, 7].tolist() == [80, 160, 255] and picture[89, 7].tolist() == [0] * 3
     assert [picture[y, 192].tolist() for y in (50, 150, 100)] == [[255, 160, 60]] * 2 + [[0] * 3]
     white = (picture == 255).all(-1).nonzero()
     assert white.amin(0).tolist() == [68, 28] and white.amax(0).tolist() == [72, 32]
-    for corner in (-3.0, 203.0):
-        assert (place(game, ball=[corner, corner]).picture() == 255).all(-1).sum() == 25
 
 
 # --- Tables ----------------------------------------------------------------------------------------------------------
@@ -293,15 +208,15 @@ def test_cuts_are_staggered_and_no_ends():
 
 def test_ends_begin_a_new_game():
     game = cycle(10**6, 400)
+    actions = torch.arange(800).view(400, 2) // torch.tensor([4, 2]) % 2
+    both = actions.prod(1) == 1
     for _ in range(5):
         before = game.states
-        actions = torch.arange(800).view(400, 2) // torch.tensor([4, 2]) % 2
         rewards, ends, _ = game.step(actions)
-        both = actions[:, 0] * actions[:, 1] == 1
         assert torch.equal(ends, both & (before == 4)) and ends.any()
         assert torch.equal(rewards, (10 * before + 2 * actions[:, 0] + actions[:, 1]).float())
-        assert (game.clock[ends] == 0).all() and (game.clock[~ends] > 0).all()
-        assert len(game.states[ends].unique()) > 3 and torch.equal(game.states[~ends], (before[~ends] + 1) % 5)
+        assert (game.clock[ends] == 0).all() and len(game.states[ends].unique()) > 3
+        assert torch.equal(game.states[~ends], (before[~ends] + 1) % 5)
 
 
 def test_joint_actions():
@@ -309,67 +224,31 @@ def test_joint_actions():
     actions = torch.tensor([[1, 0, 2, 0, 1], [2, 2, 2, 2, 2]])
     pro, ant = joint_actions(actions, (2, 3), 3)
     assert pro.tolist() == [3, 8] and ant.tolist() == [19, 26]
-    rewards, transitions, teams = arat_game("small")
+    rewards, _, teams = arat_game("small")
     alone = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
-    place = tuple(joint_actions(alone, teams, 2))
-    gains = rewards[0][place] - rewards[0, 0, 0]  # state 0: what each player's second action changes
-    assert gains.tolist() == [0, -1, 2, -1, 1]
-    moved = transitions[0][place] - transitions[0, 0, 0]
-    shifts = [[0, 0, 0], [0.1, -0.1, 0], [0, 0.1, -0.1], [-0.1, 0, 0.1], [0, -0.1, 0.1]]
-    torch.testing.assert_close(moved, torch.tensor(shifts, dtype=torch.float64))
+    gains = rewards[0][tuple(joint_actions(alone, teams, 2))] - rewards[0, 0, 0]
+    assert gains.tolist() == [0, -1, 2, -1, 1], "state 0: what each player's second action changes"
 
 
 def test_large_game():
-    """The same for the same seed; every player matters, and none depends on another."""
+    """The same for the same seed; every player matters, none depends on another, and so pure play has a saddle."""
     (rewards, transitions, teams), other = arat_game("large"), arat_game("large", 1)
     assert torch.equal(arat_game("large")[0], rewards) and not torch.equal(other[0], rewards) and teams == (3, 3)
-    assert transitions.min() >= 0 and other[1].sum(-1).sub(1).abs().max() < 1e-9
+    assert rewards.shape == (50, 64, 64) and transitions.min() >= 0
+    torch.testing.assert_close(transitions.sum(-1), torch.ones_like(rewards))
     for table in (rewards.view(50, *[4] * 6), transitions[..., 0].view(50, *[4] * 6)):
         for player in range(1, 7):
-            changes = table.diff(dim=player).flatten(1)
-            assert changes.abs().max() > 0.01
+            assert table.diff(dim=player).abs().max() > 0.01
             for rival in set(range(1, 7)) - {player}:
                 assert table.diff(dim=player).diff(dim=rival).abs().max() < 1e-9
+    stage = rewards + 0.9 * transitions @ torch.randn(50, dtype=torch.float64)
+    torch.testing.assert_close(stage.amax(1).amin(1), stage.amin(2).amax(1))
 
 
 def test_minimax_values():
     """Closed forms: the best answer is given by the protagonists, and a reward for ever is worth r / (1 - gamma)."""
     for name, value in (("pennies", 1), ("saddle", 1), ("climbing", 0), ("product", 5)):
         rewards, transitions, _ = matrix_game(name)
-        assert minimax_values(rewards, transitions, 0.9).tolist() == [value]
-        for gamma in (0.9, 0.999):  # the same for ever
-            found = minimax_values(rewards, torch.ones_like(transitions), gamma)
-            assert found.item() == pytest.approx(value / (1 - gamma), rel=1e-6)
-    rewards, transitions, _ = arat_game("small")
-    values = minimax_values(rewards, transitions, 0.999)
-    torch.testing.assert_close((rewards + 0.999 * transitions @ values).amax(1).amin(1), values, atol=1e-6, rtol=1e-6)
-
-
-# --- Both ------------------------------------------------------------------------------------------------------------
-
-GAMES = [
-    lambda seed: Pong((1, 2), 6, seed, "cpu", horizon=30),
-    lambda seed: TabularGame(*arat_game("small"), 6, seed, "cpu"),
-]
-
-
-@pytest.mark.parametrize("make", GAMES, ids=["pong", "tables"])
-def test_a_state_that_was_kept_has_the_same_future(make):
-    def play(game, seed: int, steps: int) -> list:
-        generator, seen = torch.Generator().manual_seed(seed), []
-        for _ in range(steps):
-            actions = torch.randint(game.num_actions, (6, sum(game.teams)), generator=generator)
-            rewards, ends, last = game.step(actions)
-            seen += [rewards, ends, *last, *game.observe()]
-        return seen
-
-    game, other = make(1), make(2)
-    play(game, 0, 9)
-    kept = game.state_dict()
-    future = play(game, 1, 35)
-    assert not all(map(torch.equal, future, play(other, 1, 35))), "another seed is another game"
-    other.load_state_dict(kept)
-    assert all(map(torch.equal, future, play(other, 1, 35)))
-    again = make(1)
-    play(again, 0, 9)
-    assert all(map(torch.equal, future, play(again, 1, 35))), "nothing but the seed matters"
+        for ends, gamma, length in ((transitions, 0.9, 1), (torch.ones_like(transitions), 0.999, 1000)):
+            found = minimax_values(rewards, ends, gamma)
+            assert found.item() == pytest.approx(value * length, rel=1e-6)
