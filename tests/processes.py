@@ -35,8 +35,6 @@ import json, sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 import torch.distributed as dist
 from algorithms import {script} as script
-from written_once import remembered
-script.generate = remembered(script.generate)
 dist.init_process_group("gloo")
 dist.init_process_group = lambda backend: None  # one group for all runs
 dist.destroy_process_group = lambda: None

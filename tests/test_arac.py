@@ -15,7 +15,6 @@ from algorithms.arac import (
     Attention,
     GraphCritic,
     GraphPolicy,
-    ReplayBuffer,
     SoftActorCritic,
     actor_loss,
     critic_targets,
@@ -281,20 +280,6 @@ def test_removed_players_are_no_part_of_the_learning():
     assert weights(learner.policy).isfinite().all() and weights(learner.critics).isfinite().all()
 
 
-def test_actions_are_samples_or_the_likeliest():
-    learner, game, _ = made(num_envs=20_000, graph="path_4", start="independent")
-    game.positions = torch.tensor([[0, 2, 3]]).repeat(20_000, 1)
-    learner.policy.query.weight.data.mul_(3)
-    log_probs = learner.policy(game.view(game.positions, 0), game.graph)[0]  # (N,K)
-    actions = learner.act(game, 0)
-    shares = torch.stack([torch.bincount(column, minlength=3) for column in actions.T]) / 20_000
-    close(shares, log_probs.exp(), 0.02)
-    assert shares[0, 2] == 0, "node 0 has two slots"
-    both = (actions == 0).all(1).double().mean()
-    assert (both - shares[0, 0] * shares[1, 0]).abs() < 0.02, "agents act independently"
-    assert torch.equal(learner.act(game, 0, True), log_probs.argmax(1).expand(20_000, 2))
-
-
 # --- One update ------------------------------------------------------------------------------------------------------
 
 
@@ -408,16 +393,6 @@ def test_dual_weight_falls_below_the_target_and_rises_above_it():
     assert rising == sorted(rising) and rising[-1] == pytest.approx(0.2)
 
 
-def test_schedules_of_the_weight():
-    learner, _, _ = made(beta_mode="performance", beta=0.4)
-    for success, expected in ((0.0, 0.4), (0.5, 0.1), (0.9, 0.004), (1.0, 0.0)):
-        learner.success.fill_(success)
-        close(learner.beta(123), expected)
-    for mode, values in (("linear", [0.4, 0.3, 0.2, 0, 0, 0]), ("fixed", [0.4] * 6), ("none", [0] * 6)):
-        learner, _, _ = made(beta_mode=mode, beta=0.4, total_timesteps=1000)
-        assert [learner.beta(step) for step in (0, 125, 250, 500, 501, 1000)] == pytest.approx(values)
-
-
 def test_weight_of_now_is_what_the_policy_is_pulled_with():
     """The linear schedule at half time is an update without reference; in the middle it is another."""
     found = {}
@@ -480,21 +455,6 @@ def test_replay_holds_what_both_sides_saw(flags):
     close(metrics["charts/success"], won / ended)
     close(metrics["charts/episodic_length"], 96 / ended)
     close(one.success, average)
-
-
-def test_replay_keeps_the_newest_and_samples_evenly():
-    buffer, other = ReplayBuffer(10, "cpu"), ReplayBuffer(10, "cpu")
-    buffer.add(values=torch.arange(4))
-    assert buffer.state_dict()["columns"]["values"].tolist() == [0, 1, 2, 3]
-    assert buffer.sample(1000)["values"].unique().tolist() == [0, 1, 2, 3]
-    for start in range(4, 24, 4):
-        buffer.add(values=torch.arange(start, start + 4))
-    torch.manual_seed(0)
-    counts = torch.bincount(buffer.sample(10_000)["values"], minlength=24)
-    assert (counts[:14] == 0).all() and counts[14:].min() > 850
-    other.load_state_dict(buffer.state_dict())
-    other.add(values=torch.arange(24, 28))
-    assert sorted(other.columns["values"].tolist()) == list(range(18, 28))
 
 
 # --- Evaluation ------------------------------------------------------------------------------------------------------

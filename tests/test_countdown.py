@@ -111,7 +111,7 @@ def test_parser_equals_python_on_valid_expressions():
 # --- Problems ----------------------------------------------------------------------------------------------------
 
 
-def test_the_evaluation_set_is_fixed(time_limit):
+def test_the_evaluation_set_is_fixed():
     problems = Countdown().evaluation_problems(128)
     assert len(problems) == len(set(problems)) == 128
     assert problems == Countdown().evaluation_problems(128)
@@ -130,7 +130,7 @@ def test_training_never_meets_an_evaluation_problem(num_numbers):
     assert not drawn & evaluation
 
 
-def test_problems_keep_the_flags_and_are_solvable(time_limit):
+def test_problems_keep_the_flags_and_are_solvable():
     task = Countdown(num_numbers=4, max_number=9, max_target=30)
     for index in range(200):
         problem = task.train_problem(index, seed=0)

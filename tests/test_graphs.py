@@ -151,18 +151,6 @@ def test_features():
     assert (features[0, :, 2] == 2).all() and (features[1, :, 0] == 2).all() and features[1, 6, 1] == 0
 
 
-def test_gabriel_graphs():
-    """Edges by definition, by the circle's middle and radius; every seed is another city."""
-    graph = make_graph("city_60_3")
-    points, n = graph.coordinates.tolist(), graph.num_nodes
-    for i, j in itertools.combinations(range(n), 2):
-        middle, radius = [(a + b) / 2 for a, b in zip(points[i], points[j])], math.dist(points[i], points[j]) / 2
-        gaps = [math.dist(points[k], middle) - radius for k in range(n) if k not in (i, j)]
-        assert bool(graph.edge_mask[i, j]) == (min(gaps) < 0), (i, j)
-    for other, same in (("city_60_4", False), ("city_60", False), ("city_60_3", True)):
-        assert torch.equal(make_graph.__wrapped__(other).edge_mask, graph.edge_mask) == same
-
-
 def test_to():
     graph = make_graph("cycle_8")
     capture_tables(graph, 2, 1)
@@ -332,18 +320,6 @@ def test_scripts_of_pursuers_are_those_of_a_plain_game(name, m, captors):
         assert [plain.near[p][slot] for p, slot in zip(pursuers, dp_slots)] == list(move)
 
 
-@pytest.mark.parametrize("name", ["grid_6x6", "petersen"])
-@pytest.mark.parametrize("start", ["same", "far"])
-def test_starts_on_one_node(name, start):
-    graph = make_graph(name)
-    game = GraphPursuit(graph, 10_000, 0, "cpu", num_pursuers=3, start=start)
-    least = 2 if start == "same" else min(6, graph.diameter)
-    pairs = [(p, e) for p in range(graph.num_nodes) for e in range(graph.num_nodes) if graph.distances[p, e] >= least]
-    assert game.starts().tolist() == [[p, p, p, e] for p, e in pairs]
-    found = {tuple(row) for row in game.positions.tolist()}
-    assert found <= {(p, p, p, e) for p, e in pairs} and len(found) > 0.95 * len(pairs)
-
-
 @pytest.mark.parametrize("name, start, m", [("grid_13x13", "same", 2), ("city_60", "independent", 5)])
 def test_long_lists_of_starts_are_drawn(name, start, m):
     """The same for every seed of a game; a game's own generator is left alone."""
@@ -415,20 +391,6 @@ def test_removed_players_stay_away():
         game.step(torch.tensor([[1, 0], [0, 0]]))
     last = game.step(game.scripted("shortest", game.positions))[3]
     assert last.tolist() == [[-1, 1, 3, -1], [7, 2, 3, 6]]
-
-
-@pytest.mark.parametrize("name, k, far", [("grid_6x6", 3, 3), ("city_60", 4, 3), ("path_5", 2, 2), ("complete_4", 2, 1)])
-def test_confrontations_begin_apart(name, k, far):
-    """Three hops, or on small graphs as far as they can."""
-    game = GraphConfrontation(make_graph(name), 1500, 0, "cpu", team_size=k)
-    places, n = game.positions, game.graph.num_nodes
-    assert (places.sort(1).values.diff(dim=1) > 0).all(), "each on a node of its own"
-    gaps = game.graph.distances[places[:, :k, None], places[:, None, k:]].flatten(1).amin(1)
-    assert (gaps >= far).float().mean() > (0.95 if n < 9 else 0.9999)
-    for player in range(2 * k if n > 9 else 0):
-        counts = torch.bincount(places[:, player], minlength=n)
-        assert counts.min() > 1500 / n / 5 and counts.max() < 1500 / n * 4, "from everywhere"
-    assert torch.equal(game.starts(), GraphConfrontation(make_graph(name), 1, 9, "cpu", team_size=k).starts())
 
 
 def test_what_a_fixed_divergence_weight_costs():

@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -46,11 +45,6 @@ def test_canonical_form(value, texts):
     assert [math_jsonl.canonical(text) for text in texts] == [value] * len(texts)
 
 
-@pytest.mark.parametrize("text", ["3/0", "1,00", "1_000", "1 000", "5 km", "1e999999999", "\u0663", "nan", "9" * 101])
-def test_what_is_no_number_stays_as_it_is(text):
-    assert math_jsonl.canonical(text) == text
-
-
 @pytest.mark.parametrize(
     "gold, completion, correct, well_formed",
     [
@@ -82,20 +76,6 @@ def test_grades(gold, completion, correct, well_formed):
 @pytest.mark.parametrize("before, short", [(1000, 1), (1001, 0)])
 def test_length_counts_only_the_text_before_the_answer(before, short):
     assert math_jsonl.length(Problem("?", "1"), "x" * before + "<answer>" + "1" * 5000 + "</answer>") == short
-
-
-@pytest.mark.parametrize("style", ["plain", "gsm8k"])
-def test_hostile_text_neither_hangs_nor_raises_nor_runs(style, hostile_strings, nothing_executes, time_limit, tmp_path):
-    rows = [{"question": f"{i}?", "answer": "123456789"} for i in range(9)]
-    task, slowest = MathJsonl(write(tmp_path / "data.jsonl", rows), style), 0.0
-    attacks = ["<think>" * 15_000, "<think></think>\n" * 6000, "<think></think>\n<answer>" * 4000 + "</answer>"]
-    with nothing_executes():
-        for text in hostile_strings[::4] + attacks + [f"{text}<answer>1</answer>x" for text in attacks]:
-            start = time.process_time()
-            values = [function(task.train_rows[0], text) for function in task.reward_functions.values()]
-            slowest = max(slowest, time.process_time() - start)
-            assert values[0] == 0.0 and set(values) <= {0.0, 1.0}
-    assert slowest < 0.5, "grading is not linear in the length of the text"
 
 
 # --- The style of GDPO's GSM8K demo ------------------------------------------------------------------------------
@@ -175,17 +155,6 @@ def test_a_broken_line_gives_its_sentence(tmp_path, line, sentence):
     with pytest.raises(ValueError) as error:
         MathJsonl(str(path))
     assert str(error.value) == f"{path}, line 3: {sentence}"
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_file_needs_two_questions(count, tmp_path):
-    path = write(tmp_path / "data.jsonl", [{"question": q, "answer": "1"} for q in "ab"[:count]])
-    if count == 2:
-        task = MathJsonl(path)
-        assert len(task.train_rows) == len(task.evaluation_rows) == 1
-    else:
-        with pytest.raises(ValueError, match=f"found {count} different questions, expected at least 2"):
-            MathJsonl(path)
 
 
 # --- The two sides -----------------------------------------------------------------------------------------------

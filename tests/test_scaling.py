@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from algorithms import arac, dapo, dr_mas, fm3q, grpo, unimodal_poisson
-from benchmarks import scaling, speed_marl, tables_scaling
+from benchmarks import scaling
 from benchmarks.scaling import CPU_MODELS, PUBLIC_MODELS, Model, memory_model, parameters
 
 SCRIPTS = {"grpo.py": grpo, "dr_mas.py": dr_mas, "fm3q.py": fm3q, "arac.py": arac}
@@ -222,9 +222,4 @@ def test_a_random_model_writes_to_the_end(tmp_path):
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
-
-
-def test_goals_are_those_of_the_programs():
-    assert tables_scaling.MARL_GOAL == speed_marl.GOAL
-    assert tables_scaling.MARL_OWN == {mixer: str(rates[0][0]) for mixer, rates in speed_marl.RATES.items()}
 

@@ -5,7 +5,6 @@ import copy
 import itertools
 import json
 import random
-import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 from envs import game_solvers as solvers
 from envs.game import parse_action
-from envs.game_demonstrations import SHARES, demonstration, random_action
+from envs.game_demonstrations import random_action
 from envs.game_solvers import KUHN_INFOSETS
 from envs.text_games import KuhnPoker, make_game
 
@@ -113,43 +112,7 @@ def test_how_a_game_ends_and_the_handicap(name, texts, options, rewards, reason)
         assert game.done and game.reason == reason
 
 
-@pytest.mark.parametrize(
-    "name, options, message",
-    [
-        (
-            "chess",
-            {},
-            "no text game chess, expected one of tictactoe, kuhn, negotiation, textarena:",
-        ),
-        ("none.py:Nim", {}, "there is no file none.py"),
-        (NIM.replace(":Nim", ":Chess"), {}, "nim.py has no class Chess"),
-        (NIM, {"heap": 3}, "has no option heap, expected one of pile, forfeit_rewards"),
-        ("tictactoe", {"variant": "spiral"}, "no option variant, expected one of forfeit_rewards"),
-        ("kuhn", {"variant": "leduc"}, "no variant leduc, expected one of standard, spiral, texta"),
-        ("kuhn", {"cards": ("JJ",)}, "needs cards for 1 hands, each like JK"),
-        ("tictactoe", {"max_turns": 0}, "max_turns >= 1"),
-    ],
-)
-def test_mistakes_give_a_sentence(name, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make_game(name, **options)
-
-
 # --- Prompts and seeds ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name, variant", [*SHARES, (NIM, None)])
-def test_prompts_and_seeds(name, variant):
-    options = {"variant": variant} if variant else {}
-    games = [random_game(name, seed, **options)[1] for seed in range(40)]
-    assert games == [random_game(name, seed, **options)[1] for seed in range(40)]
-    assert len({repr(prompts) for prompts in games}) > 5
-    for player, content in itertools.chain(*games):
-        lines = content.split("\n")
-        assert "two-player zero-sum game" in lines[0] and "\\boxed{}" in lines[-1]
-        assert lines[1].startswith(f"You are Player {player} in ")
-        assert "Available actions: [" in lines[-2] or name == "negotiation"
-    assert {player for prompts in games for player, _ in prompts} == {0, 1}
 
 
 def test_what_players_see():
@@ -406,22 +369,3 @@ def kind_of(content: str) -> tuple[str, str | None]:
         return ("tictactoe" if "TicTacToe" in content else "negotiation"), None
     return "kuhn", next(name for name, rule in KuhnPoker.RULES.items() if rule in content)
 
-
-def test_demonstrations():
-    """All games and both seats in their shares, and mostly legal moves."""
-    generator = random.Random("demonstrations")
-    rows = [demonstration(generator) for _ in range(4000)]
-    contents = [messages[0]["content"] for messages, _ in rows]
-    kinds = [kind_of(content) for content in contents]
-    for kind, share in SHARES.items():
-        assert kinds.count(kind) / 4000 == pytest.approx(share, abs=0.02)
-        own = ["You are Player 0 " in c for c, found in zip(contents, kinds) if found == kind]
-        assert 0.35 < sum(own) / len(own) < 0.65
-    points = {game.prompt(game.player)[0]["content"] for _, game in solvers.kuhn_decision_points()}
-    assert {c for c, kind in zip(contents, kinds) if kind == ("kuhn", "standard")} == points
-    legal = []
-    for (_, text), content, kind in zip(rows, contents, kinds):
-        if kind[0] != "negotiation":
-            available = re.findall(r"\[\w+\]", content.split("Available actions: ")[1])
-            legal.append(parse_action(text, available) in available)
-    assert 0.93 < sum(legal) / len(legal) < 0.97

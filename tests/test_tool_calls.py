@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -123,24 +122,6 @@ def test_length_counts_the_thinking():
     assert tool_calls.length(problem, "x" * 29) == 0
 
 
-@pytest.mark.parametrize("gold", GOLD)
-def test_hostile_text_neither_hangs_nor_raises_nor_runs(gold, hostile_strings, nothing_executes, time_limit):
-    problem, slowest, functions = Problem(GOLD[gold].replace("A", "Z")), 0.0, ToolCalls().reward_functions
-    attacks = ["<tool_call>" * 9000, "<think>" * 9000, "</think>\n<tool_call>\n" * 5000]
-    attacks += ["<think></think>\n" * 6000 + end for end in ("", TOOL, RESPONSE, TOOL + "x", RESPONSE + "x")]
-    attacks += [f"{THINK}<tool_call>\n{text}\n</tool_call>" for text in hostile_strings[:200]]
-    many = "\n".join(['{"name": "w", "parameters": {"city": "B"}}'] * 3000)
-    attacks += [f"<tool_call>{block}</tool_call>" for block in (many, "[" * 50_000, "0\n" * 30_000)]
-    with nothing_executes():
-        for text in hostile_strings[::16] + attacks:
-            start = time.process_time()
-            scores = {name: function(problem, text) for name, function in functions.items()}
-            slowest = max(slowest, time.process_time() - start)
-            assert -3 <= scores["correctness"] < 3
-            assert {scores[name] for name in ("exact", "format", "length")} <= {0.0, 1.0}
-    assert slowest < 0.5, "grading is not linear in the length of the text"
-
-
 # --- Problems ----------------------------------------------------------------------------------------------------
 
 
@@ -183,30 +164,6 @@ def test_gold_texts_answer_their_queries():
 # --- Demonstrations ----------------------------------------------------------------------------------------------
 
 
-def test_demonstrations_are_imperfect_in_calls_and_in_format():
-    task, generator, scores, slips = ToolCalls(), random.Random("demonstrations"), [], Counter()
-    for _ in range(3000):
-        problem = task.sample(generator)
-        text = task.demonstration(problem, generator)
-        scores.append({name: function(problem, text) for name, function in task.reward_functions.items()})
-        gold, calls = parse_calls(problem.answer), parse_calls(text)
-        if gold is None:
-            continue
-        slips["no thinking"] += not text.startswith("<think>")
-        slips["newline missing"] += "</think><" in text or "<tool_call>{" in text
-        slips["closing tag missing"] += "</tool_call>" not in text
-        slips["trailing text"] += text.endswith("Done.")
-        slips["broken JSON"] += calls is None and "</tool_call>" in text
-        slips["a call left out"] += len(calls or gold) < len(gold)
-        for due, made in zip(gold, calls or []):
-            slips["another tool"] += due["name"] != made["name"]
-            slips["other parameters"] += due["parameters"].keys() != made["parameters"].keys()
-    mean = {name: sum(score[name] for score in scores) / len(scores) for name in scores[0]}
-    assert 0.50 < mean["format"] < 0.65 and 0.10 < mean["exact"] < 0.25 and mean["correctness"] < 1
-    assert sum(-3 < score["correctness"] < 3 and score["correctness"] != 0 for score in scores) > 1000  # partial credit
-    assert min(slips.values()) > 60 and len(slips) == 8, slips
-
-
 # --- Reading a file ----------------------------------------------------------------------------------------------
 
 
@@ -244,13 +201,6 @@ def test_a_broken_line_gives_its_sentence(tmp_path, line, sentence):
     with pytest.raises(ValueError) as error:
         ToolCalls(path)
     assert str(error.value) == f"{path}, line 3: {sentence}"
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_files_without_two_queries_give_a_sentence(count, tmp_path):
-    path = write(tmp_path / "data.jsonl", [{"query": "q", "answer": GOLD["tool"]}] * count)
-    with pytest.raises(ValueError, match=f"found {count} problems, expected enough for training and evaluation$"):
-        ToolCalls(path)
 
 
 def test_both_sides_of_a_file(task, tmp_path):

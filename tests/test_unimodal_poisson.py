@@ -17,17 +17,14 @@ from algorithms.unimodal_poisson import (
     Agent,
     Args,
     Environments,
-    RunningMeanStd,
     action_distribution,
     atom_metrics,
     collect,
     environment_actions,
     gae,
     load_run,
-    logprob_and_entropy,
     make_buffer,
     minibatch_loss,
-    normalise,
     ordinal_logits,
     poisson_logits,
     poisson_repo_logits,
@@ -212,28 +209,6 @@ def test_atoms_that_can_be_the_mode(num_atoms, temperature, modes):
     assert set(poisson_logits(rates, num_atoms, temperature).argmax(-1).tolist()) == set(range(num_atoms))
 
 
-@pytest.mark.parametrize("policy", ["poisson", "poisson_repo"])
-@pytest.mark.parametrize("num_atoms", [2, 200])
-def test_extreme_rates_stay_finite(policy, num_atoms):
-    """Softplus gives 0 at -200; a rate of 1e5 is far beyond the last atom."""
-    head = torch.tensor([[-200.0, -20.0, 0.0, 30.0, 1e5]], requires_grad=True)
-    distribution = action_distribution(head, policy, num_atoms, 2.5)
-    for atom in (0, num_atoms // 2, num_atoms - 1):
-        value = distribution.log_prob(torch.full((1, 5), atom)) + distribution.entropy()
-        (gradient,) = torch.autograd.grad(value, head, retain_graph=True)
-        assert gradient.isfinite().all() and value.isfinite()
-
-
-def test_atom_metrics():
-    p = tensor([[[0.5, 0.3, 0.2], [0.4, 0.2, 0.4]], [[0.1, 0.8, 0.1], [0.3, 0.4, 0.3]]])
-    found = atom_metrics(p)
-    assert found["extreme_mass"].item() == pytest.approx((0.7 + 0.8 + 0.2 + 0.6) / 4)
-    assert found["frac_multimodal"].item() == 0.25
-    rows = [[0.4, 0.4, 0.1, 0.1], [0.1, 0.4, 0.4, 0.1], [0.25] * 4]  # neighbours that are equally likely are one mode
-    two = [[0.3, 0.3, 0.1, 0.3], [0.3, 0.1, 0.5, 0.1]]
-    assert atom_metrics(tensor([rows + two]))["frac_multimodal"].item() == pytest.approx(2 / 5)
-
-
 # --- Acting ----------------------------------------------------------------------------------------------------------
 
 LOW, HIGH = torch.tensor([-1.0, -3.0]), torch.tensor([1.0, 5.0])
@@ -270,25 +245,6 @@ def test_samples_have_the_probabilities_of_the_distribution(policy):
     assert (first * second).mean().abs() < limit, "dimensions are independent"
 
 
-@pytest.mark.parametrize("policy", ["gaussian", "tanh_gaussian", "beta"])
-def test_samples_have_the_moments_of_the_distribution(policy):
-    agent, count = agent_of(policy), 40_000
-    head = heads(policy, count)
-    actions = sample_actions(head, agent.noise(count), *agent.shape).double()
-    mean, log_std = head[0].double().unbind(-1)
-    std = log_std.exp()
-    if policy == "tanh_gaussian":
-        mean = mean.tanh()
-    if policy == "beta":
-        alpha, beta = (1 + head[0].double().exp()).log().add(1).unbind(-1)
-        mean, std = alpha / (alpha + beta), (alpha * beta / (alpha + beta + 1)).sqrt() / (alpha + beta)
-    assert ((actions.mean(0) - mean).abs() < 5 * std / count**0.5).all()
-    assert (actions.std(0) / std - 1).abs().max() < 0.02
-    base = action_distribution(head[:1], *agent.shape).base_dist
-    assert_close(base.mean[0].double(), mean, 1e-5)
-    assert_close(base.stddev[0].double(), std, 1e-5)
-
-
 IN_UNITS = [  # policy, sampled action, what the task gets
     ("poisson", [1, 9], [-0.8, 4.2]),
     ("bang_bang", [0, 1], [-1.0, 5.0]),
@@ -304,23 +260,6 @@ IN_UNITS = [  # policy, sampled action, what the task gets
 def test_actions_in_the_environments_units(policy, actions, expected):
     found = agent_of(policy).to_environment(torch.tensor([actions]))
     assert_close(torch.tensor(found), torch.tensor([expected]), 1e-6)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_network(policy):
-    """Its head has the shape that action_distribution takes; the first policy is nearly the same in every state."""
-    agent = agent_of(policy)
-    observations = 3 * torch.randn(50, 3)
-    head = agent.head(observations)
-    atoms = {"categorical": 11, "ordinal": 11}.get(policy, 2)
-    assert head.shape == ((50, 2) if policy.startswith("poisson") else (50, 2, atoms))
-    assert agent.values(observations).shape == (50,)
-    linear = [module for module in agent.modules() if isinstance(module, torch.nn.Linear)]
-    assert all((module.bias == 0).all() for module in linear)
-    assert_close(linear[1].weight @ linear[1].weight.T, 2 * torch.eye(64), 1e-4)  # orthogonal with gain sqrt 2
-    assert head[..., 0].abs().max() < 0.2, "the last layer's gain is 0.01"
-    if "gaussian" in policy:
-        assert agent.log_std.requires_grad and (head[..., 1] == 0).all()
 
 
 def test_first_rate():
@@ -550,28 +489,6 @@ def random_actions(steps: int, count: int = 3) -> np.ndarray:
     return np.random.default_rng(0).uniform(-1, 1, (steps, count, 2)).astype(np.float32)
 
 
-@pytest.mark.parametrize("mean", [3, 1e6])
-def test_running_mean_and_std(mean):
-    """Those of all rows, however these were cut into batches; with a large mean squares must not be subtracted."""
-    rows = np.random.default_rng(0).normal(mean, 1, (1000, 4))
-    for cuts in ([], [10, 20, 999], range(1, 1000)):
-        stats = RunningMeanStd((4,))
-        for piece in np.split(rows, cuts):
-            stats.update(piece)
-        for ours, theirs in zip((stats.mean, stats.var), moments([rows])):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-
-
-def test_observations_and_rewards_are_clipped():
-    stats, ours = RunningMeanStd((2,)), Environments(Args(**RAW | {"norm_reward": True}))
-    stats.mean, stats.var = np.array([1.0, -2.0]), np.array([4.0, 0.25])
-    found = normalise(np.array([[3.0, -2.5], [1e6, -1e6]]), stats, Args())
-    np.testing.assert_allclose(found, [[1, -1], [10, -10]], atol=1e-6)
-    ours.return_stats.var, ours.return_stats.count = 1e-12, 1e12
-    rewards = np.concatenate([ours.step(actions)[0] for actions in random_actions(10)])
-    assert set(rewards) == {-10.0, 10.0}
-
-
 def test_steps_of_several_environments():
     """Against the bare environments and plain sums: observations, rewards, ends, last observations, finished episodes.
 
@@ -684,18 +601,3 @@ def test_probe_action(learn, policy):
             actions = agent.distribution(torch.tensor([[sign]])).mode
         assert agent.to_environment(actions).item() == pytest.approx(best * sign, abs=allowed)
 
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_short_way_to_logprob_and_entropy(policy):
-    """What the update uses is log_prob and entropy of action_distribution, with the same gradients."""
-    torch.manual_seed(0)
-    atoms = 2 if policy == "bang_bang" else 11
-    last = {"poisson": (), "poisson_repo": (), "categorical": (atoms,), "ordinal": (atoms,)}.get(policy, (2,))
-    head = torch.randn(6, 3, *last, dtype=torch.float64, requires_grad=True)
-    distribution = action_distribution(head, policy, atoms, 2.5)
-    actions = distribution.sample()
-    short = logprob_and_entropy(head, actions, policy, atoms, 2.5)
-    for found, expected in zip(short, (distribution.log_prob(actions), distribution.entropy())):
-        torch.testing.assert_close(found, expected)
-        gradients = [torch.autograd.grad(value.sum(), head, retain_graph=True)[0] for value in (found, expected)]
-        torch.testing.assert_close(*gradients)
