@@ -46,9 +46,9 @@ SHORT = "algorithms/grpo.py --max-steps 60 --eval-steps 20"
 SEEDS = (2, 3, 4, 5, 6)
 STUDIES = {
     "grpo": {
-        "grpo": Arm(SHORT, ("5e-5", "1e-4", "2e-4"), SEEDS),
-        "no_baseline": Arm(f"{SHORT} --advantage none", ("2.5e-5", "5e-5", "1e-4", "2e-4"), SEEDS),
-        "shuffled": Arm(f"{SHORT} --advantage shuffled", ("1e-4",), SEEDS),
+        "grpo": Arm(SHORT, ("5e-5", "1e-4", "2e-4", "4e-4"), SEEDS),
+        "no_baseline": Arm(f"{SHORT} --advantage none", ("5e-5", "1e-4", "2e-4", "4e-4"), SEEDS),
+        "shuffled": Arm(f"{SHORT} --advantage shuffled", ("2e-4",), SEEDS),
     },
 }
 

@@ -41,7 +41,7 @@ def test_an_older_commit_leaves_the_same_gradient(tmp_path):
     assert [row["arm"] for row in rows] == ["shipped", "all rows", OLD, f"{OLD} all rows"]
     assert float(rows[0]["against_median"]) > 0
     lengths = [float(row["mean_length"]) for row in rows]
-    assert max(lengths) < 1.1 * min(lengths)  # of the same prompts, by other random numbers
+    assert max(lengths) < 1.25 * min(lengths)  # of the same prompts, by other random numbers
 
 
 def test_a_wrong_gradient_is_noticed(monkeypatch):
