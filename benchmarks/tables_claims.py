@@ -84,7 +84,7 @@ METHODS = (
         "SPIRAL: self-play with a baseline for each role",
         "2506.24119",
         "less gradient noise; stable at rates where play collapses without it; otherwise no better",
-        "wins against random",
+        "wins against random, moving first",
         "%",
         ("eval/tictactoe/random/first/win",),
     ),
