@@ -140,7 +140,8 @@ class Study:
 
 
 ONE, THREE, FIVE = (1,), (1, 2, 3), (1, 2, 3, 4, 5)
-POLICIES = ("poisson", "poisson_repo", "gaussian", "beta", "categorical", "ordinal", "bang_bang")
+POLICIES = ("poisson", "poisson_repo", "gaussian", "beta", "categorical", "ordinal")
+TWO_ENDS = ("--policy", "categorical", "--num-atoms", "2")
 NARROW = ("--temperature", "0.5", "--rate-init", "6")  # begins in the middle of the range, and can stay there
 FM3Q = {name: Arm(("--mixer", name)) for name in ("qmix", "twin", "vdn", "pairwise")}
 FM3Q |= {name: Arm(("--learner", name)) for name in ("selfplay_vdn", "selfplay_qmix", "iql", "joint_minimax")}
@@ -153,16 +154,28 @@ STUDIES = {
         script="algorithms/unimodal_poisson.py",
         common=("--num-envs", "8", "--num-steps", "256"),  # as many steps a batch as by default, and faster
         arms={name: Arm(("--policy", name)) for name in POLICIES}
+        | {"bang_bang": Arm(TWO_ENDS)}
         | {"poisson_narrow": Arm(("--policy", "poisson", *NARROW), THREE, late=True)}
         | {"gaussian_1m": Arm(("--policy", "gaussian"), THREE, "3e-4", (), 1_000_000, late=True)},
         tasks={"InvertedPendulum-v5": Task(100_000), "Hopper-v5": Task(300_000), "HalfCheetah-v5": Task(300_000)}
         | {name: Task(300_000, "", dict.fromkeys(POLICIES, ONE), late=True) for name in ("Walker2d-v5", "Humanoid-v5")},
         tags={"return": RETURN, "entropy": "losses/entropy"}
-        | {name: f"train/unimodal_poisson/{name}" for name in ("extreme_mass", "frac_multimodal")},
+        | {name: f"train/{name}" for name in ("extreme_mass", "frac_multimodal")},
         scores={"train_return": partial(tail, tag=RETURN)}
         | {f"eval_{x}": partial(last, tags=(f"eval/{x}/return_mean",)) for x in ("deterministic", "sampled")},
         sweep=("Hopper-v5", 102_400),
         sweep_flags=("--eval-episodes", "0"),  # it goes by returns in training
+        digits=".2f",
+        packages=("torch", "gymnasium", "mujoco", "numpy"),
+    ),
+    "poisson_start": Study(  # the default start, in the middle of the range
+        script="algorithms/unimodal_poisson.py",
+        common=(),
+        arms={"poisson": Arm((), THREE, "3e-4")},
+        tasks={"Hopper-v5": Task(300_000)},
+        tags={"return": RETURN, "entropy": "losses/entropy"},
+        scores={"train_return": partial(tail, tag=RETURN)}
+        | {f"eval_{x}": partial(last, tags=(f"eval/{x}/return_mean",)) for x in ("deterministic", "sampled")},
         digits=".2f",
         packages=("torch", "gymnasium", "mujoco", "numpy"),
     ),
@@ -227,7 +240,7 @@ STUDIES = {
 @dataclass
 class Args:
     study: str = "unimodal_poisson"
-    """which study to run: unimodal_poisson, fm3q or arac"""
+    """which study to run: unimodal_poisson, poisson_start, fm3q or arac"""
     jobs: int = 2
     """runs at the same time, one thread each"""
     arms: tuple[str, ...] = ()
@@ -320,7 +333,7 @@ def train(args: Args, study: Study, job: Job) -> bool:
             return True
     with tempfile.TemporaryDirectory() as folder:  # MuJoCo writes its log file there too
         made, start = commit(study.script), time.perf_counter()
-        command = [sys.executable, str(ROOT / arm[0]), *arm[1:], "--device", "cpu", "--output-dir", f"{folder}/run"]
+        command = [sys.executable, str(ROOT / arm[0]), *arm[1:], "--device", "cpu", "--output-dir", f"{folder}/run", "--save-steps", "0"]
         options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options) as process:
             RUNNING.add(process)
@@ -330,16 +343,14 @@ def train(args: Args, study: Study, job: Job) -> bool:
         if process.returncode:
             print(f"{shlex.join(['python', *arm])} failed:\n{errors}", file=sys.stderr, flush=True)
             return False
-        metrics, perf = read(Path(folder, "run/metrics.csv")), read(Path(folder, "run/perf.csv"))
-    speed, memory = (
-        [float(row["value"]) for row in perf if row["tag"] == tag] for tag in ("charts/SPS", "perf/peak_memory_gb")
-    )
+        metrics = read(Path(folder, "run/metrics.csv"))
+    speed = [float(row["value"]) for row in metrics if row["tag"] == "charts/SPS"]
     share = SWEEP_TAIL if job.stage == "sweep" else FINAL_TAIL
     scores = {name: score(metrics, share=share) for name, score in study.scores.items()}
     row = {"run": job.name, "stage": job.stage, "policy": job.arm, "env": job.env, "seed": job.seed}
     row |= {"learning_rate": job.rate, "steps": max(int(r["step"]) for r in metrics), "minutes": f"{minutes:.2f}"}
     row |= {name: f"{score:{study.digits}}" if isinstance(score, float) else score for name, score in scores.items()}
-    row |= {"steps_per_second": f"{statistics.median(speed):.0f}", "peak_memory_gb": f"{max(memory):.2f}"}
+    row |= {"steps_per_second": f"{statistics.median(speed):.0f}", "peak_memory_gb": ""}  # of older scripts
     row |= {"device": f"CPU ({os.cpu_count()} cores, {platform.machine()}), {args.jobs} runs at a time", "threads": 1}
     row |= {name: version(name) for name in study.packages}
     row |= {"python": platform.python_version(), "commit": made, "command": f"python {shlex.join(arm)}"}

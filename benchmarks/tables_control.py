@@ -18,7 +18,7 @@ POLICIES = {
     "beta": "Beta (`beta`)",
     "categorical": "softmax over atoms (`categorical`)",
     "ordinal": "ordinal softmax (`ordinal`)",
-    "bang_bang": "the two ends only (`bang_bang`)",
+    "bang_bang": "the two ends only (`--policy categorical --num-atoms 2`)",
 }
 TASKS = ("InvertedPendulum-v5", "Hopper-v5", "HalfCheetah-v5", "Walker2d-v5", "Humanoid-v5")
 FM3Q = {
@@ -156,7 +156,8 @@ def runs_table(read: Read, study: str) -> str:
     devices = {f"{r['device']}, {r['threads']} thread a run" for r in runs}
     rows = [["runs", len(runs)], ["hours, added up", f"{sum(numbers(runs, 'minutes')) / 60:.1f}"]]
     rows += [["steps a second", between(numbers(runs, "steps_per_second"))]]
-    rows += [["peak memory", f"{max(numbers(runs, 'peak_memory_gb')):.2f} GB"]]
+    if memory := numbers(runs, "peak_memory_gb"):
+        rows += [["peak memory", f"{max(memory):.2f} GB"]]
     rows += [["device", "; ".join(sorted(devices))], ["versions", "; ".join(sorted(versions))]]
     return markdown(["", ""], [*rows, ["commit", ", ".join(sorted({r["commit"] for r in runs}))]])
 
@@ -174,6 +175,20 @@ def unimodal_poisson_returns(read: Read) -> str:
             cells = [f"{interquartile_mean(returns):.0f}", " to ".join(f"{x:.0f}" for x in interval(returns))]
         rows.append([env, POLICIES[arm], runs[0]["learning_rate"], len(runs), mean_std(returns), *cells])
     header = ["task", "policy", "learning rate", "seeds", "return", "interquartile mean", "95 % interval of it"]
+    return markdown(header, rows)
+
+
+def poisson_start(read: Read) -> str:
+    """The default start on Hopper: every seed, and their mean."""
+    rows = []
+    found = rows_of(read, "poisson_start_runs.csv")
+    for row in found:
+        cells = [row["train_return"], row["eval_deterministic"], row["eval_sampled"]]
+        rows.append([row["seed"], *(f"{float(cell):.0f}" for cell in cells), row["minutes"]])
+    if len(found) > 1:
+        columns = ("train_return", "eval_deterministic", "eval_sampled")
+        rows.append(["mean", *(mean_std(numbers(found, column)) for column in columns), ""])
+    header = ["seed", "last tenth of training", "likeliest actions", "sampled actions", "minutes"]
     return markdown(header, rows)
 
 
@@ -365,6 +380,7 @@ def variance_poisson_fit(read: Read) -> str:
 TABLES = {
     function.__name__: function
     for function in (
+        poisson_start,
         unimodal_poisson_returns,
         unimodal_poisson_shape,
         unimodal_poisson_sweep,

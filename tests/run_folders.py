@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 SMALL = {"num_prompts_per_step": 4, "num_generations": 4, "max_completion_length": 32}
 SMALL |= {"eval_problems": 8, "num_generations_eval": 2}
 EXACT = ("reward", "reward_std", "frac_reward_zero_std", "num_tokens", "completions/", "rewards/")
-TAG = re.compile(r"(train|eval|perf|charts|losses)/[\w/<>@.-]+")
+TAG = re.compile(r"(train|eval|seconds|charts|losses)/[\w/<>@.-]+")
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
