@@ -18,12 +18,13 @@ in gae, ppo_loss and update.
 
 Differs from the paper:
 1. The policy is softmax(log-PMF / temperature), which is unimodal as the title says. The authors'
-   released code weights it once more and is not unimodal: that is --policy poisson_repo.
-2. The first rate is (K + 1) / 2, so that actions start in the middle. With the released code's
-   ln 2 this policy starts near the lowest atom; --rate-init 0.693 does that.
-3. Width, learning rate and rollout are the same for all policies, and are CleanRL's.
+   released code puts it through another transform, after which it is not unimodal: that is
+   --policy poisson_repo.
+2. The temperature is 1 and the first rate (K + 1) / 2, so that actions start in the middle. With
+   the released code's 2.5 and ln 2, this policy starts wide and near the lowest atom.
+3. Network and learning rate are the same for all policies, and are CleanRL's.
 4. The value of the last state is added where the time limit cut off an episode.
-Differs from CleanRL: statistics for normalisation are updated after each rollout, not each step.
+Differs from CleanRL: 8 environments, and statistics that are updated after each rollout.
 
     python algorithms/unimodal_poisson.py                          # HalfCheetah-v5, CPU, 2 minutes
     python algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 3000000
@@ -63,7 +64,8 @@ with contextlib.suppress(ImportError):  # models in gymnasium make MuJoCo print 
     )
 
 # Flags that cannot change when a run is resumed.
-FIXED = "env_id policy num_atoms hidden_size num_envs num_steps total_timesteps seed save_steps"
+FIXED = "env_id policy num_atoms rate_link second_activation hidden_size num_envs num_steps"
+FIXED += " total_timesteps norm_obs norm_reward seed save_steps"
 
 
 @dataclass
@@ -81,10 +83,10 @@ class Args:
     """distribution of actions: the method, the released code's version of it, or a control"""
     num_atoms: int = 11
     """K, values of each action dimension; categorical with 2 is a bang-bang policy"""
-    temperature: float = 2.5
-    """poisson: divides the log-PMF"""
+    temperature: float | None = None
+    """poisson: divides the log-PMF; None is 1, or 2.5 for poisson_repo"""
     rate_init: float | None = None
-    """poisson: rate before training; None is (K + 1) / 2, and ln 2 for poisson_repo"""
+    """poisson: rate before training; None is (K + 1) / 2, or ln 2 for poisson_repo"""
     rate_link: Literal["softplus", "exp"] = "softplus"
     """poisson: makes the rate of the network's output"""
     second_activation: Literal["tanh", "softplus"] = "tanh"
@@ -101,7 +103,7 @@ class Args:
     learning_rate: float = 3e-4
     """Adam's learning rate at the start"""
     anneal_lr: bool = True
-    """lower the learning rate to 0 along a line"""
+    """lower the learning rate linearly to 0"""
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.95
@@ -139,8 +141,9 @@ class Args:
     """environment steps between evaluations; 0 evaluates at the end only"""
     eval_episodes: int = 10
     """episodes of an evaluation, with the likeliest and with sampled actions; 0 disables them"""
-    save_steps: int = 40_960
-    """environment steps between checkpoints, 0 disables them; episodes start anew at each of them"""
+    save_steps: int = 5_120
+    """steps of each environment between checkpoints, 0 disables them; at each of them all episodes
+    start anew, so let it be several times the length of an episode"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>"""
     resume: str | None = None
@@ -148,7 +151,7 @@ class Args:
     evaluate: str | None = None
     """run folder to score instead of training; its flags are used unless given anew"""
     video: bool = False
-    """with --evaluate: write an episode to episode.gif in the run folder"""
+    """with --evaluate: write the first 600 steps of an episode to episode.gif in the run folder"""
 
 
 # --- The method: logits of policies over atoms --------------------------------------------------
@@ -159,8 +162,8 @@ def poisson_logits(rate: Tensor, num_atoms: int, temperature: float) -> Tensor:
 
     Atom i stands for the count k = i + 1. The softmax over K atoms truncates the distribution, and
     cancels the PMF's constant term -rate, which is left out. The ratio of neighbours is rate / k
-    to the power of 1 / temperature. It falls with k, so there is one mode, at the count
-    floor(rate).
+    to the power of 1 / temperature. It falls with k, so there is one mode, at the count floor(rate)
+    within 1 to K; if the rate is a whole number, the count below it is as likely.
     """
     counts = torch.arange(1, num_atoms + 1, device=rate.device, dtype=rate.dtype)  # (K,)
     log_rate = rate.clamp(min=1e-30).log()  # softplus underflows to 0
@@ -194,9 +197,11 @@ def ordinal_logits(scores: Tensor) -> Tensor:
 
 
 class Head(nn.Module):
-    """The range of the environment's actions, (A,) each."""
+    """What a policy head has: the range of actions (A,), num_outputs and first_bias of the network,
+    mode, sample, log_prob and entropy of its outputs, and to_env, which turns actions into the
+    environment's units."""
 
-    num_outputs = 1  # of the network for each action dimension
+    num_outputs = 1  # for each action dimension
 
     def __init__(self, low: Tensor, high: Tensor, args: Args):
         super().__init__()
@@ -204,6 +209,10 @@ class Head(nn.Module):
         self.register_buffer("low", low, persistent=False)
         self.register_buffer("high", high, persistent=False)
         self.register_buffer("width", high - low, persistent=False)
+
+    def first_bias(self) -> float:
+        """Bias of the network's last layer before training."""
+        return 0.0
 
 
 class CategoricalHead(Head):
@@ -249,11 +258,25 @@ class OrdinalHead(CategoricalHead):
 
 
 class PoissonHead(CategoricalHead):
-    """The method: one number for each action dimension, the rate."""
+    """The method: one number for each action dimension, which becomes the rate."""
+
+    first_rate = None  # the middle of the range
+    temperature = 1.0  # the Poisson distribution itself
 
     def __init__(self, low: Tensor, high: Tensor, args: Args):
         super().__init__(low, high, args)
         self.num_outputs = 1
+        if args.temperature is not None:
+            self.temperature = args.temperature
+        if args.rate_init is not None:
+            self.first_rate = args.rate_init
+
+    def first_bias(self) -> float:
+        """The network's output at the first rate."""
+        rate = self.first_rate or (self.args.num_atoms + 1) / 2
+        if self.args.rate_link == "exp":
+            return math.log(rate)
+        return rate + math.log(-math.expm1(-rate))  # the inverse of softplus
 
     def rate(self, outputs: Tensor) -> Tensor:
         """-> (B,A)"""
@@ -261,14 +284,17 @@ class PoissonHead(CategoricalHead):
         return u.exp() if self.args.rate_link == "exp" else F.softplus(u)
 
     def logits(self, outputs: Tensor) -> Tensor:
-        return poisson_logits(self.rate(outputs), self.args.num_atoms, self.args.temperature)
+        return poisson_logits(self.rate(outputs), self.args.num_atoms, self.temperature)
 
 
 class PoissonRepoHead(PoissonHead):
-    """The released code's version."""
+    """The released code's version, with its first rate and temperature."""
+
+    first_rate = math.log(2)
+    temperature = 2.5
 
     def logits(self, outputs: Tensor) -> Tensor:
-        return poisson_repo_logits(self.rate(outputs), self.args.num_atoms, self.args.temperature)
+        return poisson_repo_logits(self.rate(outputs), self.args.num_atoms, self.temperature)
 
 
 class GaussianHead(Head):
@@ -399,11 +425,7 @@ class Agent(nn.Module):
         num_outputs = len(low) * self.head.num_outputs
         self.actor = MLP(observation_size, args.hidden_size, num_outputs, second, 0.01)
         self.critic = MLP(observation_size, args.hidden_size, 1, torch.tanh, 1.0)
-        if args.policy == "poisson" or args.rate_init is not None:
-            rate = args.rate_init or (args.num_atoms + 1) / 2
-            inverse_softplus = rate + math.log(-math.expm1(-rate))
-            bias = math.log(rate) if args.rate_link == "exp" else inverse_softplus
-            nn.init.constant_(self.actor.last.bias, bias)
+        nn.init.constant_(self.actor.last.bias, self.head.first_bias())
         self.observation_stats = RunningMeanStd((observation_size,))
         self.return_stats = RunningMeanStd()
 
@@ -540,9 +562,9 @@ def learning_batch(rollout: dict, agent: Agent, unfinished: Unfinished, args: Ar
     if args.norm_reward:
         rewards = scale_rewards(rewards, rollout["dones"], agent, unfinished, args)
     if rollout["last_observations"] and args.bootstrap_truncation:
-        steps, numbers = zip(*rollout["last_observations"])
+        steps, env_indices = zip(*rollout["last_observations"])
         last = agent.normalize(np.stack(list(rollout["last_observations"].values())))
-        rewards[steps, numbers] += args.gamma * agent.values(last).cpu().numpy()
+        rewards[steps, env_indices] += args.gamma * agent.values(last).cpu().numpy()
     values = agent.values(rollout["observations"])  # (T,N)
     next_values = agent.values(agent.normalize(unfinished.observations))  # (N,)
     advantages, returns = gae(  # a loop over steps, faster on the CPU
@@ -612,7 +634,7 @@ def ppo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of a minibatch, arXiv 1707.06347 eq. 7 and 9, and metrics. All (B,) -> scalar
 
-    Advantages are normalized by the population's std. A value may move by clip_coef.
+    Advantages are normalized by the population's std. A clipped value moves by clip_coef at most.
     """
     if norm_adv:
         std, mean = torch.std_mean(advantages, correction=0)
@@ -643,7 +665,7 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args):
     """The loss of a minibatch (B,...), and metrics."""
     outputs = agent.outputs(batch["observations"])
     entropy = batch["entropy"]  # of the policy that acted, only to be logged
-    if args.ent_coef > 0:
+    if args.ent_coef != 0:
         entropy = agent.head.entropy(outputs)
     return ppo_loss(
         agent.head.log_prob(outputs, batch["actions"]),
@@ -820,7 +842,7 @@ def score_run(args: Args, device: torch.device) -> dict[str, float]:
     """--evaluate: scores of a run's policy, and with --video an episode of it."""
     state = load_checkpoint(args.evaluate, device)
     if state is None:
-        sys.exit(f"{args.evaluate}: no checkpoint yet; continue it with --resume {args.evaluate}")
+        sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or it is too early")
     envs = make_envs(args, 1, **({"render_mode": "rgb_array"} if args.video else {}))
     agent = Agent(envs, args).to(device)
     agent.load_state_dict(state["agent"])
@@ -839,7 +861,7 @@ def train(args: Args) -> dict[str, float]:
     device = setup(args)
     if args.evaluate:
         return score_run(args, device)
-    if args.policy == "poisson" and args.temperature < 1 and (args.rate_init or math.inf) < 1:
+    if args.policy == "poisson" and (args.temperature or 1) < 1 and (args.rate_init or 1) < 1:
         sys.exit(
             f"--temperature {args.temperature} with --rate-init {args.rate_init}: nearly all mass "
             "is at the lowest atom, so nothing else is tried; leave --rate-init out"
@@ -853,7 +875,7 @@ def train(args: Args) -> dict[str, float]:
     torch.manual_seed(args.seed)
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     loss_function = minibatch_loss
     if args.compile:
         loss_function = torch.compile(minibatch_loss, mode="reduce-overhead")
@@ -872,7 +894,7 @@ def train(args: Args) -> dict[str, float]:
     while step < last_step:
         if start_anew:  # at the beginning and after each checkpoint, see save_checkpoint
             torch.manual_seed(random_seed(args.seed, step))
-            unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step))
+            unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step) % 2**31)
             start_anew = False
 
         # 1. act
@@ -880,16 +902,16 @@ def train(args: Args) -> dict[str, float]:
         rollout = act(envs, agent, unfinished, args)
         acted = time.perf_counter()
 
-        # 2. estimate advantages, then take in the statistics of the observations
+        # 2. scale rewards, estimate advantages; then update the statistics of observations
         batch = learning_batch(rollout, agent, unfinished, args)
         if args.norm_obs:
             agent.observation_stats.update(np.concatenate(rollout["raw_observations"]))
 
         # 3. several epochs of the clipped loss
-        rate = args.learning_rate
+        learning_rate = args.learning_rate
         if args.anneal_lr:
-            rate = args.learning_rate * (1 - step / last_step)
-        optimizer.param_groups[0]["lr"] = rate
+            learning_rate = args.learning_rate * (1 - step / last_step)
+        optimizer.param_groups[0]["lr"] = learning_rate
         losses = update(agent, optimizer, batch, args, loss_function)
         if not math.isfinite(sum(losses.values())):
             sys.exit(f"step {step}: the loss is not finite; the last checkpoint is kept")
@@ -902,7 +924,7 @@ def train(args: Args) -> dict[str, float]:
         residuals = batch["returns"] - batch["values"]
         explained = 1 - (residuals.var() / batch["returns"].var()).item()
         metrics["losses/explained_variance"] = explained
-        metrics["charts/learning_rate"] = rate
+        metrics["charts/learning_rate"] = learning_rate
         if rollout["episodes"]:
             returns, lengths = np.mean(rollout["episodes"], 0).tolist()
             metrics["charts/episodic_return"] = returns
@@ -918,7 +940,8 @@ def train(args: Args) -> dict[str, float]:
         if args.eval_episodes and (is_last or is_due(args.eval_steps, before, step)):
             scores = evaluate(agent, args)
             log(run_dir, board, step, scores)
-        if args.save_steps and (is_last or is_due(args.save_steps, before, step)):
+        due = is_due(args.save_steps * args.num_envs, before, step)
+        if args.save_steps and (is_last or due):
             state = {"step": step, "agent": agent.state_dict()}
             state["optimizer"] = optimizer.state_dict()
             save_checkpoint(run_dir, step, state)

@@ -417,16 +417,15 @@ def in_child(expression: str) -> str:
 
 
 def perf_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Step -> tag -> value, of perf.csv; what the new grpo.py writes into metrics.csv has the same names afterwards."""
+    """Step -> tag -> value of metrics.csv, with tokens a second of language scripts."""
     found: dict[int, dict[str, float]] = {}
-    path = run_dir / "perf.csv"
-    with (path if path.exists() else run_dir / "metrics.csv").open() as file:
+    with (run_dir / "metrics.csv").open() as file:
         for row in csv.DictReader(file):
-            tag = row["tag"].removeprefix("perf/").removeprefix("train/")
+            tag = row["tag"].removeprefix("train/")
             found.setdefault(int(row["step"]), {})[tag] = float(row["value"])
-    if not path.exists():
-        before = 0.0
-        for row in found.values():
+    before = 0.0
+    for row in found.values():
+        if "seconds/step" in row:
             row["step_seconds"], row["rollout_seconds"] = row["seconds/step"], row["seconds/rollout"]
             row["tokens_per_second"] = (row["num_tokens"] - before) / row["seconds/step"]
             before = row["num_tokens"]
@@ -451,7 +450,7 @@ def run_script(words: list[str], run_dir: Path, steps: int) -> dict[int, dict[st
         raise RuntimeError("".join(lines[-20:]))
     perf = perf_of(run_dir)
     for row in perf.values():
-        row.setdefault("peak_memory_gb", peak)  # grpo.py does not say it
+        row["peak_memory_gb"] = peak
     return perf
 
 
@@ -468,14 +467,12 @@ def language_metrics(perf: dict[int, dict[str, float]], size: int) -> dict[str, 
     return found | {"update_tokens_per_second": tokens / update, "flops_per_second": 8 * size * tokens / step}
 
 
-def control_metrics(perf: dict[int, dict[str, float]], updates: int = 0) -> dict[str, float]:
-    """Steps and gradient steps a second over the second half of a run, all of whose rows are of equally many steps;
-    `updates` gradient steps a row where the script does not say it."""
-    steps, rows = list(perf), list(perf.values())
-    size, rows = steps[0], rows[len(rows) // 2 :]
-    seconds = [size / row["charts/SPS"] for row in rows]
-    made = [updates or row["updates_per_second"] * second for row, second in zip(rows, seconds)]
-    return {"steps_per_second": size * len(rows) / sum(seconds), "updates_per_second": sum(made) / sum(seconds)}
+def control_metrics(perf: dict[int, dict[str, float]], steps_per_update: float) -> dict[str, float]:
+    """Steps and gradient steps a second over the second half of a run, all of whose rows are of equally many steps."""
+    perf = {step: row for step, row in perf.items() if "charts/SPS" in row}
+    rows = list(perf.values())[len(perf) // 2 :]
+    speed = statistics.harmonic_mean([row["charts/SPS"] for row in rows])
+    return {"steps_per_second": speed, "updates_per_second": speed / steps_per_update}
 
 
 def measure(point: Point, models: str) -> dict:
@@ -491,7 +488,9 @@ def measure(point: Point, models: str) -> dict:
     found["peak_memory_gb"] = max(row["peak_memory_gb"] for row in rows)  # of the process, from the kernel
     if point.part == "language":
         return found | language_metrics(perf, parameters(CPU_MODELS[point.model]))
-    return found | control_metrics(perf, 320 * (point.script == "unimodal_poisson.py"))  # 10 epochs, 32 minibatches
+    num_envs = float(re.search(r"--num-envs (\d+)", point.flags)[1])
+    # 10 epochs of 32 minibatches for 2048 steps; the others make one gradient step for each step of all games
+    return found | control_metrics(perf, 6.4 if point.script == "unimodal_poisson.py" else num_envs)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------

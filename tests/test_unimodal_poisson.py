@@ -585,7 +585,7 @@ def test_act_and_learning_batch(policy, bootstrap):
     for t in range(40):
         normalized = ((observations - agent.observation_stats.mean) / std).clip(-10, 10)
         np.testing.assert_allclose(rollout["observations"][t], normalized, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(rollout["raw_observations"][t], observations)
+        np.testing.assert_allclose(rollout["raw_observations"][t], observations, rtol=1e-5)
         actions = rollout["actions"][t].numpy()
         scaled = np.array([-1, -3]) + np.array([2, 8]) * actions / 10
         actions = scaled if policy == "poisson" else actions.clip([-1, -3], [1, 5])

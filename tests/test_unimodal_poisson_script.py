@@ -12,15 +12,15 @@ from processes import ROOT, as_flags, run
 from run_folders import documented_tags, tag_matches
 
 from algorithms import unimodal_poisson
-from algorithms.unimodal_poisson import HEADS, Args
+from algorithms.unimodal_poisson import HEADS
 
 SCRIPT = ROOT / "algorithms" / "unimodal_poisson.py"
 PAGE = (ROOT / "algorithms" / "unimodal_poisson.md").read_text(encoding="utf-8")
 SMALL = {"env_id": "Pendulum-v1", "num_envs": 2, "num_steps": 128, "num_minibatches": 4}
 SMALL |= {"update_epochs": 2, "eval_episodes": 1, "total_timesteps": 256}
-LONG = SMALL | {"total_timesteps": 256 * 8, "save_steps": 512, "eval_steps": 1024}
+LONG = SMALL | {"total_timesteps": 256 * 8, "save_steps": 256, "eval_steps": 1024}
 HOPPER = LONG | {"env_id": "Hopper-v5", "num_steps": 64, "total_timesteps": 128 * 8}
-HOPPER |= {"save_steps": 256, "eval_steps": 0}
+HOPPER |= {"save_steps": 128, "eval_steps": 0}
 
 
 @pytest.fixture(scope="module")
@@ -132,16 +132,8 @@ def test_compiled(tmp_path):
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-3, abs=1e-5)
 
 
-def own_task(tmp_path) -> str:
-    """The file of the page's own vector environment."""
-    (code,) = [x for x in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def make" in x]
-    path = tmp_path / "carts.py"
-    path.write_text(code)
-    return f"{path}:make"
-
-
 def test_own_vector_environment(tmp_path):
-    env_id = own_task(tmp_path)
+    env_id = f"{ROOT}/envs/examples/carts.py:make"
     metrics = train(unimodal_poisson, tmp_path / "run", **SMALL | {"env_id": env_id})
     assert (256, "charts/episodic_return") in metrics and (
         256,
