@@ -536,7 +536,7 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> di
         "raw_observations": np.stack(raw_observations),
         "observations": torch.stack(observations),  # normalized, on the device
         "actions": torch.stack(actions),  # on the device
-        "rewards": np.stack(rewards),
+        "rewards": np.stack(rewards, dtype=np.float64),
         "dones": np.stack(dones),
         "last_observations": last_observations,
         "episodes": episodes,

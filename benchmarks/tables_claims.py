@@ -143,10 +143,9 @@ def curve(read: Read, method: Method, tag: str) -> list[tuple[int, float]]:
 
 
 def default_minutes(read: Read, script: str) -> float:
-    """Minutes that the default run has trained, without start and evaluations. Older scripts have them in perf.csv."""
-    steps = [row for row in read(f"{script}_default_metrics.csv") if row["tag"].endswith("seconds/step")]
-    rows = steps or read(f"{script}_default_perf.csv")
-    steps = steps or [row for row in rows if row["tag"] == "perf/step_seconds"]
+    """Minutes that the default run has trained, without start and evaluations."""
+    rows = read(f"{script}_default_metrics.csv")
+    steps = [row for row in rows if row["tag"].endswith("seconds/step")]
     if steps:
         return sum(float(row["value"]) for row in steps) / 60
     speeds = [(int(row["step"]), float(row["value"])) for row in rows if row["tag"] == "charts/SPS"]

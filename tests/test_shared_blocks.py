@@ -28,10 +28,8 @@ GAMES = """
 group_advantages JsonLines epoch_order load_problems load_reward load_task model_path drop_long_prompts Completion
 complete micro_batches save_checkpoint log_completions report
 """  # not in spiral_rae.py, or with a text of its own there
-CONTROL = """
-fail or_fail setup linear_schedule Progress checkpoints save_checkpoint load_checkpoint run_args Logger ReplayBuffer
-update_target
-"""
+CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
+OFF_POLICY = "linear_schedule ReplayBuffer update_target"
 FAMILIES = [
     (["grpo", "dapo", "gdpo", "igpo"], SHARED.split()),
     (["grpo", "dapo", "gdpo"], ONE_TURN.split()),
@@ -43,6 +41,8 @@ FAMILIES = [
     (["grpo", "pi_play"], [name for name in SHARED.split() if name not in THREE_MODELS.split()]),
     (["grpo", "spiral_rae"], [name for name in f"{SHARED} {ONE_TURN}".split() if name not in GAMES.split()]),
     (["unimodal_poisson", "fm3q", "arac"], CONTROL.split()),
+    (["fm3q", "arac"], OFF_POLICY.split()),
+    (["grpo", "unimodal_poisson"], ["log"]),
 ]
 
 
