@@ -34,10 +34,10 @@ class Args:
 
 
 def score(run: str, flags: str) -> dict[str, str]:
-    """What --evaluate prints: player_success, player_steps."""
+    """What --evaluate prints in its last line: graph, then player_success, player_steps."""
     command = [sys.executable, str(ROOT / "algorithms/arac.py"), "--evaluate", run, *shlex.split(flags)]
-    line = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    words = line.split()
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    words = output.splitlines()[-1].split()[1:]
     return {tag.removeprefix("eval/").replace("/", "_"): value for tag, value in zip(words[::2], words[1::2])}
 
 

@@ -1,4 +1,5 @@
-"""ARAC: attention, pointer, networks and losses against released code, closed forms, one update by hand, replay."""
+"""ARAC: attention, pointer, networks and losses against released code, closed forms, one update by
+hand, beta, evaluation."""
 
 import copy
 import json
@@ -10,47 +11,54 @@ import pytest
 import torch
 from torch import nn
 
+from algorithms import arac
 from algorithms.arac import (
     Args,
     Attention,
     GraphCritic,
     GraphPolicy,
-    SoftActorCritic,
+    Learner,
     actor_loss,
     critic_targets,
-    evaluate,
     forward_kl,
     joint_sums,
-    make_graph_game,
-    play_from_starts,
-    play_piece,
+    make_games,
     soft_value,
     temperature_loss,
+    update,
 )
 from envs.graphs import make_graph
 
-CASES = {case["case"]: case for case in json.loads((Path(__file__).parent / "reference/arac.json").read_text())}
+VECTORS = json.loads((Path(__file__).parent / "reference/arac.json").read_text())
+CASES = {case["case"]: case for case in VECTORS}
 SAC = CASES["sac_losses_with_reference_term"]
 CLOSED = CASES["regularised_policy_closed_form"]
-FLAGS = {"embed_dim": 8, "num_heads": 2, "num_envs": 8, "batch_size": 32, "buffer_size": 400, "horizon": 5}
-FLAGS |= {"learning_starts": 10**6, "device": "cpu"}
-DUEL = {"env_id": "graph_confrontation", "graph": "grid_3x3"}
+DUEL = {"env_id": "graph_confrontation", "graph": ("grid_3x3",)}
 
 
 def close(found, expected, tolerance=1e-6):
     found = torch.as_tensor(found).detach().double()
-    torch.testing.assert_close(found, torch.as_tensor(expected).double(), atol=tolerance, rtol=tolerance)
+    expected = torch.as_tensor(expected).double()
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
-def made(play: int = 0, seed: int = 0, **flags) -> tuple[SoftActorCritic, object, Args]:
-    """A small learner, its games, and flags; `play`: steps of all games that it has in its replay."""
-    args = Args(**FLAGS | flags)
-    torch.manual_seed(seed)
-    game = make_graph_game(args, args.num_envs, args.seed, "cpu")
-    learner = SoftActorCritic(game, args, 0, "cpu")
-    if play:
-        play_piece([learner], game, args, 0, play * args.num_envs)
-    return learner, game, args
+def made(batch_size: int = 12, **flags):
+    """A small learner, its game, a batch of random moves, and flags."""
+    args = Args(**{"embed_dim": 8, "device": "cpu"} | flags)
+    torch.manual_seed(0)
+    (game,) = make_games(args, args.graph, "cpu")
+    game.reset(batch_size, 3)
+    learner = Learner([game], 0, args)
+    before = game.positions
+    actions = game.random_slots(before[:, : args.num_agents])
+    rewards, dones, _, after = game.step(actions)
+    batch = {"positions": game.view(before, 0), "next_positions": game.view(after, 0)}
+    batch["actions"] = actions
+    if args.beta_mode != "none":
+        batch["reference"] = game.scripted("shortest", before)
+    batch |= {"rewards": rewards, "dones": dones}
+    batch["rewards"][:3], batch["dones"][:3] = 1.0, True
+    return learner, game, batch, args
 
 
 def weights(module: nn.Module) -> torch.Tensor:
@@ -246,15 +254,25 @@ def test_reference_regularised_policy(case):
     close(logits.softmax(1), case["forward_kl_pi"], 1e-3)
 
 
-# --- Networks --------------------------------------------------------------------------------------------------------
+# --- Networks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["city_30", "grid_3x3"])
+def test_attention_over_slots_is_masked_attention(name):
+    """Of all n x n pairs, those that are no neighbours are masked; padded slots change nothing."""
+    graph = make_graph(name, make_graph(name).num_slots + 2)
+    attention, nodes = Attention(8, 2), torch.randn(3, graph.num_nodes, 8)
+    found = attention(nodes, nodes, graph.slot_mask[:-1] * -1e8, graph.slots[:-1])
+    far = graph.distances[:-1, :-1] > 1
+    close(found, attention(nodes, nodes, far * -1e8), 1e-5)
 
 
 def test_two_agents_on_one_node_can_part():
-    """They start with the same policy, of which one gradient step makes two, thanks to their numbers."""
-    learner, game, _ = made(play=6)
+    """They start with the same policy, of which one gradient step makes two, by their numbers."""
+    learner, game, batch, args = made()
     together = torch.tensor([[0, 4, 4], [1, 6, 6]])
     before = learner.policy(together, game.graph)
-    learner.gradient_step(learner.buffer.sample(32), game.graph, 0.2)
+    update(learner, batch, game.graph, 0.2, args)
     after = learner.policy(together, game.graph)
     assert torch.equal(before[:, 0], before[:, 1])
     assert (after[:, 0] - after[:, 1]).abs().amax(1).min() > 1e-6
@@ -262,243 +280,134 @@ def test_two_agents_on_one_node_can_part():
 
 def test_removed_players_are_no_part_of_the_learning():
     """One slot of probability 1: log-probability, entropy and divergence 0, and no gradient."""
-    learner, game, _ = made(**DUEL)
+    learner, game, _, args = made(**DUEL)
     positions = torch.tensor([[0, 8, 3, 4], [0, -1, -1, 4], [0, 8, -1, -1], [-1, -1, 3, -1]])
-    reference = game.scripted("shortest", torch.cat(positions.split(2, 1)[::-1], 1))
+    reference = game.scripted("shortest", positions[:, [2, 3, 0, 1]])
     gone = positions[:, 2:] < 0
     log_probs = learner.policy(positions, game.graph)
-    close(log_probs[gone][:, 0], torch.zeros(4), 0)
-    entropy, divergence = -(log_probs.exp() * log_probs).sum(2), forward_kl(log_probs, reference)
+    entropy = -(log_probs.exp() * log_probs).sum(2)
     assert (entropy[gone] == 0).all() and (entropy[~gone] > 0).all()
+    divergence = forward_kl(log_probs, reference)
     assert divergence[2] == 0 and (divergence[[0, 1, 3]] > 0).all()
-    q = [critic(positions, game.graph).detach() for critic in learner.critics]
-    loss = actor_loss(log_probs[2:3], q[0][2:3], q[1][2:3], 0.1, 0.2, reference[2:3])  # nobody is left
-    for gradient in torch.autograd.grad(loss, learner.policy.parameters(), allow_unused=True):
-        assert gradient is None or (gradient == 0).all()
-    batch = {"positions": positions, "actions": reference, "reference": reference, "next_positions": positions}
-    learner.gradient_step(batch | {"rewards": torch.ones(4), "dones": gone[:, 0]}, game.graph, 0.2)
+    batch = {"positions": positions, "next_positions": positions, "rewards": torch.zeros(4)}
+    batch |= {"actions": reference, "reference": reference, "dones": torch.zeros(4).bool()}
+    one = {name: column[2:3] for name, column in batch.items()}
+    metrics = update(learner, one, game.graph, 0.2, args)
+    assert metrics["losses/actor_grad_norm"] == 0, "nobody is left to learn"
+    update(learner, batch, game.graph, 0.2, args)
     assert weights(learner.policy).isfinite().all() and weights(learner.critics).isfinite().all()
 
 
-# --- One update ------------------------------------------------------------------------------------------------------
+# --- One update ----------------------------------------------------------------------------------
+
+CHANGES = [{}, {"joint_table": True}, {"beta_mode": "none"}, {"gamma": 0.8}, DUEL]
+CHANGES += [{"graph": ("city_12_3",), "beta_target": 0.3}]
 
 
-def expected_losses(learner: SoftActorCritic, batch: dict, graph, beta: float, args: Args) -> dict:
-    """Losses of a batch, from the functions that the reference numbers hold."""
-    alpha, form = learner.log_alpha.detach().exp(), joint_sums if args.joint_table else torch.clone
-    log_probs = learner.policy(batch["positions"], graph)
-    q = [critic(batch["positions"], graph) for critic in learner.critics]
-    with torch.no_grad():
-        later = learner.policy(batch["next_positions"], graph)
-        after = [form(critic(batch["next_positions"], graph)) for critic in learner.targets]
-        targets = critic_targets(batch["rewards"], batch["dones"], later, *after, alpha, args.gamma)
-    rows, agents = torch.arange(len(targets))[:, None], torch.arange(log_probs.size(1))
-    errors = [x[rows, agents, batch["actions"]].sum(1) - targets for x in q]
-    reference = None if learner.reference == "none" else batch["reference"]
-    policy = actor_loss(log_probs, *(form(x.detach()) for x in q), alpha, beta, reference)
-    entropy = -(log_probs.exp() * log_probs).sum((1, 2)).mean()
-    losses = {"losses/qf_loss": sum(error.square().mean() for error in errors), "losses/actor_loss": policy}
-    losses["losses/entropy"] = entropy.detach()
-    if reference is not None:
-        losses["train/arac/divergence"] = forward_kl(log_probs, reference).mean().detach()
-    return losses
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [{}, {"joint_table": True}, {"beta_mode": "none"}, {"max_grad_norm": 0.01, "gamma": 0.8}, {"autotune": False}, DUEL],
-    ids=["sums", "joint", "none", "clipped", "autotune", "duel"],
-)
+@pytest.mark.parametrize("flags", CHANGES, ids=str)
 def test_update_is_what_the_losses_say(flags):
-    """Metrics and gradients of gradient_step; what Adam moves, and by how much."""
-    learner, game, args = made(play=20, seed=4, **{"alpha": 0.05, "beta": 0.3} | flags)
-    graph, batch = game.graph, learner.buffer.sample(12)
-    batch["dones"][:3], batch["rewards"][:3] = True, 1.0
-    for target in learner.targets.parameters():  # targets that are not the critics, or their use would not show
+    """Metrics and gradients, from the functions that the reference numbers hold."""
+    learner, game, batch, args = made(**{"alpha": 0.05, "beta": 0.3} | flags)
+    graph = game.graph
+    for target in learner.targets.parameters():  # or it would not show which critics are used
         target.data += 0.05 * torch.randn_like(target)
     twin = copy.deepcopy(learner)
-    found = learner.gradient_step(batch, graph, 0.3)
-    expected = expected_losses(twin, batch, graph, 0.3, args)
-    assert ("train/arac/divergence" in found) == ("train/arac/divergence" in expected)
-    for tag, value in expected.items():
-        close(found[tag], value, 1e-4)
-    (expected["losses/actor_loss"] + expected["losses/qf_loss"]).backward()
-    for name, norm in (("policy", "losses/actor_grad_norm"), ("critics", "losses/qf_grad_norm")):
-        close(found[norm], nn.utils.clip_grad_norm_(getattr(twin, name).parameters(), args.max_grad_norm), 1e-3)
+    found = update(learner, batch, graph, 0.3, args)
+
+    form = joint_sums if args.joint_table else torch.clone
+    rows, agents = torch.arange(12)[:, None], torch.arange(2)
+    reference = batch.get("reference")
+    log_probs = twin.policy(batch["positions"], graph)
+    q = [critic(batch["positions"], graph) for critic in twin.critics]
+    with torch.no_grad():
+        later = twin.policy(batch["next_positions"], graph)
+        after = [form(critic(batch["next_positions"], graph)) for critic in twin.targets]
+        targets = critic_targets(batch["rewards"], batch["dones"], later, *after, 0.05, args.gamma)
+    errors = [x[rows, agents, batch["actions"]].sum(1) - targets for x in q]
+    critic_loss = sum(error.square().mean() for error in errors)
+    policy_loss = actor_loss(log_probs, *(form(x.detach()) for x in q), 0.05, 0.3, reference)
+    (policy_loss + critic_loss).backward()
+    close(found["losses/actor_loss"], policy_loss, 1e-5)
+    close(found["losses/qf_loss"], critic_loss, 1e-5)
+    for name in ("policy", "critics"):
+        norm = nn.utils.clip_grad_norm_(getattr(twin, name).parameters(), arac.MAX_GRAD_NORM)
+        close(found[f"losses/{'actor' if name == 'policy' else 'qf'}_grad_norm"], norm, 1e-4)
         for ours, theirs in zip(getattr(learner, name).parameters(), getattr(twin, name).parameters()):
-            close(ours.grad, torch.zeros_like(theirs) if theirs.grad is None else theirs.grad, 1e-4)
-    assert all(target.grad is None for target in learner.targets.parameters())
-    close(found["train/arac/alpha"], 0.05)
-    uniform = 2 * math.log(graph.num_slots)
-    if args.autotune:  # it falls while the entropy is above its target
-        close(learner.log_alpha.grad, found["losses/entropy"] - 0.05 * uniform, 1e-5)
-        close(twin.log_alpha - learner.log_alpha, 1e-3 * learner.log_alpha.grad.sign(), 1e-6)
+            close(ours.grad, torch.zeros_like(theirs) if theirs.grad is None else theirs.grad, 1e-5)
+
+    opened = (~graph.slot_mask[batch["positions"][:, -2:]]).sum(-1)  # (B,N)
+    uniform = opened.log().sum(1).mean()
+    entropy = -(log_probs.exp() * log_probs).sum((1, 2)).mean()
+    close(learner.log_alpha.grad, entropy - 0.05 * uniform, 1e-5)
+    if reference is None:
+        assert learner.log_beta.grad is None and "train/arac/divergence" not in found
     else:
-        assert learner.log_alpha == twin.log_alpha
-    if args.beta_mode == "dual":
-        close(learner.log_beta.grad, uniform - found["train/arac/divergence"], 1e-5)
-    else:
-        assert learner.log_beta.grad is None and learner.log_beta == twin.log_beta
-    rates = [group["lr"] for group in learner.optimizer.param_groups]
-    assert rates == [args.learning_rate, args.alpha_lr, args.beta_lr]
-    if not flags:  # Adam's first step is a rate's length for every weight that has a gradient
-        for name in ("policy", "critics"):
-            moved = (weights(getattr(learner, name)) - weights(getattr(twin, name))).abs()
-            assert 0.99 < moved.median() / 3e-4 < 1.01 and moved.max() < 3.1e-4
+        divergence = forward_kl(log_probs, reference).mean()
+        close(learner.log_beta.grad, args.beta_target * uniform - divergence, 1e-5)
+        close(found["train/arac/divergence"], divergence, 1e-5)
 
 
-def test_first_temperature_pays_for_winning():
-    """Half of what makes never winning as good as winning at once: alpha N ln K / (1 - gamma) = 1/2."""
-    for flags, uniform in (({}, 2 * math.log(3)), ({"num_agents": 3, "graph": "grid_3x3"}, 3 * math.log(5))):
-        learner, _, args = made(**flags)
-        close(learner.uniform, uniform)
-        close(learner.log_alpha.exp() * uniform / (1 - args.gamma), 0.5, 1e-5)
-    close(made(alpha=0.3)[0].log_alpha.exp(), 0.3)
+def test_first_temperature():
+    """Half of what makes never winning as good as winning at once: alpha H / (1 - gamma) = 1/2."""
+    learner, _, _, _ = made(graph=("path_4",), num_agents=3)
+    uniform = 3 * (2 * math.log(2) + 2 * math.log(3)) / 4
+    close(learner.log_alpha.exp() * uniform / 0.01, 0.5, 1e-5)
 
 
-def test_targets_are_copied_after_so_many_updates():
-    learner, game, _ = made(play=4, target_network_frequency=3, tau=0.25)
-    assert torch.equal(weights(learner.targets), weights(learner.critics))
-    assert not torch.equal(weights(learner.critics[0]), weights(learner.critics[1])), "two critics, not one twice"
-    for number in range(1, 7):
-        before = weights(learner.targets)
-        learner.gradient_step(learner.buffer.sample(16), game.graph, 0.2)
-        online = weights(learner.critics)
-        close(weights(learner.targets), before.lerp(online, 0.25) if number % 3 == 0 else before, 1e-6)
-
-
-@pytest.mark.parametrize("rate, counts", [(1.0, [1, 1, 1]), (0.4, [0, 0, 1, 0, 1]), (2.5, [2, 3])])
-def test_updates_that_are_due(rate, counts):
-    learner, game, args = made(play=4, updates_per_step=rate)
-    for count in counts:
-        before = learner.updates
-        metrics = learner.learn(game.graph, 0)
-        assert learner.updates - before == count and bool(metrics) == (count > 0)
-
-
-# --- The weight of the divergence ------------------------------------------------------------------------------------
+# --- The weight of the divergence ----------------------------------------------------------------
 
 
 def test_dual_weight_falls_below_the_target_and_rises_above_it():
     """It never exceeds its first value, however long the divergence is above its target."""
-    learner, game, _ = made(play=6, beta=0.2, beta_lr=0.1)
+    learner, game, batch, args = made(beta_lr=0.1)
     found = [0.2]
     for target, count in ((5.0, 15), (1e-3, 25)):
-        learner.args.beta_target, learner.optimizer.state = target, type(learner.optimizer.state)(dict)
+        args.beta_target = target
+        learner.optimizer.state.clear()
         for _ in range(count):
-            learner.gradient_step(learner.buffer.sample(32), game.graph, learner.beta(0))
-            found.append(float(learner.beta(0)))
+            update(learner, batch, game.graph, found[-1], args)
+            found.append(float(arac.current_beta(learner, {}, args)))
     falling, rising = found[:16], found[15:]
     assert falling == sorted(falling, reverse=True) and falling[-1] < 0.1
     assert rising == sorted(rising) and rising[-1] == pytest.approx(0.2)
 
 
-def test_weight_of_now_is_what_the_policy_is_pulled_with():
-    """The linear schedule at half time is an update without reference; in the middle it is another."""
-    found = {}
-    for mode, step in (("linear", 500), ("linear", 250), ("none", 250), ("fixed", 250)):
-        learner, game, _ = made(play=6, beta_mode=mode, beta=5.0, total_timesteps=1000)
-        learner.buffer.columns["reference"].zero_()
-        torch.manual_seed(7)
-        learner.learn(game.graph, step)
-        found[mode, step] = learner.policy.query.weight.grad.clone()
-    close(found["linear", 500], found["none", 250], 1e-5)
-    gaps = [(found[key] - found["none", 250]).norm().item() for key in (("linear", 250), ("fixed", 250))]
-    assert 0.01 < gaps[0] and gaps[0] == pytest.approx(gaps[1] / 2, rel=0.01)
+def test_weights_that_do_not_follow_the_divergence():
+    progress = {"step": 15_000, "updates": 100, "success": 0.25}
+    expected = {"performance": 0.2 * 0.75**2, "linear": 0.1, "fixed": 0.2}
+    expected["exp"] = 0.2 * math.exp(-0.005 * 100)
+    for mode, value in expected.items():
+        assert arac.current_beta(None, progress, Args(beta_mode=mode)) == pytest.approx(value)
 
 
-# --- Play and replay -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"evader": "learned"},
-        {"reference": "noisy"},
-        {"asynchronous": True, "evader": "dp", "start": "independent"},
-        DUEL | {"opponent": "self", "reference": "shortest"},
-        DUEL | {"opponent": "random", "reference": "noisy"},
-    ],
-    ids=lambda flags: " ".join(map(str, flags.values())),
-)
-def test_replay_holds_what_both_sides_saw(flags):
-    """The games once more with the actions that were kept: views, rewards' signs, ends that are no cut-offs."""
-    args = Args(**FLAGS | {"horizon": 3} | flags)
-    torch.manual_seed(0)
-    game, again = (make_graph_game(args, 8, 1, "cpu") for _ in range(2))
-    one, twins = SoftActorCritic(game, args, 0, "cpu"), args.opponent == "self"
-    sides = [one, SoftActorCritic(game, args, 1, "cpu")] if args.evader == "learned" else [one]
-    sides = [one, one] if twins else sides
-    metrics = play_piece(sides, game, args, 0, 12 * 8)
-    seen = [{name: column[: x.buffer.count] for name, column in x.buffer.columns.items()} for x in sides]
-    won, ended, cut, average = 0, 0, 0, 0.0
-    for step in range(12):
-        before, kept = again.positions.clone(), []
-        for side, rows in enumerate(seen):
-            first = (2 * step + side) * 8 if twins else step * 8  # self-play has both sides in one buffer
-            kept.append({name: column[first : first + 8] for name, column in rows.items()})
-        rewards, terminated, truncated, last = again.step(*(rows["actions"] for rows in kept))
-        for side, rows in enumerate(kept):
-            for name, places in (("positions", before), ("next_positions", last)):
-                mine, theirs = places.split(again.teams, 1)[:: 1 - 2 * side]
-                assert torch.equal(rows[name], torch.cat([theirs, mine], 1))
-            assert torch.equal(rows["rewards"], (1 - 2 * side) * rewards)
-            assert torch.equal(rows["dones"], terminated)
-            evader = args.evader == "learned" and side  # has no reference
-            wanted = rows["actions"] if evader else again.scripted(args.reference, before, side)
-            assert torch.equal(rows["reference"], wanted)
-        now = (terminated | truncated).sum()
-        won, ended, cut = won + (rewards > 0).sum(), ended + now, cut + truncated.sum()
-        if now:
-            average += min(0.01 * now, 1) * ((rewards > 0).sum() / now - average)
-    assert cut > 0 and ended > cut, "some games end, others are cut off"
-    close(metrics["charts/success"], won / ended)
-    close(metrics["charts/episodic_length"], 96 / ended)
-    close(one.success, average)
-
-
-# --- Evaluation ------------------------------------------------------------------------------------------------------
+# --- Evaluation ----------------------------------------------------------------------------------
 
 
 def test_reference_scores_of_scripts():
-    """Two pursuers on an 8-cycle: shortest paths fail from one node, perfect play takes 3 steps (our exact table)."""
-    args = Args(horizon=128)
-    results, steps, _ = play_from_starts(args, "cpu", scripted("shortest"))
-    assert len(results) == 40 and results.sum() == 0 and (steps == 128).all()
-    results, steps, path = play_from_starts(args, "cpu", scripted("dp"))
-    assert results.tolist() == [1.0] * 40 and steps.mean() == 3
-    assert len(path) == steps[0] + 1 and path[0].tolist() == [0, 0, 2]
-    apart = Args(horizon=128, start="independent")
-    results, steps, _ = play_from_starts(apart, "cpu", scripted("shortest"))
-    assert results.mean().item() == pytest.approx(0.59, abs=0.005)
-    assert steps[results > 0].mean().item() == pytest.approx(2.10, abs=0.01)
-    found = [
-        play_from_starts(Args(graph="grid_4x4", horizon=40, evader=evader), "cpu", scripted("shortest"))[1]
-        for evader in ("learned", "dp")
-    ]
-    assert torch.equal(*found), "a learned evader is replaced by perfect play"
+    """Two pursuers on an 8-cycle: shortest paths fail from one node, perfect play takes 3 steps."""
+    players = {"shortest": ("dp", 0.0, 128.0), "dp": ("learned", 1.0, 3.0)}
+    for kind, (evader, success, steps) in players.items():
+        args = Args(horizon=128, reference=kind, evader=evader)
+        (game,) = games = make_games(args, args.graph, "cpu")
+        policy = GraphPolicy(*arac.network_sizes(game, 0, args))
+        before = torch.get_rng_state()
+        scores = arac.evaluate(policy, games, args)
+        assert torch.equal(torch.get_rng_state(), before), "training goes on as if nothing happened"
+        assert scores["eval/reference/success"] == success
+        assert scores["eval/reference/steps"] == steps
+    _, _, path = arac.play(game, lambda game: game.scripted("dp", game.positions), 0)
+    assert len(path) == 4 and torch.equal(path[0], game.starts[0])
 
 
-def test_evaluation_plays_at_most_so_many_games_and_leaves_random_numbers_alone():
-    for most, played in ((40, 40), (39, 20), (13, 10), (1, 1)):
-        assert len(play_from_starts(Args(eval_episodes=most), "cpu", scripted("dp"))[0]) == played
-    learner, _, args = made()
-    before = torch.get_rng_state()
-    evaluate(learner, args, "cpu")
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def scripted(kind: str):
-    return lambda game: game.scripted(kind, game.positions, 0)
-
-
-def test_evaluation_scores_likeliest_and_sampled_actions_and_the_reference():
-    """Of a learner that plays one script, and another when it samples."""
+def test_evaluation_scores_likeliest_and_sampled_actions(monkeypatch):
+    """Of a learner that plays one script, and another when it samples; unsolved games have 0."""
     kinds = {True: "dp", False: "shortest"}
-    act = lambda game, side, greedy=False: game.scripted(kinds[greedy], game.positions, side)  # noqa: E731
-    scores = evaluate(SimpleNamespace(act=act), Args(reference="dp", horizon=16), "cpu")
-    won = {f"eval/{name}/success": 1.0 for name in ("greedy", "reference")} | {"eval/sampled/success": 0.0}
-    assert scores == won | {f"eval/{name}/steps": 3.0 for name in ("greedy", "reference")}
-    learner, _, args = made(**DUEL | {"horizon": 30, "eval_episodes": 200})
-    scores = evaluate(learner, args, "cpu")
-    assert scores["eval/sampled/loss"] > scores["eval/sampled/success"], "an untrained team loses to shortest paths"
+    plays = lambda policy, game, side, greedy=False: game.scripted(kinds[greedy], game.positions)  # noqa: E731
+    monkeypatch.setattr(arac, "act", plays)
+    args = Args()
+    scores = arac.evaluate(None, make_games(args, ("cycle_8", "cycle_6"), "cpu"), args)
+    assert (scores["eval/greedy/success"], scores["eval/sampled/success"]) == (1.0, 0.0)
+    assert scores["eval/sampled/steps"] == args.horizon
+    (game,) = make_games(Args(**DUEL, horizon=60), DUEL["graph"], "cpu")
+    results, _, _ = arac.play(game, lambda game: game.scripted("random", game.positions), 0)
+    assert results.abs().max() == 1, "only the first game from each start counts"
