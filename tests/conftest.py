@@ -1,11 +1,8 @@
 """Shared by all tests: the repository root on sys.path, one thread, the order of the files."""
 
 import os
-import signal
 import sys
 from pathlib import Path
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch
@@ -13,7 +10,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch
 
 def pytest_configure(config):
     """xdist deals out files in the order of collection, the one below, and not by their numbers of tests."""
-    config.addinivalue_line("markers", "quick: the reference numbers and one short run of each script")
+    config.addinivalue_line(
+        "markers", "quick: the reference numbers and one short run of each script"
+    )
     config.option.loadscopereorder = False
 
 
@@ -23,12 +22,3 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.name.startswith("test_reference") or item.name == "test_command_and_its_files":
             item.add_marker("quick")
-
-
-@pytest.fixture(autouse=True)
-def signal_handlers():
-    """A control script takes Ctrl-C and SIGTERM over for the rest of its process, which here is pytest's."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
