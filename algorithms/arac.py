@@ -5,7 +5,7 @@
 """ARAC: soft actor-critic for a team on a graph, pulled towards an imperfect reference policy by a
 divergence whose weight beta adapts. Shi et al., arXiv 2511.08412.
 
-    critics    y = r + gamma E_pi[min(Q1, Q2) - alpha log pi]              at the next state
+    critics    y = r + gamma (1 - d) E_pi[min(Q1, Q2) - alpha log pi]      at the next state
     policy     -E_pi[min(Q1, Q2) - alpha log pi] + beta KL(reference | pi)
     beta       rises while the divergence is above its target, else falls; never above its start
 
@@ -56,8 +56,9 @@ MAX_GRAD_NORM = 10.0  # of the policy and of the critics (EPG: 100 and 20,000)
 LOGS = 50  # a run is logged so many times
 EVAL_EPISODES = 512  # starts that an evaluation plays at most on each graph
 # Flags that cannot change when a run is resumed.
-FIXED = "seed env_id graph num_agents num_envs evader opponent reference alpha beta beta_lr"
-FIXED += " learning_rate embed_dim num_layers buffer_size save_steps"
+FIXED = "seed env_id graph num_agents num_captors num_envs evader asynchronous opponent reference"
+FIXED += " beta_mode alpha beta beta_lr joint_table learning_rate embed_dim num_layers buffer_size"
+FIXED += " save_steps"
 
 
 @dataclass
@@ -87,18 +88,19 @@ class Args:
     """steps after which a game is cut off"""
     # method
     reference: Literal["shortest", "dp", "noisy"] = "shortest"
-    """policy to be pulled towards: shortest path, perfect play, or that with random moves"""
+    """policy to be pulled towards: shortest path, perfect play, or that with every second move
+    random; another one is a branch of GraphGame.scripted in envs/graph_games.py"""
     beta_mode: Literal["dual", "performance", "linear", "exp", "fixed", "none"] = "dual"
     """how beta changes: by the divergence, by success, by time (linear, exp), not at all; none is
     learning without a reference"""
     beta: float = 0.2
-    """first weight of the divergence, and its highest (EPG: 0.1 at 30 times the reward)"""
+    """first weight of the divergence, and its highest (EPG: 0.1, with rewards of 30)"""
     beta_target: float = 0.5
     """dual: divergence to hold, in units of that of the uniform policy"""
     beta_lr: float = 5e-3
     """dual: Adam's learning rate of log beta; exp: beta exp(-beta_lr updates)"""
     alpha: float | None = None
-    """first temperature; None: half of the one from which on it pays best not to win"""
+    """first temperature; None: half of the value above which never to win pays best"""
     target_entropy: float = 0.05
     """entropy to hold by adapting alpha, in units of that of the uniform policy"""
     joint_table: bool = False
@@ -134,8 +136,8 @@ class Args:
     eval_steps: int = 12_000
     """steps between evaluations; 0 evaluates at the end only"""
     save_steps: int = 20_000
-    """steps between checkpoints, 0 disables them; games start anew at each of them: 40 x num_envs x
-    horizon is enough to cut few games"""
+    """steps between checkpoints, 0 disables them; games start anew at each of them, so let it be
+    many times num_envs x horizon"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<game>__<seed>__<time>"""
     resume: str | None = None
@@ -238,8 +240,8 @@ def coefficient_loss(log_beta: Tensor, kl: Tensor, target: Tensor | float) -> Te
 class Attention(nn.Module):
     """Attention with several heads and no biases.
 
-    (B,Q,d), (B,M,d) -> (B,Q,d): each query sees all M rows of the memory, or those K that its row
-    of `slots` (Q,K) names. `mask` (Q,M) or (Q,K) is added to the scores: -1e8 where forbidden.
+    (B,Q,d), (B,M,d) -> (B,Q,d) for Q queries: each sees all M rows of the memory, or those K that
+    its row of `slots` (Q,K) names. `mask` (Q,M) or (Q,K) is added to the scores: -1e8 where forbidden.
     """
 
     def __init__(self, embed_dim: int, num_heads: int):
@@ -259,7 +261,7 @@ class Attention(nn.Module):
             pairs = pairs[:, :, None]  # (2,B,1,M,d)
         else:
             pairs = pairs.index_select(2, slots.flatten()).unflatten(2, slots.shape)  # (2,B,Q,K,d)
-        keys, values = pairs.unflatten(-1, heads)  # (B,Q,K,h,d/h) each
+        keys, values = pairs.unflatten(-1, heads)  # (B,Q,K,h,d/h) each, or (B,1,M,h,d/h)
         scores = (queries * keys).sum(-1) / math.sqrt(keys.size(-1))  # (B,Q,K,h)
         if mask is not None:
             scores = scores + mask[..., None]
@@ -304,7 +306,8 @@ class GraphEncoder(nn.Module):
         """(B,P), own team last -> features of all nodes (B,n,d), of the agents' own nodes (B,N,d),
         and of what the agents see (B,N,d)"""
         nodes = self.embed(graph.features(positions))  # (B,n,d)
-        mask = graph.slot_mask[:-1] * -1e8  # (n,K)
+        # The last row of a graph's tables is for removed players, whose position is -1.
+        mask = graph.slot_mask[:-1] * -1e8  # (n,K), where padded
         for layer in self.encoder:
             nodes = layer(nodes, nodes, mask, graph.slots[:-1])
         places = positions[:, -self.num_agents :].clamp(min=0)  # (B,N), any node for the removed
@@ -523,8 +526,8 @@ def update(
 
     # A policy that is uniform over the open slots has this entropy, and this divergence from any
     # reference; the targets are given as shares of it.
-    own = positions[:, -learner.policy.num_agents :]  # (B,N)
-    uniform = graph.log_slots[own].sum(1)  # (B,)
+    places = positions[:, -learner.policy.num_agents :]  # (B,N)
+    uniform = graph.log_slots[places].sum(1)  # (B,)
     entropy = -(log_probs.exp() * log_probs).sum((1, 2))  # (B,)
     alpha_loss = temperature_loss(learner.log_alpha, entropy, args.target_entropy * uniform)
     loss = critic_loss + policy_loss + alpha_loss
@@ -727,7 +730,7 @@ def train(args: Args) -> dict:
         learners.append(Learner(games, 1, args))
     sides = learners  # who moves; a scripted team moves by itself
     if args.env_id == "graph_confrontation" and args.opponent == "self":
-        sides = 2 * learners  # one learner plays both teams
+        sides = [learners[0], learners[0]]  # one learner plays both teams
 
     run_dir = open_run(args, games[0].graph.name)
     progress = {"step": 0, "updates": 0, "success": 0.0}  # success: games won since the last log
