@@ -19,7 +19,8 @@ Differs from grpo.py:
 
 Differs from the paper:
 1. Every optimizer step uses the whole batch; the paper makes 16 steps, each on a part of it.
-2. Dynamic sampling stops after 10 rounds, like verl 0.9, and fills the batch with other groups.
+2. Dynamic sampling stops after 10 rounds and fills the batch with groups that add no gradient;
+   verl 0.9 stops with an error then. Useful groups beyond the batch are thrown away, as in verl.
 3. Tokens are averaged over the whole step, as in TRL and verl; eq. 8 averages over one group.
 
 It has no --advantage flag, because its controls are these four: --epsilon-high 0.2,
@@ -1187,10 +1188,13 @@ def train(args: Args) -> dict[str, float]:
             indices = range(first, first + share)
             problems = [task.train_problem(i, args.seed) for i in indices]
             seeds = [random_seed(args.seed, i) for i in indices]
-            drawn = complete(sampler, tokenizer, task, problems, args.num_generations, args, seeds)
-            for group in gather(as_groups(drawn, args.num_generations)):
+            own = complete(sampler, tokenizer, task, problems, args.num_generations, args, seeds)
+            for group in gather(as_groups(own, args.num_generations)):
                 accuracies = {completion.rewards[0] for completion in group}
-                (useful if len(accuracies) > 1 else useless).append(group)
+                if len(accuracies) > 1:
+                    useful.append(group)
+                else:
+                    useless.append(group)
             progress["num_prompts"] += args.num_prompts_per_step
             rounds += 1
             if len(useful) >= args.num_prompts_per_step:
@@ -1211,6 +1215,8 @@ def train(args: Args) -> dict[str, float]:
         advantages = group_advantages(
             totals[:num_rows], args.num_generations, args.scale_rewards
         )  # (B,)
+        if args.dynamic_sampling:  # groups that only fill the batch teach nothing
+            advantages[len(useful) * args.num_generations :] = 0.0
         own_advantages = advantages.chunk(world_size)[rank]
         own_rows = num_rows // world_size
         completions = drawn[rank * own_rows : (rank + 1) * own_rows]
