@@ -241,7 +241,8 @@ class Attention(nn.Module):
     """Attention with several heads and no biases.
 
     (B,Q,d), (B,M,d) -> (B,Q,d) for Q queries: each sees all M rows of the memory, or those K that
-    its row of `slots` (Q,K) names. `mask` (Q,M) or (Q,K) is added to the scores: -1e8 where forbidden.
+    its row of `slots` (Q,K) names. `mask` (Q,M) or (Q,K) is added to the scores: -1e8 where
+    forbidden.
     """
 
     def __init__(self, embed_dim: int, num_heads: int):
@@ -424,12 +425,13 @@ class ReplayBuffer:
 
     def add(self, **rows: Tensor) -> None:
         """Add E rows, (E,...) each, over the oldest ones."""
+        first = next(iter(rows.values()))
+        places = torch.arange(self.count, self.count + len(first), device=first.device) % self.size
         for name, values in rows.items():
             if name not in self.columns:
                 self.columns[name] = values.new_zeros(self.size, *values.shape[1:])
-            places = torch.arange(self.count, self.count + len(values), device=values.device)
-            self.columns[name][places % self.size] = values
-        self.count += len(values)
+            self.columns[name][places] = values
+        self.count += len(first)
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         """B random rows, with replacement."""
@@ -858,7 +860,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "video", "output_dir"):
+        if now == before or name in ("resume", "evaluate", "opponent", "video", "output_dir"):
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():

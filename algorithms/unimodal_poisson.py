@@ -71,7 +71,7 @@ FIXED += " total_timesteps norm_obs norm_reward seed save_steps"
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v5"
-    """gymnasium task with continuous actions, or FILE.py:make, called as make(num_envs) -> VectorEnv"""
+    """gymnasium task with continuous actions, or FILE.py:make, a function of num_envs"""
     policy: Literal[
         "poisson",
         "poisson_repo",
@@ -963,7 +963,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "video", "output_dir"):
+        if now == before or name in ("resume", "evaluate", "opponent", "video", "output_dir"):
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():

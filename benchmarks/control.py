@@ -144,9 +144,9 @@ POLICIES = ("poisson", "poisson_repo", "gaussian", "beta", "categorical", "ordin
 TWO_ENDS = ("--policy", "categorical", "--num-atoms", "2")
 NARROW = ("--temperature", "0.5", "--rate-init", "6")  # begins in the middle of the range, and can stay there
 FM3Q = {name: Arm(("--mixer", name)) for name in ("qmix", "twin", "vdn", "pairwise")}
-FM3Q |= {name: Arm(("--learner", name)) for name in ("selfplay_vdn", "selfplay_qmix", "iql", "joint_minimax")}
+FM3Q |= {name: Arm(("--learner", name)) for name in ("selfplay_vdn", "selfplay_qmix", "iql")}
 PONG = "--env-id pong --gamma 0.99 --num-envs 256 --updates-per-step 4 --exploiter-steps 400000 --eval-steps 250000"
-BETA_MODES = ("dual", "performance", "linear", "fixed", "none")
+BETA_MODES = ("dual", "performance", "linear", "exp", "fixed", "none")
 ADAPTIVE = dict.fromkeys(("dual", "fixed", "none"), THREE)
 CYCLE = "--graph cycle_12 --horizon 24 --eval-steps 20000"
 STUDIES = {
@@ -196,7 +196,7 @@ STUDIES = {
         }
         | {name: partial(last, tags=(f"eval/{name}",)) for name in ("nash_conv_mean", "nash_conv_max")}
         | {
-            f"{outcome}_{name}": partial(last, tags=tuple(f"eval/{name}/{x}/{outcome}" for x in ("left", "right")))
+            f"{outcome}_{name}": partial(last, tags=tuple(f"eval/{name}/{x}/{outcome}" for x in ("pro", "ant")))
             for outcome in ("win", "loss")
             for name in ("tracker", "wanderer")
         }

@@ -19,7 +19,7 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import tables_claims, tables_control, tables_scaling, tables_study
+from benchmarks import tables_claims, tables_control, tables_gpu, tables_scaling, tables_study
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -725,7 +725,7 @@ def table_tiny_text_games() -> str:
 TABLES = {
     name.removeprefix("table_"): function for name, function in list(globals().items()) if name.startswith("table_")
 }
-for module in (tables_control, tables_claims, tables_scaling, tables_study):
+for module in (tables_control, tables_claims, tables_scaling, tables_study, tables_gpu):
     TABLES |= {name: functools.partial(table, read) for name, table in module.TABLES.items()}
 
 

@@ -1,8 +1,7 @@
-r"""How the cost of a step grows, measured in small; and how much memory a large model takes, computed.
+r"""How the cost of a step grows, measured in small.
 
     python benchmarks/scaling.py                               # 15 minutes on one core; nothing else should run
     python benchmarks/scaling.py --points 'grpo.py/size/*'     # some points: script/axis/value, as --list prints them
-    python benchmarks/scaling.py --memory                      # writes the computed table into benchmarks/scale.md
 
 A point is a run of the script itself, as a user starts it, in a process of its own and on one thread, so that its peak
 memory is its own. One row of results/scaling.csv is a point. Points that the CSV has are skipped, so the program can be
@@ -15,9 +14,6 @@ The first step of a run does not count, of the others the median does. The proce
 it would save then is no part of a step.
 control: unimodal_poisson.py, fm3q.py and arac.py; the first half of a run, with all that happens once, does not count.
 limit: the floating-point operations a second of torch.matmul, which is what a language model is compared with.
-
-The memory of a large model is that of `memory_model`, for grpo.py and dapo.py. What it says was compared with the bytes
-of all tensors of small models on CPUs: on one process test_scaling.py does it, under FSDP2 it was done by hand.
 """
 
 import csv
@@ -34,61 +30,28 @@ import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.metadata import version
-from math import ceil, prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import tyro
 
-# Nothing heavy is imported here: Linux counts the memory of the process that starts another one as the other's peak.
-
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "benchmarks/scale.md"
+sys.path.insert(0, str(ROOT))
+from benchmarks.memory import Model, parameters  # noqa: E402
+
+# Nothing heavy is imported here: Linux counts the memory of the process that starts another one as the other's peak.
 TOKENIZER = ROOT / "envs/tiny_lm/countdown"
-LOGITS_AT_ONCE, PACKED_LENGTH = 2**26, 4096  # of grpo.py
 COLUMNS = "part script axis value on parameters tokens rollout_seconds update_seconds step_seconds".split()
 COLUMNS += "rollout_tokens_per_second update_tokens_per_second steps_per_second updates_per_second".split()
 COLUMNS += "flops_per_second peak_memory_gb steps minutes threads load device".split()
 COLUMNS += "torch transformers gymnasium numpy python commit command".split()
 KEY = ("part", "script", "axis", "value", "on")
-
-
-@dataclass(frozen=True)
-class Model:
-    """The shape of a Llama, or of one of its kin with biases (Qwen2.5) or with norms of queries and keys (Qwen3)."""
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int = 416
-    tied: bool = True  # the head is the embedding
-    kind: Literal["llama", "qwen2", "qwen3"] = "qwen3"
-
-
 CPU_MODELS = {
     "0.8M": Model(4, 128, 384, 4, 2, 32),  # the shape of the shipped model
     "5M": Model(6, 256, 768, 4, 2, 64),
     "25M": Model(8, 512, 1536, 8, 4, 64),
     "120M": Model(10, 1024, 2816, 16, 8, 64),
     "500M": Model(18, 1536, 4608, 24, 8, 64),
-}
-PUBLIC_MODELS = {
-    "Qwen2.5-0.5B-Instruct": Model(24, 896, 4864, 14, 2, 64, 151_936, True, "qwen2"),
-    "Qwen2.5-1.5B-Instruct": Model(28, 1536, 8960, 12, 2, 128, 151_936, True, "qwen2"),
-    "Qwen2.5-3B-Instruct": Model(36, 2048, 11008, 16, 2, 128, 151_936, True, "qwen2"),
-    "Qwen2.5-7B-Instruct": Model(28, 3584, 18944, 28, 4, 128, 152_064, False, "qwen2"),
-    "Qwen3-0.6B": Model(28, 1024, 3072, 16, 8, 128, 151_936, True, "qwen3"),
-    "Qwen3-1.7B": Model(28, 2048, 6144, 16, 8, 128, 151_936, True, "qwen3"),
-    "Qwen3-4B": Model(36, 2560, 9728, 32, 8, 128, 151_936, True, "qwen3"),
-    "SmolLM2-135M-Instruct": Model(30, 576, 1536, 9, 3, 64, 49_152, True, "llama"),
-    "SmolLM2-360M-Instruct": Model(32, 960, 2560, 15, 5, 64, 49_152, True, "llama"),
-    "SmolLM2-1.7B-Instruct": Model(24, 2048, 8192, 32, 32, 64, 49_152, True, "llama"),
-    "Llama-3.2-1B-Instruct": Model(16, 2048, 8192, 32, 8, 64, 128_256, True, "llama"),
-    "Llama-3.2-3B-Instruct": Model(28, 3072, 8192, 24, 8, 128, 128_256, True, "llama"),
 }
 
 
@@ -102,177 +65,6 @@ class Args:
     """CSV to which rows are appended"""
     list: bool = False
     """print the points that would be run"""
-    memory: bool = False
-    """only write the computed table of memory into benchmarks/scale.md"""
-
-
-# --- Memory, computed -------------------------------------------------------------------------------------------------
-
-
-def shape_of(name: str) -> Model | None:
-    """The shape of a public model, given its name or a folder with that name; None if it is not known here."""
-    name = Path(name).name.lower()
-    return next((shape for known, shape in PUBLIC_MODELS.items() if known.lower() in (name, f"{name}-instruct")), None)
-
-
-def layer_shapes(model: Model) -> dict[str, list[tuple[int, ...]]]:
-    """Shapes of the parameters of one layer: of linear maps with their biases, and of norms."""
-    hidden, query, key = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    linear = [(query, hidden), (key, hidden), (key, hidden), (hidden, query)]
-    linear += [(model.intermediate, hidden)] * 2 + [(hidden, model.intermediate)]
-    linear += [(query,), (key,), (key,)] * (model.kind == "qwen2")  # biases
-    return {"linear": linear, "norms": [(hidden,)] * 2 + [(model.head_dim,)] * 2 * (model.kind == "qwen3")}
-
-
-def shapes(model: Model) -> list[tuple[int, ...]]:
-    """Shapes of all parameters, a tied head counted once."""
-    layer = [shape for kind in layer_shapes(model).values() for shape in kind]
-    return layer * model.layers + [(model.hidden,)] + [(model.vocab, model.hidden)] * (1 if model.tied else 2)
-
-
-def parameters(model: Model, processes: int = 1) -> int:
-    """Number of parameters, or of those that the first of several processes keeps of them under FSDP2, which cuts every
-    tensor along its first dimension into equal pieces, rounded up."""
-    return sum(ceil(shape[0] / processes) * prod(shape[1:]) for shape in shapes(model))
-
-
-def packed_shape(flags) -> tuple[int, int, int]:
-    """R, L and N of the largest micro-batch: all prompts and completions as long as the flags allow, groups whole."""
-    prompt, length = flags.max_prompt_length, flags.max_completion_length
-
-    def parts(group: int) -> int:
-        return min(group, ceil(group * length / max(1, PACKED_LENGTH - prompt)))
-
-    groups, rest = divmod(flags.micro_batch_size, flags.num_generations)
-    largest = flags.num_generations if groups else rest
-    rows = groups * parts(flags.num_generations) + parts(rest)
-    width = prompt - 1 + ceil(largest / parts(largest)) * length
-    return rows, ceil(width / 8) * 8, flags.micro_batch_size * length
-
-
-def memory_model(shape: Model | str, flags, world_size: int = 1) -> dict[str, float]:
-    """GB (10^9 bytes) on each device of grpo.py or dapo.py: what is held all the time, what `rollout` (evaluation too) and
-    `update` add at their worst moment, and the sums `start`, `rollout`, `update` and, with `runtime`, `peak`.
-
-    flags: the Args of the script. Every prompt has --max-prompt-length tokens and every completion
-    --max-completion-length. Left out are the fragments of the allocator.
-    """
-    shape = shape_of(shape) if isinstance(shape, str) else shape
-    fsdp, bf16 = flags.fsdp and world_size > 1, flags.bf16
-    whole, kept = parameters(shape), parameters(shape, world_size if fsdp else 1)
-    compute = 2 if bf16 else 4  # bytes of what linear maps take and give
-    parts = {
-        "weights": 4 * kept,
-        "gradients": 4 * kept,  # they stay through the rollout
-        "moments": 8 * kept,
-        "decoding copy": compute * whole * (bf16 or fsdp),  # whole on each process
-        "reference": 4 * kept * (flags.beta > 0),
-    }
-    held = sum(parts.values())
-    rollout = max(rollout_moments(shape, flags, compute), key=lambda moment: sum(moment.values()))
-    update = max(update_moments(shape, flags, compute, world_size if fsdp else 1), key=lambda moment: sum(moment.values()))
-    copies = 1 + (flags.beta > 0) + (bf16 or fsdp)  # in float32, before they are cast and cut
-    sums = {"start": 4 * whole * copies, "rollout": held + sum(rollout.values()), "update": held + sum(update.values())}
-    found = {name: value / 1e9 for name, value in {**parts, **rollout, **update, **sums}.items()}
-    found["runtime"] = 1.0  # Python and torch, or CUDA with its libraries
-    return found | {"peak": found["runtime"] + max(found[name] for name in sums)}
-
-
-def rollout_moments(shape: Model, flags, compute: int) -> list[dict[str, float]]:
-    """Bytes by part: of the last token, and of the forward pass of the prompts, in training and in evaluation."""
-    S, T, G, size = flags.max_prompt_length, flags.max_completion_length, flags.num_generations, flags.decode_batch_size
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    cell = shape.layers * 2 * key * compute  # of a token in the cache
-    groups = {G: max(1, size // G)}  # completions of a prompt: prompts
-    if flags.eval_steps:
-        groups |= {k: max(1, size // k) for k in (1, flags.num_generations_eval) if k}
-    moments = []
-    for group, prompts in groups.items():
-        rows = prompts * group
-        # one layer's keys are there twice while they grow; logits and three float32 tensors made of them
-        cache = rows * (S + T) * cell * (1 + 0.5 / shape.layers)
-        moments.append({"cache": cache, "sampling": rows * shape.vocab * (compute + 12)})
-        mlp = 3 * shape.intermediate * compute + shape.hidden * (2 * compute + 4)
-        attention = (6 * query + 2 * shape.hidden) * compute
-        prefill = prompts * S * max(mlp, attention) + prompts * S * S * (2 + compute)
-        moments.append({"cache": prompts * S * cell, "prefill": prefill})
-    return moments
-
-
-def update_moments(shape: Model, flags, compute: int, shards: int) -> list[dict[str, float]]:
-    """Bytes by part, of the largest micro-batch: at the end of the forward pass; in the backward pass at its logits, in
-    its last layer, and where the gradients of a tied head and the embedding meet."""
-    R, L, N = packed_shape(flags)
-    fsdp = shards > 1
-    tokens, hidden, vocab, layers = R * L, shape.hidden, shape.vocab, shape.layers
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    linear = sum(map(prod, layer_shapes(shape)["linear"]))  # parameters of a layer
-    head = vocab * hidden
-    # Autocast leaves the residual stream in float32 and casts what it needs; FSDP's mixed precision casts the weights.
-    autocast = compute == 2 and not fsdp
-    stream = compute if fsdp else 4
-
-    # What autograd keeps of a layer, for each token: of two norms their input and the normalised (float32 again); inputs
-    # of linear maps (autocast makes one for each); gate, up, their product and the activation; query, key, value
-    # (repeated for all heads), output; the logarithm of the softmax's sum.
-    saved = hidden * (2 * (4 + stream) + (10 if autocast else 2 * compute))
-    saved += 4 * compute * (shape.intermediate + query) + 4 * shape.heads
-    if shape.kind == "qwen3":  # norms of queries and keys
-        saved += (4 + compute) * (query + key)
-    layer = tokens * saved
-
-    inputs = tokens * hidden * stream * (layers + 3) + N * hidden * compute  # of layers, last norm and head
-    activations = inputs if flags.gradient_checkpointing else inputs - tokens * hidden * stream * layers + layer * layers
-    base = {"masks": R * L * L * (1 + compute), "activations": activations}
-    chunk = min(N, max(1, LOGITS_AT_ONCE // vocab)) * vocab
-    chunks = ceil(N * vocab / chunk)
-
-    # Weights in bfloat16, with gradients: autocast keeps those of a forward pass until it ends, without checkpointing
-    # until they are used again. FSDP has the head and embedding, the layer, and the next or last one, with gradients.
-    gathered = compute * head * (1 if shape.tied else 2) * fsdp
-    cast = 2 * linear * layers * autocast
-    cast_later = 0 if flags.gradient_checkpointing else cast
-    head_cast = 2 * head * autocast
-    if chunks == 1:
-        logits = 12 * chunk
-    else:  # the sum of the head's gradients grows beside a chunk
-        logits = max(12 * chunk + compute * head, 3 * compute * head)
-    waiting = (compute if fsdp else 4) * head * shape.tied
-    in_layer = layer if flags.gradient_checkpointing else tokens * shape.intermediate * compute
-    in_layer += 2 * linear * autocast + (3 * compute + 4) * linear * fsdp
-    if fsdp and shape.tied:  # what FSDP reduces is a float32 copy, made after it lets the weights go
-        meeting = max(4 * compute, compute + 4 + 4 / shards) * head
-    elif fsdp:
-        meeting = (compute + 8 + 8 / shards) * head
-    else:
-        meeting = 12 * head * shape.tied
-    return [
-        base | {"cast weights": cast + head_cast + gathered + 2 * compute * linear * fsdp, "logits": 8 * chunk},
-        base | {"cast weights": cast_later + head_cast + gathered, "logits": logits},
-        base | {"cast weights": cast_later + gathered, "layer": in_layer, "head gradient": waiting},
-        {"head gradient": meeting},
-    ]
-
-
-def memory_table() -> str:
-    """GB a GPU of grpo.py with --bf16 and --gradient-checkpointing, for some models and numbers of GPUs."""
-    given = {"max_prompt_length": 512, "max_completion_length": 1024, "num_generations": 8, "num_generations_eval": 8}
-    given |= {"eval_steps": 25, "decode_batch_size": 128, "micro_batch_size": 8, "bf16": True, "beta": 0.0}
-    names = ("weights", "gradients", "moments", "decoding copy", "start", "rollout", "update", "peak")
-    rows = [["model", "GPUs", "parameters", *names], ["---"] * (3 + len(names))]
-    for name in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct"):
-        for processes in (1, 8):
-            flags = SimpleNamespace(**given, gradient_checkpointing=True, fsdp=processes > 1)
-            found = memory_model(name, flags, processes)
-            cells = [f"{found[key]:.1f}" for key in names]
-            rows.append([name, processes, f"{parameters(PUBLIC_MODELS[name]) / 1e9:.2f} billion", *cells])
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
-
-
-def page_with_memory(text: str) -> str:
-    """The text of a page with the computed table in its place."""
-    table = memory_table()
-    return re.sub(r"(<!-- computed:memory -->\n).*?(<!-- end -->)", rf"\1{table}\n\2", text, flags=re.DOTALL)
 
 
 # --- Points -----------------------------------------------------------------------------------------------------------
@@ -540,9 +332,6 @@ def how() -> dict[str, str | int]:
 
 
 def main(args: Args) -> None:
-    if args.memory:
-        PAGE.write_text(page_with_memory(PAGE.read_text()))
-        return
     points = due(args)
     if args.list:
         print("\n".join(f"{point.part:<9} {point.name}" for point in points))

@@ -273,26 +273,24 @@ def run_cleanmarl(line: list[str], text: str) -> dict[str, float]:
 
 
 def run_ours(line: list[str]) -> dict[str, float]:
-    """A run of fm3q.py's loop, in this process."""
+    """The steps 1 and 2 of fm3q.py's loop, in this process."""
     clock, args = Clock(), tyro.cli(fm3q.Args, args=line[1:])
-    fm3q.check_args(args)
     device = fm3q.setup(args)
+    torch.manual_seed(args.seed)
     game = fm3q.make_game(args, args.num_envs, args.seed, device)
-    learner = fm3q.Learner(game, args, device)
-    learn = learner.learn
-
-    def timed() -> dict:
-        before = learner.updates
+    networks, target = fm3q.Networks(game, args), fm3q.Networks(game, args)
+    learner = fm3q.Learner(networks, target, args)
+    for step in range(0, args.total_timesteps, args.num_envs):
+        clock.at(step)
+        epsilon = fm3q.exploration(args, step)
+        learner.collect(game, fm3q.act(learner.online, game, epsilon))
         clock.updating()
-        metrics = learn()
-        clock.updated(learner.updates - before)
-        return metrics
-
-    if args.updates_per_step:
-        learner.learn = timed
-    fm3q.advance(learner, game, args, 0, WARM_UP)
-    clock.at(WARM_UP)
-    fm3q.advance(learner, game, args, WARM_UP, args.total_timesteps - WARM_UP)
+        due = fm3q.updates_due(args, step)
+        for update in due:
+            batch = learner.buffer.sample(args.batch_size)
+            loss = fm3q.learner_loss(learner.online, learner.target, batch, args)
+            learner.gradient_step(loss, update)
+        clock.updated(len(due))
     clock.end(args.total_timesteps)
     return clock.columns()
 

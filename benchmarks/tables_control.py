@@ -29,7 +29,7 @@ FM3Q = {
     "selfplay_vdn": "two teams in self-play, sums (`--learner selfplay_vdn`)",
     "selfplay_qmix": "two teams in self-play, QMIX (`--learner selfplay_qmix`)",
     "iql": "every agent alone (`--learner iql`)",
-    "joint_minimax": "minimax over all joint actions (`--learner joint_minimax`)",
+    "joint_minimax": "minimax over all joint actions (a learner of the older script)",
 }
 FM3Q_PONG = ("qmix", "vdn", "selfplay_qmix", "iql")
 FM3Q_GAMES = {"arat": "small: 3 states", "arat_large": "large: 50 states"}
@@ -37,6 +37,7 @@ ARAC = {  # the weight of the divergence
     "dual": "adaptive, by a target for the divergence (`--beta-mode dual`, the default)",
     "performance": "adaptive, by success (`performance`)",
     "linear": "falling to 0 by half of the run (`linear`)",
+    "exp": "falling exponentially (`exp`)",
     "fixed": "fixed at its first value (`fixed`)",
     "none": "no reference (`none`)",
 }
@@ -249,7 +250,7 @@ def fm3q_equilibrium(read: Read) -> str:
     how many runs that is, and NashConv in the end."""
     rows = []
     for env, arm, runs in planned_runs(read, "fm3q", FM3Q, dict.fromkeys(FM3Q_GAMES, FM3Q)):
-        cells = ["", 0, *["not run"] * 5]
+        cells = ["", 0, *["not run"] * 4]
         if runs:
             cells = [runs[0]["learning_rate"], len(runs)]
             for steps in (numbers(runs, f"samples_to_{x}") for x in ("first", "equilibrium")):
@@ -266,16 +267,16 @@ def fm3q_sweep(read: Read) -> str:
 
 
 def fm3q_pong(read: Read) -> str:
-    """Pong: games won and lost against scripted teams, both sides together, and what fresh opponents get."""
+    """Pong: games won and lost against scripted teams, both sides together."""
     rows, opponents = [], ("tracker", "wanderer")
     for _, arm, runs in planned_runs(read, "fm3q", FM3Q, {"pong": FM3Q_PONG}):
-        cells = ["", 0, *["not run"] * 5]
+        cells = ["", 0, *["not run"] * 4]
         if runs:
             shares = [percent(runs, f"{x}_{name}") for name in opponents for x in ("win", "loss")]
-            cells = [runs[0]["learning_rate"], len(runs), *shares, mean_std(numbers(runs, "exploitability"), 3)]
+            cells = [runs[0]["learning_rate"], len(runs), *shares]
         rows.append([FM3Q[arm], *cells])
     games = [f"{outcome} against the {name}, %" for name in opponents for outcome in ("won", "lost")]
-    return markdown(["learner", "learning rate", "seeds", *games, "exploitability"], rows)
+    return markdown(["learner", "learning rate", "seeds", *games], rows)
 
 
 def fm3q_runs(read: Read) -> str:

@@ -7,8 +7,10 @@ without learning, or of a matrix product.
 
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
-from benchmarks.scaling import CPU_MODELS, parameters
+from benchmarks.memory import SPARE, memory_model, parameters
+from benchmarks.scaling import CPU_MODELS
 from benchmarks.speed_ppo import GOALS as PPO_GOALS
 from benchmarks.tables_control import SPEED_ARMS, Read, markdown, numbers, pyplot, rows_of
 
@@ -172,6 +174,11 @@ def points(read: Read, script: str, axis: str) -> list[dict]:
     return sorted(rows, key=number)
 
 
+def shown(rows: list[dict]) -> list[dict]:
+    """The first, middle and last point of an axis, for a table; the figure has all."""
+    return [rows[i] for i in sorted({0, len(rows) // 2, len(rows) - 1})] if rows else []
+
+
 def number(row: dict) -> float:
     """Where a row stands on its axis: the value, or the number of parameters for a model's name."""
     return float(row["parameters"] if row["axis"] == "size" else row["value"])
@@ -187,7 +194,7 @@ def scaling_language(read: Read) -> str:
     """Cost of a step of the language scripts."""
     flops, rows = matmul_flops(read), []
     for (script, axis), label in AXES.items():
-        for row in points(read, script, axis) if script in ("grpo.py", "dr_mas.py") else []:
+        for row in shown(points(read, script, axis)) if script in ("grpo.py", "dr_mas.py") else []:
             cells = [rounded(row, f"{name}_tokens_per_second") for name in ("rollout", "update")]
             share = f"{100 * float(row['flops_per_second']) / flops:.0f}" if flops else ""
             cells = [rounded(row, "tokens"), rounded(row, "step_seconds"), *cells]
@@ -200,7 +207,7 @@ def scaling_control(read: Read) -> str:
     """Cost of a step of the control scripts."""
     rows = []
     for (script, axis), label in AXES.items():
-        for row in points(read, script, axis) if script not in ("grpo.py", "dr_mas.py") else []:
+        for row in shown(points(read, script, axis)) if script not in ("grpo.py", "dr_mas.py") else []:
             cells = [rounded(row, name) for name in ("steps_per_second", "updates_per_second", "peak_memory_gb")]
             rows.append([f"`{script}`", f"{label.partition(': ')[2]}: {row['value']}", *cells])
     header = ["script", "point", "environment steps a second", "gradient steps a second", "peak memory, GB"]
@@ -208,20 +215,77 @@ def scaling_control(read: Read) -> str:
 
 
 def scaling_runs(read: Read) -> str:
-    """Cost and circumstances of the measurement itself."""
+    """Cost and circumstances of the measurement itself, a sentence."""
     found = rows_of(read, "scaling.csv")
     if not found:
         return ""
     packages = ("torch", "transformers", "gymnasium", "numpy")
     versions = {", ".join(f"{name} {r[name]}" for name in packages) + f", Python {r['python']}" for r in found}
-    load = numbers(found, "load")
-    rows = [["points", len(found)], ["minutes", f"{sum(numbers(found, 'minutes')):.0f}"]]
-    rows += [["load of the machine before a point", f"{statistics.median(load):.1f} (at most {max(load):.1f})"]]
+    devices = {f"{r['device']}, {r['threads']} thread" for r in found}
+    commits = {r["commit"] for r in found}
+    text = f"{len(found)} points in {sum(numbers(found, 'minutes')):.0f} minutes on {'; '.join(sorted(devices))}"
+    text += f" (load of the machine before a point: at most {max(numbers(found, 'load')):.1f})"
     if flops := matmul_flops(read):
-        rows.append(["float32 matrix product, 10⁹ operations a second", f"{flops / 1e9:.0f}"])
-    rows += [["device", "; ".join(sorted({f"{r['device']}, {r['threads']} thread" for r in found}))]]
-    rows += [["versions", "; ".join(sorted(versions))], ["commit", ", ".join(sorted({r["commit"] for r in found}))]]
-    return markdown(["", ""], rows)
+        text += f", whose float32 matrix product makes {flops / 1e9:.0f} · 10⁹ operations a second"
+    return f"{text}; {'; '.join(sorted(versions))}; commit {', '.join(sorted(commits))}."
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_counted(read: Read) -> str:
+    """Bytes of one update, counted and computed: models in columns, flags in rows."""
+    rows = [row for row in rows_of(read, "memory.csv") if row["lengths"] == "512 512 8"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cells: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        numbers = f"{float(row['counted_gb']):.1f}, {float(row['computed_gb']):.1f}"
+        cells.setdefault((row["gpus"], row["flags"]), {})[row["model"]] = numbers
+    found = []
+    for (gpus, flags), by_model in cells.items():
+        label = f"`{flags}`" if flags else "none of these"
+        found.append([gpus, label, *(by_model.get(model, "") for model in models)])
+    return markdown(["GPUs", "flags", *models], found)
+
+
+def memory_added(read: Read) -> str:
+    """How far the model is off, of the whole and of what the update adds."""
+    rows = rows_of(read, "memory.csv")
+    if not rows:
+        return ""
+    ranges = []
+    for part in ("", "added_"):
+        ratios = [float(row[f"computed_{part}gb"]) / float(row[f"counted_{part}gb"]) for row in rows]
+        ranges.append(f"{min(ratios):.3f} to {max(ratios):.3f}")
+    return f"Computed divided by counted: {ranges[0]}; of what comes on top of weights, moments, gradients and copies, {ranges[1]}."
+
+
+FIT_MODELS = ("Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Qwen2.5-3B-Instruct", "Qwen3-4B", "Qwen2.5-7B-Instruct")
+FIT_FLAGS = {  # label: --gradient-checkpointing, --micro-batch-size, --decode-batch-size
+    "none": (False, 8, 128),
+    "checkpointing": (True, 8, 128),
+    "checkpointing, small batches": (True, 1, 32),
+}
+
+
+def memory_fit(read: Read) -> str:
+    """GB a GPU of grpo.py with --bf16, and the smallest of three GPUs on which it fits."""
+    if not rows_of(read, "memory.csv"):
+        return ""
+    rows = []
+    for name in FIT_MODELS:
+        for label, (checkpointing, micro, decode) in FIT_FLAGS.items():
+            cells = []
+            for gpus in (1, 8):
+                flags = SimpleNamespace(bf16=True, beta=0.0, eval_steps=25, num_generations=8, fsdp=gpus > 1)
+                flags.max_prompt_length, flags.max_completion_length = 512, 1024
+                flags.micro_batch_size, flags.decode_batch_size = micro, decode
+                flags.gradient_checkpointing = checkpointing
+                peak = memory_model(name, flags, gpus)["peak"]
+                sizes = [size for size in (24, 40, 80) if peak <= (1 - SPARE) * size]
+                cells.append(f"{peak:.1f}: {f'{sizes[0]} GB' if sizes else '**none**'}")
+            rows.append([name, label, *cells])
+    return markdown(["model", "flags", "one GPU", "eight GPUs, `--fsdp`"], rows)
 
 
 def scaling_figure(read: Read) -> str:
@@ -240,6 +304,9 @@ TABLES = {
         scaling_control,
         scaling_runs,
         scaling_figure,
+        memory_counted,
+        memory_added,
+        memory_fit,
     )
 }
 

@@ -1,8 +1,9 @@
 """Pong of two teams, batched in torch: Wimblepong's court and speeds, several paddles a side.
 
-Protagonists are on the left, antagonists on the right; each paddle moves in its own strip of the court, from top to
-bottom. Reward 1 when the antagonists miss the ball, -1 when the protagonists do (Wimblepong: 10), and the game ends.
-The constants are those of github.com/aalto-intelligent-robotics/wimblepong, which is played one against one.
+Protagonists are on the left, antagonists on the right. Each paddle moves in its own strip of the
+court. The reward is 1 when the antagonists miss the ball, -1 when the protagonists do (Wimblepong:
+10), and the game ends. The constants are those of github.com/aalto-intelligent-robotics/wimblepong,
+which is played one against one.
 """
 
 import math
@@ -10,121 +11,152 @@ import math
 import torch
 from torch import Tensor
 
-COURT, PADDLE, BALL, MARGIN = 200.0, 20.0, 5.0, 10.0  # length of a paddle; distance of paddles from the wall
-SPEED, FRAMES = 3.0, 3  # of a paddle in a frame; frames of a step
+COURT = 200.0
+PADDLE = 20.0  # length
+BALL = 5.0
+MARGIN = 10.0  # distance of paddles from the wall behind them
+SPEED = 3.0  # of a paddle in a frame
+FRAMES = 3  # in a step
+START_PACE = 0.42  # of the ball; 0.005 more with every hit
 STAY, UP, DOWN = 0, 1, 2
 
 
 class Pong:
-    """E games of n against m paddles. Players see their own side as the left one."""
+    """E games of n against m paddles. A rally is cut off after `horizon` steps, with reward 0.
+
+    The state holds the heights of the paddles, then the ball (x, y) now and a step before, all in
+    [-1,1] while the ball is in the court. A game that is over begins anew in the same step.
+    """
 
     num_actions = 3
+    masked = False  # all actions are always legal
 
-    def __init__(self, teams: tuple[int, int], num_envs: int, seed: int, device, horizon: int = 300):
-        """`horizon`: steps after which a rally is cut off; the reward is 0 then."""
-        self.teams, self.num_envs, self.device, self.horizon = teams, num_envs, torch.device(device), horizon
-        self.observation_dim = self.state_dim = sum(teams) + 4
-        self.generator = torch.Generator(device).manual_seed(seed)
-        strips = [(COURT / count * i, COURT / count * (i + 1)) for count in teams for i in range(count)]
-        self.low, self.high = (torch.tensor(side, device=device) for side in zip(*strips))  # (n+m,) each
-        self.paddles = torch.zeros(num_envs, sum(teams), device=device)  # (E,n+m) height of the middle
-        self.ball = torch.zeros(num_envs, 2, device=device)  # (E,2)
-        self.before, self.velocity = self.ball.clone(), self.ball.clone()  # (E,2) each
-        self.pace = torch.ones(num_envs, device=device)  # (E,) grows with every hit
-        self.clock = torch.zeros(num_envs, dtype=torch.long, device=device)  # (E,)
-        self.begin(torch.ones(num_envs, dtype=torch.bool, device=device))
-
-    def begin(self, anew: Tensor) -> None:
-        """New rallies where `anew` (E,) says so: the ball starts in the middle, to a random side, up to 40 degrees."""
-        side, angle = torch.rand(2, self.num_envs, generator=self.generator, device=self.device)  # (E,) each
-        side, angle = (side < 0.5).float() * 2 - 1, (angle * 2 - 1) * math.radians(40)
-        velocity = torch.stack([side * 3 * (angle.cos() + 1), 6 * angle.sin()], 1) * 0.42  # (E,2)
-        where = anew[:, None]  # (E,1)
-        self.paddles = torch.where(where, (self.low + self.high) / 2, self.paddles)
-        self.ball = torch.where(where, COURT / 2, self.ball)
-        self.before = torch.where(where, self.ball, self.before)
-        self.velocity = torch.where(where, velocity, self.velocity)
-        self.pace, self.clock = self.pace.masked_fill(anew, 0.42), self.clock.masked_fill(anew, 0)
-
-    def observe(self) -> tuple[Tensor, Tensor]:
-        """What players see (E,n+m,n+m+4) and the state (E,n+m+4), all in [-1,1] while the ball is in the court.
-
-        Players: own paddle, the others of the team, the opponents, the ball now and a step before, with the own side on
-        the left. State: the paddles in order and the ball, as protagonists see it.
-        """
-        (n, m), rows = self.teams, []
-        heights, places = self.paddles / (COURT / 2) - 1, torch.cat([self.ball, self.before], 1) / (COURT / 2) - 1
-        mirrored = places * torch.tensor([-1.0, 1, -1, 1], device=self.device)  # (E,4)
+    def __init__(
+        self, teams: tuple[int, int], num_envs: int, seed: int, device, horizon: int = 300
+    ):
+        n, m = teams
+        self.teams = teams
+        self.num_envs = num_envs
+        self.device = torch.device(device)
+        self.horizon = horizon
+        self.state_dim = n + m + 4
+        self.observation_dim = n + m + 4
+        low = [COURT / n * i for i in range(n)] + [COURT / m * j for j in range(m)]
+        high = [COURT / n * (i + 1) for i in range(n)] + [COURT / m * (j + 1) for j in range(m)]
+        self.low = torch.tensor(low, device=device) + PADDLE / 2  # (N,)
+        self.high = torch.tensor(high, device=device) - PADDLE / 2  # (N,)
+        self.sides = torch.tensor([-1.0] * n + [1.0] * m, device=device)  # (N,)
+        # Players see themselves, their team, the others and the ball, with their side on the left.
+        order = []
         for player in range(n + m):
-            team, other = (range(n), range(n, n + m)) if player < n else (range(n, n + m), range(n))
-            order = [player, *(mate for mate in team if mate != player), *other]
-            rows.append(torch.cat([heights[:, order], places if player < n else mirrored], 1))
-        return torch.stack(rows, 1), torch.cat([heights, places], 1)
+            team = range(n) if player < n else range(n, n + m)
+            mates = [mate for mate in team if mate != player]
+            others = [other for other in range(n + m) if other not in team]
+            order.append([player, *mates, *others, *range(n + m, n + m + 4)])
+        self.order = torch.tensor(order, device=device).flatten()  # (N O,)
+        self.mirror = torch.ones(n + m, n + m + 4, device=device)  # (N,O)
+        self.mirror[n:, -4] = -1
+        self.mirror[n:, -2] = -1
+        self.generator = torch.Generator(device)
+        self.reset(seed)
 
-    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """actions (E,n+m) -> rewards (E,), ends (E,), and what observe() would have said before new rallies began."""
-        n, half = self.teams[0], PADDLE / 2
-        moves = ((actions == DOWN).float() - (actions == UP).float()) * SPEED  # (E,n+m)
-        rewards, self.before = torch.zeros(self.num_envs, device=self.device), self.ball  # (E,), (E,2)
+    def reset(self, seed: int) -> None:
+        """New games."""
+        self.generator.manual_seed(seed)
+        self.paddles = ((self.low + self.high) / 2).repeat(self.num_envs, 1)  # (E,N)
+        self.ball = torch.full((self.num_envs, 2), COURT / 2, device=self.device)
+        self.velocity = self.start_velocity()  # (E,2)
+        self.pace = torch.full((self.num_envs,), START_PACE, device=self.device)
+        self.clock = torch.zeros(self.num_envs, dtype=torch.long, device=self.device)
+        self.state = self.describe(self.ball)  # (E,S)
+        self.start = self.state[:1], self.paddles[:1], self.ball[:1]
+
+    def start_velocity(self) -> Tensor:
+        """The ball leaves the middle to a random side at up to 40 degrees. (E,2)"""
+        size = (2, self.num_envs)
+        chance, turn = torch.rand(size, generator=self.generator, device=self.device)
+        side = 1 - 2 * (chance < 0.5).float()
+        angle = (2 * turn - 1) * math.radians(40)
+        return START_PACE * torch.stack([side * 3 * (angle.cos() + 1), 6 * angle.sin()], 1)
+
+    def describe(self, before: Tensor) -> Tensor:
+        """The state (E,S); `before` (E,2) is where the ball was a step ago."""
+        return torch.cat([self.paddles, self.ball, before], 1) / (COURT / 2) - 1
+
+    def observations(self, state: Tensor) -> Tensor:
+        """(B,S) -> (B,N,O)"""
+        return state.index_select(1, self.order).view(-1, *self.mirror.shape) * self.mirror
+
+    def random_actions(self) -> Tensor:
+        """(E,N)"""
+        size = self.paddles.shape
+        return torch.randint(self.num_actions, size, generator=self.generator, device=self.device)
+
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """actions (E,N) -> rewards, whether the game ended, and whether it is over, ended or cut
+        off, (E,) each; and the state before new games begin (E,S)."""
+        moves = SPEED * ((actions == DOWN).float() - (actions == UP).float())
+        before = self.ball
+        rewards = torch.zeros(self.num_envs, device=self.device)
         for _ in range(FRAMES):
-            self.paddles = (self.paddles + moves).clamp(self.low + half, self.high - half)  # (E,n+m)
-            playing = rewards == 0  # (E,)
-            ball = self.ball + self.velocity * playing[:, None]  # (E,2)
-            height = ball[:, 1]
-            bounce = (height < BALL / 2) | (height > COURT - BALL / 2)  # (E,) off the walls at top and bottom
-            self.velocity = torch.where(
-                bounce[:, None], self.velocity * self.velocity.new_tensor([1, -1]), self.velocity
-            )
-            self.ball = torch.stack([ball[:, 0], height.clamp(BALL / 2, COURT - BALL / 2)], 1)  # (E,2)
-            for side, paddles in ((-1, self.paddles[:, :n]), (1, self.paddles[:, n:])):
-                line = MARGIN if side < 0 else COURT - MARGIN
-                reached = playing & ((self.ball[:, 0] - line) * side >= 0) & (self.velocity[:, 0] * side > 0)  # (E,)
-                offsets = self.ball[:, 1:] - paddles  # (E,n) or (E,m)
-                nearest = offsets.gather(1, offsets.abs().argmin(1, keepdim=True))[:, 0]  # (E,)
-                hit = reached & (nearest.abs() <= half + BALL / 2)  # (E,)
-                angle = math.radians(65) * (nearest / half).clamp(-1, 1)  # (E,)
-                self.pace = torch.where(hit, self.pace + 0.005, self.pace)
-                back = torch.stack([-side * 3 * (angle.cos() + 1), 8 * angle.sin()], 1) * self.pace[:, None]  # (E,2)
-                self.velocity = torch.where(hit[:, None], back, self.velocity)
-                missed = (self.ball[:, 0] * side >= (COURT if side > 0 else 0)) & playing  # (E,)
-                rewards = rewards + side * missed  # the side that missed loses
+            self.paddles = (self.paddles + moves).clamp(self.low, self.high)
+            rewards = rewards + self.move_ball(rewards == 0)
         self.clock = self.clock + 1
-        last, ends = self.observe(), rewards != 0  # (E,)
-        self.begin(ends | (self.clock >= self.horizon))
-        return rewards, ends, last
+        next_state = self.describe(before)
+
+        dones = rewards != 0
+        over = dones | (self.clock >= self.horizon)
+        start_state, start_paddles, start_ball = self.start
+        self.state = torch.where(over[:, None], start_state, next_state)
+        self.paddles = torch.where(over[:, None], start_paddles, self.paddles)
+        self.ball = torch.where(over[:, None], start_ball, self.ball)
+        self.velocity = torch.where(over[:, None], self.start_velocity(), self.velocity)
+        self.pace = self.pace.masked_fill(over, START_PACE)
+        self.clock = self.clock.masked_fill(over, 0)
+        return rewards, dones, over, next_state
+
+    def move_ball(self, playing: Tensor) -> Tensor:
+        """One frame of the games that are playing (E,): walls, paddles, misses. Rewards (E,)."""
+        speed_x, speed_y = self.velocity.unbind(1)
+        x, y = (self.ball + self.velocity * playing[:, None]).unbind(1)
+        bounced = y.clamp(BALL / 2, COURT - BALL / 2)
+        speed_y = torch.where(y == bounced, speed_y, -speed_y)
+
+        side = speed_x.sign()  # where the ball flies to
+        from_middle = (x - COURT / 2) * side
+        reached = playing & (from_middle >= COURT / 2 - MARGIN)
+        offsets = bounced[:, None] - self.paddles  # (E,N)
+        offsets = torch.where(self.sides == side[:, None], offsets, COURT)
+        nearest = offsets.gather(1, offsets.abs().argmin(1, keepdim=True))[:, 0]
+        hit = reached & (nearest.abs() <= (PADDLE + BALL) / 2)
+        self.pace = self.pace + 0.005 * hit
+        angle = math.radians(65) * (2 / PADDLE * nearest).clamp(-1, 1)
+        speed_x = torch.where(hit, -side * 3 * (angle.cos() + 1) * self.pace, speed_x)
+        speed_y = torch.where(hit, 8 * angle.sin() * self.pace, speed_y)
+
+        self.ball = torch.stack([x, bounced], 1)
+        self.velocity = torch.stack([speed_x, speed_y], 1)
+        missed = playing & (from_middle >= COURT / 2)
+        return side * missed  # the side that missed loses
 
     def picture(self, number: int = 0) -> Tensor:
-        """Game `number` as bytes (200,200,3): court black, protagonists blue, antagonists orange, ball white."""
-        picture = torch.zeros(int(COURT), int(COURT), 3, dtype=torch.uint8)
+        """Game `number` as bytes (200,200,3): protagonists blue, antagonists orange, ball white."""
+        size = int(COURT)
+        picture = torch.zeros(size, size, 3, dtype=torch.uint8)
         for player, height in enumerate(self.paddles[number].tolist()):
-            left, colour = (5, (80, 160, 255)) if player < self.teams[0] else (int(COURT) - 10, (255, 160, 60))
-            picture[max(0, int(height - PADDLE / 2)) : int(height + PADDLE / 2), left : left + 5] = torch.tensor(
-                colour
-            ).byte()
-        x, y = (int(value) for value in self.ball[number].clamp(3, COURT - 3))
+            is_pro = player < self.teams[0]
+            left = 5 if is_pro else size - 10
+            colour = [80, 160, 255] if is_pro else [255, 160, 60]
+            top = max(0, int(height - PADDLE / 2))
+            bottom = int(height + PADDLE / 2)
+            picture[top:bottom, left : left + 5] = torch.tensor(colour, dtype=torch.uint8)
+        x, y = self.ball[number].clamp(3, COURT - 3).int().tolist()
         picture[y - 2 : y + 3, x - 2 : x + 3] = 255
         return picture
 
-    def state_dict(self) -> dict:
-        """What the next step depends on."""
-        kept = {name: getattr(self, name) for name in ("paddles", "ball", "before", "velocity", "pace", "clock")}
-        return kept | {"generator": self.generator.get_state()}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Continue where state_dict was taken."""
-        self.generator.set_state(state["generator"].cpu())
-        for name in state.keys() - {"generator"}:
-            setattr(self, name, state[name].to(self.device))
-
-
-def tracker(game: Pong, error: float = 0.0) -> Tensor:
-    """Scripted players: every paddle follows the ball's height, and with chance `error` it moves at random. (E,n+m)"""
-    apart = game.ball[:, 1:] - game.paddles  # (E,n+m)
-    follow = torch.where(apart.abs() <= SPEED * FRAMES / 2, STAY, torch.where(apart < 0, UP, DOWN))
-    shape = {"size": follow.shape, "generator": game.generator, "device": game.device}
-    return torch.where(torch.rand(**shape) < error, torch.randint(3, **shape), follow)
-
-
-def wanderer(game: Pong) -> Tensor:
-    """Scripted players that move at random. (E,n+m)"""
-    return torch.randint(3, game.paddles.shape, generator=game.generator, device=game.device)
+def tracker(game: Pong) -> Tensor:
+    """Scripted players: every paddle follows the ball's height. (E,N)"""
+    apart = game.ball[:, 1:] - game.paddles
+    moving = torch.where(apart < 0, UP, DOWN)
+    return torch.where(apart.abs() <= SPEED * FRAMES / 2, STAY, moving)

@@ -1,5 +1,6 @@
-"""Commands of the pages that train a public model with grpo.py, dapo.py or gdpo.py: each names its GPU beside it, as `# one 24 GB
-GPU` or `# 8 x 80 GB` at its end or on the line before, or `# CPU`, and fits there by benchmarks/scaling.py."""
+"""Commands of the pages that train a public model: each names its GPU beside it, as `# one 24 GB GPU`
+or `# 8 x 80 GB` at its end or on a line before it, or `# CPU`, and fits there by benchmarks/memory.py.
+A command that ends with ... is not complete, and is left out."""
 
 import ast
 import importlib
@@ -10,52 +11,59 @@ from pathlib import Path
 import pytest
 import tyro
 
-from benchmarks.scaling import PUBLIC_MODELS, memory_model, shape_of
+from benchmarks.memory import PUBLIC_MODELS, SPARE, memory_model, shape_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = re.compile(r"# .*?(?:(?:(\d+) x )?(\d+) GB|(CPU))")  # number of GPUs, GB of each
 CPU_GB = 16
-SPARE = 0.1  # of the memory: the allocator leaves holes
+SCRIPTS = "grpo|dapo|gdpo|dr_mas|igpo|spiral_rae|pi_play"
+COMMAND = re.compile(rf"(python|torchrun|uv run) .*algorithms/({SCRIPTS})\.py .*--model-name-or-path [\w.-]+/")
 
 
 def commands(path: Path) -> list[tuple[str, str]]:
-    """Commands of a page or essay that run a public model with one of these, each with the comments beside it."""
+    """Commands of a page or essay that run a public model, each with the comments beside it. A
+    comment before several commands, with no other line between, is for all of them."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(text)) or ""
     lines = [line.strip() for line in re.sub(r" *\\\n\s*", " ", text).splitlines()]
     found = []
-    for before, line in zip(["", *lines], lines):
+    above = ""
+    for line in lines:
         command, _, comment = line.partition(" # ")
-        if re.match(r"(python|torchrun|uv run) .*algorithms/(grpo|dapo|gdpo)\.py .*--model-name-or-path [\w.-]+/", command):
-            above = before if before.startswith("# ") else ""
+        if line.startswith("# "):
+            above = line
+        elif not COMMAND.match(command):
+            above = ""
+        elif not command.endswith("..."):
             found.append((command.strip(" `."), f"# {comment} {above}"))
     return found
 
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("algorithms/*.md")), *sorted(ROOT.glob("algorithms/*.py"))]
-PAGES += [ROOT / "benchmarks/scale.md"]
+PAGES = [ROOT / "README.md"]
+for folder in ("algorithms/*.md", "algorithms/*.py", "benchmarks/*.md", "envs/*.md"):
+    PAGES += sorted(ROOT.glob(folder))
 COMMANDS = [(path.name, *found) for path in PAGES for found in commands(path)]
 
 
 def problems(command: str, comment: str) -> list[str]:
     """What is wrong with a command."""
     words = shlex.split(command)
-    script = next(word for word in words if word.endswith(("grpo.py", "dapo.py", "gdpo.py")))
-    module = importlib.import_module(f"algorithms.{Path(script).stem}")
-    args = tyro.cli(module.Args, args=words[words.index(script) + 1 :])
+    script = re.search(rf"algorithms/({SCRIPTS})\.py", command)[1]
+    module = importlib.import_module(f"algorithms.{script}")
+    args = tyro.cli(module.Args, args=words[words.index(f"algorithms/{script}.py") + 1 :])
     processes = re.search(r"--nproc[_-]per[_-]node[ =](\d+)", command)
     processes = int(processes[1]) if processes else 1
     name = args.model_name_or_path or ""
     if "/" not in name or name.startswith(("runs/", "RUN")):
         return []
     if shape_of(args.model_name_or_path) is None:
-        return [f"{args.model_name_or_path} is not in PUBLIC_MODELS of benchmarks/scaling.py"]
+        return [f"{args.model_name_or_path} is not in PUBLIC_MODELS of benchmarks/memory.py"]
     device = DEVICE.search(comment)
     if not device:
         return ["names no device: # one 24 GB GPU, # 8 x 80 GB or # CPU"]
     devices, size = (1, CPU_GB) if device[3] else (int(device[1] or 1), int(device[2]))
-    found = memory_model(args.model_name_or_path, args, processes)
+    found = memory_model(args.model_name_or_path, args, processes, script)
     wrong = [f"{processes} processes on {devices} devices"] * (processes != devices)
     if found["peak"] > (1 - SPARE) * size:
         wrong.append(f"{found['peak']:.1f} GB on {size} GB: " + ", ".join(f"{k} {v:.1f}" for k, v in found.items()))
@@ -63,8 +71,9 @@ def problems(command: str, comment: str) -> list[str]:
         wrong.append(f"--learning-rate {args.learning_rate:g} is one for tiny models")
     if args.max_completion_length < 128 and not device[3]:
         wrong.append(f"--max-completion-length {args.max_completion_length} cuts every answer")
-    if processes > 1 and args.num_prompts_per_step % processes:
-        wrong.append(f"{processes} processes do not divide --num-prompts-per-step")
+    for name in ("num_prompts_per_step", "num_games_per_step", "num_documents_per_step"):
+        if getattr(args, name, 0) % processes:
+            wrong.append(f"{processes} processes do not divide --{name.replace('_', '-')}")
     return wrong
 
 
@@ -74,7 +83,8 @@ def test_commands_fit_the_gpu_beside_them(page, command, comment):
 
 
 def test_commands_are_found():
-    assert {"README.md", "grpo.md", "dapo.md", "gdpo.md"} <= {page for page, *_ in COMMANDS}
+    pages = {f"{script}.md" for script in SCRIPTS.split("|")} | {"README.md", "scale.md"}
+    assert pages <= {page for page, *_ in COMMANDS}
 
 
 GOOD = "torchrun --nproc_per_node 2 algorithms/grpo.py --model-name-or-path Qwen/Qwen2.5-0.5B-Instruct --bf16 "

@@ -1,41 +1,30 @@
-"""FM3Q as people run it: files, logs, crashes, every learner, mixer and game, flags, exploiters, learning."""
+"""FM3Q as people run it: files, logs, crashes, every learner, mixer and game, bad input, learning."""
 
 import json
 import math
 import re
-import shutil
-import signal
 from functools import partial
 
 import pytest
 import torch
-from control_runs import assert_same_run, column, refusal, saved, stop_and_resume, train
+from control_runs import checkpoints, column, command, kill_and_resume, refusal, results, train
 from processes import ROOT, as_flags, fork
-from run_folders import documented_tags, table, tag_matches
+from run_folders import documented_tags, tag_matches
 
 from algorithms import fm3q
-from algorithms.fm3q import Args, Learner, make_game, train_exploiter
+from algorithms.fm3q import Args
 from envs.pong import Pong
 
 SCRIPT = ROOT / "algorithms" / "fm3q.py"
 PAGE = (ROOT / "algorithms" / "fm3q.md").read_text(encoding="utf-8")
-SMALL = {"total_timesteps": 320, "num_envs": 32, "learning_starts": 64, "hidden_size": 16, "embed_dim": 8}
-SMALL |= {"batch_size": 32, "target_network_frequency": 2, "eval_steps": 0}  # 10 pieces of the run, 8 updates
-LONG = SMALL | {"total_timesteps": 1600, "buffer_size": 500, "save_steps": 320, "eval_steps": 640}  # 50 pieces
-PONG = SMALL | {"env_id": "pong", "num_pro": 1, "num_envs": 8, "total_timesteps": 400, "buffer_size": 150}
-PONG |= {"save_steps": 80, "updates_per_step": 0.7}  # 50 pieces of a step each
+SMALL = {"total_timesteps": 320, "num_envs": 32, "learning_starts": 64, "hidden_size": 16}
+SMALL |= {"embed_dim": 8, "batch_size": 32, "target_network_frequency": 2, "eval_games": 4}
+LONG = SMALL | {"total_timesteps": 1600, "buffer_size": 500, "save_steps": 320, "eval_steps": 640}
+PONG = SMALL | {"env_id": "pong", "num_pro": 1, "num_envs": 8, "total_timesteps": 400}
+PONG |= {"buffer_size": 150, "save_steps": 80, "updates_per_step": 0.7, "eval_steps": 0}
 
 
-class Tracker:
-    """Networks, so to say, that play as the scripted tracker does."""
-
-    @staticmethod
-    def greedy(observations, state):
-        apart = observations[..., -3] - observations[..., 0]  # the ball's height less one's own
-        return torch.where(apart.abs() <= 0.045, 0, torch.where(apart < 0, 1, 2))
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def short_rallies(monkeypatch):
     """Pong that is cut off after 40 steps: a ninth of the time for an evaluation."""
     monkeypatch.setattr(fm3q, "Pong", partial(Pong, horizon=40))
@@ -43,17 +32,9 @@ def short_rallies(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Folder and process of an uninterrupted run."""
+    """Folder of a run that is not stopped, and its metrics."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = fork(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
-    assert process.returncode == 0, process.stderr
-    return run_dir, process
-
-
-@pytest.fixture(scope="module")
-def ten_pieces(tmp_path_factory):
-    """Metrics of a short run; what switches are compared with."""
-    return train(fm3q, tmp_path_factory.mktemp("runs") / "ten", **SMALL)
+    return run_dir, train(fm3q, run_dir, **LONG)
 
 
 @pytest.fixture(scope="module")
@@ -64,200 +45,160 @@ def pong(tmp_path_factory):
     return run_dir
 
 
-# --- The command and what it leaves ----------------------------------------------------------------------------------
-
-
-def test_command_and_its_files(whole):
-    run_dir, process = whole
+def test_command_and_its_files(whole, tmp_path):
+    """A process of its own writes what train() in this one does."""
+    run_dir = tmp_path / "run"
+    process = fork(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
+    assert process.returncode == 0, process.stderr
     assert not re.search("warning|traceback|error", process.stderr, re.IGNORECASE), process.stderr
+    assert "replay ratio 1" in process.stdout
     progress = [line for line in process.stdout.splitlines() if line.startswith("step")]
     assert len(progress) == 50 and max(map(len, progress)) <= 80
-    metrics, perf = table(run_dir), table(run_dir, "perf.csv")
-    assert {step for step, tag in metrics if tag.startswith("eval/")} == {0, 640, 1280, 1600}
+    found = results(run_dir)
+    assert found == whole[1]
+    assert {step for step, tag in found if tag.startswith("eval/")} == {0, 640, 1280, 1600}
     pieces = [32 * i for i in range(1, 51)]
-    assert [step for step, tag in metrics if tag == "losses/td_loss"] == [step for step in pieces if step > 64]
-    assert [step for step, tag in metrics if tag == "charts/reward"] == pieces
-    assert [step for step, tag in perf if tag == "charts/SPS"] == pieces
-    assert all(map(math.isfinite, [*metrics.values(), *perf.values()]))
-    names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    learned = [step for step, tag in found if tag == "losses/td_loss"]
+    assert learned == [step for step in pieces if step > 64]
+    assert all(map(math.isfinite, found.values()))
+    names = [path.name for path in checkpoints(run_dir)]
     assert names == ["step_000000001280.pt", "step_000000001600.pt"]
     flags = json.loads((run_dir / "args.json").read_text())
-    assert {name: flags[name] for name in LONG} == LONG and flags.keys() == Args.__dataclass_fields__.keys()
-    learner = saved(run_dir)["learner"]  # an update for each step of all games; the replay holds the newest
-    assert learner["updates"] == 48 and len(learner["buffer"]["columns"]["rewards"]) == 500
-    epsilon = [1.0] * 2 + [max(1 - 0.9 * 32 * i / 800, 0.1) for i in range(2, 50)]  # random play first
-    assert column(metrics, "charts/epsilon") == pytest.approx(epsilon)
+    assert flags.keys() == Args.__dataclass_fields__.keys()
+    state = torch.load(checkpoints(run_dir)[-1])
+    assert state["count"] == 1600 and len(state["columns"]["rewards"]) == 500
+    epsilon = [1.0] * 2 + [max(1 - 0.9 * 32 * i / 800, 0.1) for i in range(2, 50)]
+    assert column(found, "charts/epsilon") == pytest.approx(epsilon), "random play first"
+    rates = [1e-3 * (1 - 32 * i / 1600) for i in range(50)]
+    assert column(found, "charts/learning_rate") == pytest.approx(rates)
 
 
-def test_tags_are_those_of_the_page(whole, tmp_path, short_rallies):
-    values = PONG | {"eval_steps": 10**6, "eval_games": 4, "exploiter_steps": 64, "learner": "iql"}
-    metrics = train(fm3q, tmp_path / "run", **values)
-    logged = {tag for _, tag in [*metrics, *table(whole[0]), *table(whole[0], "perf.csv")]}
+def test_tags_are_those_of_the_page(whole, pong, tmp_path):
+    values = PONG | {"exploiter_steps": 64, "total_timesteps": 80}
+    train(fm3q, tmp_path / "run", **values)
+    folders = whole[0], pong, tmp_path / "run"
+    logged = {line.split(",")[1] for x in folders for line in (x / "metrics.csv").open()} - {"tag"}
     documented = documented_tags(PAGE)
-    assert {tag for tag in logged if not any(tag_matches(row, tag) for row in documented)} == set()
-    shapes = {re.sub("(tracker|wanderer)/(left|right)", "<>/<>", tag) for tag in logged}
-    assert {row for row in documented if row not in shapes} == set()
-    assert {step for step, tag in metrics if tag.startswith("eval/")} == {0, 400}
-    assert {step for step, tag in metrics if "exploit" in tag} == {400}
-    for opponent in ("tracker", "wanderer"):
-        for side in ("left", "right"):
-            scores = [metrics[400, f"eval/{opponent}/{side}/{name}"] for name in ("win", "draw", "loss")]
-            assert sum(scores) == pytest.approx(1) and all(4 * score % 1 == 0 for score in scores)
-    gains = [metrics[400, f"eval/exploiter_{side}"] for side in ("pro", "ant")]
-    assert metrics[400, "eval/exploitability"] == pytest.approx(sum(gains)) and max(map(abs, gains)) <= 1
+    assert [tag for tag in logged if not any(tag_matches(row, tag) for row in documented)] == []
+    shapes = {re.sub("eval/(tracker|wanderer)/(pro|ant)", "eval/<>/<>", tag) for tag in logged}
+    assert documented - shapes == set()
 
 
-def test_evaluation_of_a_run(whole, pong, short_rallies, capsys):
-    """The scores at the end of the training; pong is also shown."""
-    capsys.readouterr()
-    scores = fm3q.train(Args(evaluate=str(whole[0])))
-    assert len(scores) == 3
-    assert scores == {tag: value for (step, tag), value in table(whole[0]).items() if step == 1600 and tag in scores}
-    assert f"eval/nash_conv_mean {scores['eval/nash_conv_mean']:.3f}" in capsys.readouterr().out
-    scores = fm3q.train(Args(evaluate=str(pong), video=True, eval_games=3))
-    assert len(scores) == 12 and f"{pong}/episode.gif" in capsys.readouterr().out
-    assert (pong / "episode.gif").read_bytes()[:4] == b"GIF8"
-    assert scores == fm3q.train(Args(evaluate=str(pong), eval_games=3)), "the same games"
-
-
-def test_scripted_opponents_sit_on_the_other_side(short_rallies):
-    """Networks that play as the tracker does win against the wanderer, from both sides."""
-    args = Args(env_id="pong", num_pro=1, eval_games=16)
-    scores = fm3q.play_scripted(Tracker, args, "cpu")
-    for side in ("left", "right"):
-        assert scores[f"eval/wanderer/{side}/win"] > 2 * scores[f"eval/wanderer/{side}/loss"] + 0.2, scores
-
-
-# --- Determinism and resuming ----------------------------------------------------------------------------------------
-
-
-def test_same_seed_same_run_other_seed_another(whole, ten_pieces, tmp_path, capsys):
-    """Here, not in a process of its own, and with fewer evaluations, which must not disturb the training."""
-    again = train(fm3q, tmp_path / "again", **LONG | {"eval_steps": 10**6})
-    expected = table(whole[0])
-    assert again.keys() < expected.keys() and all(expected[key] == value for key, value in again.items())
-    other = train(fm3q, tmp_path / "other", **SMALL | {"seed": 2})
-    assert other[320, "losses/td_loss"] != ten_pieces[320, "losses/td_loss"]
-    assert "holds a run already" in refusal(fm3q, capsys, 2, **SMALL, output_dir=str(tmp_path / "other"))
-    assert table(tmp_path / "other") == other
-
-
-@pytest.mark.parametrize("number, step", [(signal.SIGKILL, 32), (signal.SIGKILL, 672), (signal.SIGTERM, 672)])
-def test_stop_and_resume(number, step, whole, tmp_path, capsys):
+@pytest.mark.parametrize("step", ["32/", "672/"])
+def test_kill_and_resume(step, whole, tmp_path, monkeypatch):
     """Without a checkpoint yet the run begins anew."""
-    stop_and_resume(fm3q, number, step, whole[0], tmp_path / "run", capsys, LONG)
+    text = f"step {step.rjust(10)}"
+    kill_and_resume(fm3q, text, whole[0], tmp_path / "run", monkeypatch, LONG)
 
 
-def test_stop_and_resume_of_pong(pong, tmp_path, capsys):
-    """In the middle of rallies, with a full replay and a fraction of an update owed."""
-    stop_and_resume(fm3q, signal.SIGKILL, 200, pong, tmp_path / "run", capsys, PONG)
-    state = saved(pong)
-    assert state["game"]["clock"].max() > 0 and 0 < state["learner"]["owed"] < 1
-    assert state["learner"]["updates"] == int(0.7 * 42) and state["learner"]["buffer"]["count"] == 400
+def test_kill_and_resume_of_pong(tmp_path, monkeypatch):
+    """With a full replay and a fraction of an update after each step."""
+    monkeypatch.undo()  # rallies of full length, as in the process that is killed
+    train(fm3q, tmp_path / "whole", **PONG | {"eval_games": 1})
+    values = PONG | {"eval_games": 1}
+    kill_and_resume(
+        fm3q, "step       200/", tmp_path / "whole", tmp_path / "run", monkeypatch, values
+    )
 
 
-def test_a_run_goes_on_with_its_own_flags(whole, capsys):
-    for flag in ("resume", "evaluate"):
-        errors = refusal(fm3q, capsys, 2, **{flag: str(whole[0])}, learning_rate=0.5)
-        assert f"{whole[0]}: the run began with --learning-rate {Args.learning_rate}, not 0.5" in errors
+def test_evaluations_and_their_number_do_not_change_a_run(whole, tmp_path):
+    found = train(fm3q, tmp_path / "run", **LONG | {"eval_steps": 0})
+    assert found.keys() < whole[1].keys()
+    assert all(whole[1][key] == value for key, value in found.items())
 
 
-def test_damaged_checkpoint(whole, tmp_path, capsys):
-    """It is named, and nothing is destroyed; without it the run goes on from the one before."""
-    run_dir, newest = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_000000001600.pt"
-    shutil.copytree(whole[0], run_dir)
-    newest.write_bytes(newest.read_bytes()[:10_000])
-    assert f"{newest}: damaged" in refusal(fm3q, capsys, 1, resume=str(run_dir))
-    newest.unlink()
-    fm3q.train(Args(resume=str(run_dir)))
-    assert_same_run(run_dir, whole[0])
+def test_evaluation_of_runs(whole, pong, tmp_path, monkeypatch, capsys):
+    """The scores at the end of the training; teams of two runs against each other; an episode."""
+    scores = fm3q.train(fm3q.Args(**LONG, evaluate=str(whole[0])))
+    expected = {
+        tag: value for (step, tag), value in whole[1].items() if (step, tag[:5]) == (1600, "eval/")
+    }
+    assert scores == expected and len(scores) == 3
+    other = tmp_path / "other"
+    train(fm3q, other, **PONG | {"seed": 2})
+    capsys.readouterr()
+    command(
+        fm3q, monkeypatch, "--evaluate", pong, "--eval-games", 3, "--opponent", other, "--video"
+    )
+    shown = dict(re.findall(r"(\S+) (-?\d\.\d+)\n", capsys.readouterr().out))
+    assert len(shown) == 18 and (pong / "episode.gif").read_bytes()[:4] == b"GIF8"
+    shares = [float(value) for tag, value in shown.items() if tag.endswith(("win", "loss"))]
+    assert all(min(abs(share - x / 3) for x in range(4)) < 1e-3 for share in shares)
+    args, cpu = Args(**PONG | {"eval_games": 3}), torch.device("cpu")
+    ours, theirs = (fm3q.player(fm3q.load_teams(run, args, cpu)) for run in (pong, other))
+    for tag, value in fm3q.match("opponent", ours, theirs, args, cpu).items():
+        assert shown[tag] == f"{value:.3f}"
+    assert "plays another game" in refusal(
+        fm3q, monkeypatch, "--evaluate", pong, "--opponent", whole[0]
+    )
 
 
-def test_a_loss_that_is_not_a_number(tmp_path, capsys):
-    errors = refusal(fm3q, capsys, 1, **SMALL | {"learning_rate": 2e9}, output_dir=str(tmp_path / "run"))
-    assert "not a number" in errors and not [*(tmp_path / "run" / "checkpoints").iterdir()]
+def test_opponents_play_the_other_side():
+    """The tracker wins against the wanderer from both sides."""
+    args = Args(env_id="pong", num_pro=1, eval_games=16)
+    scores = fm3q.match("wanderer", fm3q.tracker, fm3q.wanderer, args, torch.device("cpu"))
+    for side in ("pro", "ant"):
+        won, lost = scores[f"eval/wanderer/{side}/win"], scores[f"eval/wanderer/{side}/loss"]
+        assert won > 2 * lost + 0.2 and scores[f"eval/wanderer/{side}/return"] == won - lost
 
 
-# --- Learners, mixers, games and flags -------------------------------------------------------------------------------
-
-
-KINDS = [{"mixer": kind} for kind in ("twin", "vdn", "pairwise")] + [{"env_id": "pong", "mixer": "pairwise"}]
-KINDS += [{"learner": kind} for kind in ("selfplay_vdn", "selfplay_qmix", "iql", "joint_minimax")]
-KINDS += [{"env_id": "pong", "learner": kind} for kind in ("selfplay_qmix", "iql")]
+KINDS = [{"mixer": kind} for kind in ("twin", "vdn", "pairwise")]
+KINDS += [{"learner": kind} for kind in ("selfplay_vdn", "selfplay_qmix", "iql")]
+KINDS += [{"env_id": "pong", "mixer": "pairwise"}, {"env_id": "pong", "learner": "selfplay_qmix"}]
+KINDS += [{"env_id": "climbing"}, {"env_id": "rock_paper_scissors"}, {"env_id": "arat_large"}]
+KINDS += [{"env_id": "arat_random", "num_states": 4, "num_pro": 1, "num_ant": 3, "game_seed": 2}]
 
 
 @pytest.mark.parametrize("values", KINDS, ids=lambda values: " ".join(as_flags(values)))
-def test_every_learner_and_mixer_runs(values, tmp_path):
-    solved = values.get("env_id") != "pong"
-    metrics = train(fm3q, tmp_path / "run", **SMALL | {"eval_steps": solved * 10**6} | values)
-    assert all(map(math.isfinite, metrics.values())) and len(column(metrics, "losses/td_loss")) == 8
-    assert ((320, "eval/value_error_max") in metrics) == (solved and values.get("learner") != "iql")
+def test_every_learner_mixer_and_game_runs(values, tmp_path):
+    found = train(fm3q, tmp_path / "run", **SMALL | {"eval_steps": 0} | values)
+    assert all(map(math.isfinite, found.values())) and len(column(found, "losses/td_loss")) == 8
+    assert ((320, "eval/nash_conv_mean") in found) == (values.get("env_id") != "pong")
 
 
-@pytest.mark.parametrize("game", ["additive", "product", "climbing", "pennies", "rock_paper_scissors", "saddle", "arat_large"])
-def test_every_game_runs(game, tmp_path):
-    values = {"env_id": game, "eval_steps": 10**6, "total_timesteps": 128}
-    metrics = train(fm3q, tmp_path / "run", **SMALL | values)
-    assert all(map(math.isfinite, metrics.values())) and (128, "eval/nash_conv_mean") in metrics
-    returns = column(metrics, "charts/episodic_return")  # a step of a matrix game is a game
-    assert returns == ([] if game == "arat_large" else column(metrics, "charts/reward"))
+def test_own_environment(tmp_path):
+    """A parallel environment of a file, with masks and agents that leave."""
+    (tmp_path / "duel.py").write_text("from tests.test_two_team import Duel as make\n")
+    values = SMALL | {"env_id": f"{tmp_path / 'duel.py'}:make", "num_envs": 4, "eval_steps": 0}
+    found = train(fm3q, tmp_path / "run", **values)
+    assert all(map(math.isfinite, found.values())) and (320, "eval/wanderer/pro/return") in found
 
 
-SWITCHES = [{"share_network": False}, {"hidden_size": 8}, {"embed_dim": 4}, {"updates_per_step": 2.0}, {"gamma": 0.5}]
-SWITCHES += [{"buffer_size": 50}, {"batch_size": 16}, {"learning_rate": 1e-2}, {"max_grad_norm": 0.01}, {"tau": 0.5}]
-SWITCHES += [{"start_e": 0.2}, {"end_e": 0.9}, {"exploration_fraction": 1.0}, {"exploration_fraction": 0.0}]
-SWITCHES += [{"learning_starts": 128}, {"updates_per_step": 0.4}]  # with which some pieces of the run have no update
+SWITCHES = [{"embed_dim": 4}, {"updates_per_step": 2.0}, {"gamma": 0.5}, {"buffer_size": 50}]
+SWITCHES += [{"batch_size": 16}, {"learning_rate": 1e-2}, {"max_grad_norm": 0.01}, {"tau": 0.5}]
+SWITCHES += [{"end_e": 0.9}, {"exploration_fraction": 0.0}, {"learning_starts": 128}, {"seed": 2}]
 
 
 @pytest.mark.parametrize("values", SWITCHES, ids=lambda values: " ".join(as_flags(values)))
-def test_switches_change_the_run(values, ten_pieces, tmp_path):
-    """Every one of them does something, and leaves finite numbers."""
-    metrics = train(fm3q, tmp_path / "run", **SMALL | values)
-    assert all(map(math.isfinite, metrics.values()))
-    assert column(metrics, "losses/td_loss") != column(ten_pieces, "losses/td_loss")
-    if "updates_per_step" in values:
-        assert saved(tmp_path / "run")["learner"]["updates"] == int(8 * values["updates_per_step"])
+def test_switches_change_the_run(values, whole, tmp_path):
+    found = train(
+        fm3q, tmp_path / "run", **LONG | {"eval_steps": 0, "total_timesteps": 1600} | values
+    )
+    assert all(map(math.isfinite, found.values()))
+    assert column(found, "losses/td_loss") != column(whole[1], "losses/td_loss")
 
 
-def test_teams_of_pong(pong):
-    assert saved(pong)["learner"]["buffer"]["columns"]["observations"].shape == (150, 3, 7)
-    returns = column(table(pong), "charts/episodic_return")
-    assert 0 < len(returns) < 50 and all(-1 <= value <= 1 for value in returns), "absent where no game ended"
-
-
-# --- Exploiters ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("game", ["pennies", "saddle"])
-def test_exploiters_find_the_best_answers(game):
-    """Matrix games, in which NashConv is known: each side's gain, and its sign."""
-    values = {"hidden_size": 16, "batch_size": 32, "learning_starts": 64, "num_envs": 32, "learning_rate": 1e-2}
-    args = Args(env_id=game, **values, target_network_frequency=2, exploiter_steps=2560)
-    torch.manual_seed(3)
-    made = make_game(args, 1, 0, "cpu")
-    team = Learner(made, args, "cpu").online
-    pro, ant = team.greedy(*made.observe())[0].tolist()
-    payoff = made.rewards[0]
-    gains = [train_exploiter(team, side, args, "cpu") for side in (0, 1)]
-    assert gains == pytest.approx([payoff[:, ant].max().item(), -payoff[pro].min().item()], abs=1e-6)
-
-
-def test_exploiters_draw_where_a_rally_is_cut_off(monkeypatch):
-    """The ball needs 14 steps or more: most rallies have no result yet, the others are lost by who never learned."""
-    monkeypatch.setattr(fm3q, "Pong", partial(Pong, horizon=15))
-    args = Args(env_id="pong", hidden_size=8, num_envs=64, exploiter_steps=64 * 150, learning_starts=10**6)
-    for side in (0, 1):
-        assert -0.9 < train_exploiter(Tracker, side, args, "cpu") < -0.1
-
-
-# --- Learning --------------------------------------------------------------------------------------------------------
+def test_mistakes_get_one_sentence(whole, tmp_path, monkeypatch):
+    say = partial(refusal, fm3q, monkeypatch)
+    assert "such as mpe2.simple_tag_v3" in say("--env-id", "nothing")
+    assert "nothing.py" in say("--env-id", "nothing.py:make")
+    assert f"--resume {whole[0]}" in say("--output-dir", whole[0])
+    assert "no args.json" in say("--resume", tmp_path)
+    assert "cannot change on resume" in say("--resume", whole[0], "--mixer", "vdn")
+    pairs = ["--env-id", "pong", "--num-ant", 3, "--mixer", "pairwise"]
+    assert "2 against 3" in say(*pairs)
+    assert "only pong has pictures" in say("--evaluate", whole[0], "--video")
+    run_dir = tmp_path / "run"
+    words = as_flags(SMALL | {"learning_rate": 1e30, "learning_starts": 0, "eval_steps": 10**6})
+    assert "lower --learning-rate" in say(*words, "--output-dir", run_dir)
+    assert checkpoints(run_dir) == []
+    assert "has no checkpoint yet" in say("--evaluate", run_dir)
 
 
 def test_learning(tmp_path):
-    """The default game in a tenth of its steps."""
-    values = {"total_timesteps": 6400, "num_envs": 16, "learning_starts": 640, "hidden_size": 32, "batch_size": 128}
-    values |= {"learning_rate": 3e-3, "target_network_frequency": 10, "eval_steps": 10**6, "save_steps": 10**6}
-    metrics = train(fm3q, tmp_path / "run", **SMALL | values)
-    assert metrics[0, "eval/nash_conv_mean"] > 5
-    # Seeds 1, 2, 3: from 22.9, 22.9, 32.1 to 0, 0.15, 0.15, where one of twelve actions is wrong by a hair.
-    assert metrics[6400, "eval/nash_conv_mean"] < 0.2
+    """The default game in a tenth of its steps; one of twelve actions may be wrong by a hair."""
+    values = {"total_timesteps": 6400, "num_envs": 16, "learning_starts": 640, "batch_size": 128}
+    values |= {"learning_rate": 3e-3, "target_network_frequency": 10, "eval_steps": 6400}
+    found = train(fm3q, tmp_path / "run", **values)
+    assert found[0, "eval/nash_conv_mean"] > 5
+    assert found[6400, "eval/nash_conv_mean"] < 0.2

@@ -1,0 +1,231 @@
+"""Count the memory of one update of grpo.py, for large models, without their weights.
+
+    python benchmarks/count_memory.py            # 3 minutes on one core; writes results/memory.csv
+
+The update is the script's own: packing, token_logprobs, policy_loss, chunks of logits, AdamW. Its
+tensors are fake: they have a shape and no numbers, so a model of any size fits into little memory.
+torch.distributed._tools.mem_tracker adds up their bytes. With --fsdp, the other processes are fake
+too (torch's "fake" process group).
+
+The peak is compared with memory_model (memory.py). A GPU also holds what neither of them counts:
+CUDA, the buffers of NCCL, and the holes that its allocator leaves.
+"""
+
+import csv
+import shlex
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+import tyro
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from algorithms import grpo  # noqa: E402
+from benchmarks.memory import Model, memory_model, shape_of  # noqa: E402
+
+RESULTS = ROOT / "benchmarks/results/memory.csv"
+COLUMNS = "model gpus lengths flags counted_gb computed_gb counted_added_gb computed_added_gb"
+COLUMNS += " seconds torch transformers commit command"
+LENGTHS = "512 512 8"  # of prompts and completions, and completions of a micro-batch
+SMALL = ("Qwen2.5-0.5B-Instruct", "Qwen3-0.6B", "Qwen2.5-1.5B-Instruct")
+SAVING = "--bf16 --gradient-checkpointing"
+CASES = [
+    (name, 1, LENGTHS, flags)
+    for name in SMALL
+    for flags in ("", "--gradient-checkpointing", "--bf16", SAVING, f"{SAVING} --beta 0.04")
+]
+CASES += [
+    ("Qwen2.5-0.5B-Instruct", 8, LENGTHS, f"--fsdp {SAVING}"),
+    ("Qwen2.5-1.5B-Instruct", 8, LENGTHS, "--fsdp --bf16"),
+    ("Qwen2.5-1.5B-Instruct", 8, LENGTHS, f"--fsdp {SAVING}"),
+    ("Qwen2.5-7B-Instruct", 8, LENGTHS, f"--fsdp {SAVING}"),
+    ("Qwen2.5-7B-Instruct", 8, LENGTHS, f"--fsdp {SAVING} --beta 0.04"),
+    # The formulas were written with the cases above in view, and not with these.
+    ("Qwen2.5-1.5B-Instruct", 1, "256 2048 4", SAVING),
+    ("Qwen2.5-1.5B-Instruct", 1, "2048 256 16", "--bf16"),
+    ("Llama-3.2-1B-Instruct", 1, "512 128 32", "--gradient-checkpointing --num-iterations 2"),
+    ("SmolLM2-360M-Instruct", 1, "100 80 8", "--bf16"),
+    ("Qwen3-4B", 8, "2048 4096 1", f"--fsdp {SAVING}"),
+    ("Qwen2.5-3B-Instruct", 8, "512 1024 8", "--fsdp --bf16"),
+]
+
+
+def args_of(lengths: str, flags: str):
+    """The flags of grpo.py."""
+    prompt, completion, micro_batch = lengths.split()
+    words = ["--max-prompt-length", prompt, "--max-completion-length", completion]
+    words += ["--micro-batch-size", micro_batch, *shlex.split(flags)]
+    return tyro.cli(grpo.Args, args=words)
+
+
+class Tracker(MemTracker):
+    """MemTracker without its statistics by module, which allow only one call of a module."""
+
+    def _pre_fw_hook(self, *_):
+        pass
+
+    _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook
+
+    @property
+    def peak(self) -> int:
+        """Largest number of bytes so far."""
+        return sum(snapshot["Total"] for snapshot in self.get_tracker_snapshot("peak").values())
+
+
+class KnownValues(TorchDispatchMode):
+    """Fake tensors have no values: numbers that are read are 1, and every element is nonzero."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        if function is torch.ops.aten.nonzero.default:
+            return torch.zeros(args[0].numel(), args[0].dim(), dtype=torch.long)
+        return function(*args, **(kwargs or {}))
+
+
+def random_model(shape: Model):
+    """A model of this shape with random weights, which cannot end a completion."""
+    configs = {
+        "llama": transformers.LlamaConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+    }
+    config = configs[shape.kind](
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocab,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = [shape.vocab]
+    grpo.add_methods(model)
+    return model.eval()
+
+
+def longest_completions(args) -> list:
+    """One micro-batch of prompts and completions as long as the flags allow."""
+    completions = []
+    for row in range(args.micro_batch_size):
+        prompt = [1 + row // args.num_generations] * args.max_prompt_length
+        length = args.max_completion_length
+        completions.append(grpo.Completion(prompt, [2] * length, [-1.0] * length, 0.0, False))
+    return completions
+
+
+def counted_update(shape: Model, args, world_size: int = 1) -> int:
+    """Bytes at the worst moment of grpo.update, with weights, moments and all copies."""
+    completions = longest_completions(args)
+    rows = list(range(len(completions)))
+    packed = grpo.pack(completions, rows, torch.device("cpu"))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = {name: x for name, x in vars(packed).items() if x is not None}
+    packed = replace(packed, **{name: fake.from_tensor(x) for name, x in tensors.items()})
+    tracker = Tracker()
+    with ExitStack() as stack:
+        patch = partial(mock.patch.object, grpo)
+        stack.enter_context(patch("micro_batches", lambda *_: [packed]))
+        stack.enter_context(patch("gather", list))
+        if args.fsdp:
+            dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+            stack.callback(dist.destroy_process_group)
+            mesh = init_device_mesh("cpu", (world_size,))
+            fully_shard = partial(grpo.fully_shard, mesh=mesh)
+            stack.enter_context(patch("fully_shard", fully_shard))
+        stack.enter_context(fake)
+        stack.enter_context(KnownValues())
+        # As in grpo.train.
+        model = random_model(shape)
+        copies = []
+        reference = None
+        if args.beta > 0:
+            reference = grpo.copy_model(model, torch.float32)
+            copies.append(reference)
+            if args.fsdp:
+                grpo.shard(reference, args)
+        if args.bf16 or args.fsdp:
+            dtype = torch.bfloat16 if args.bf16 else torch.float32
+            copies.append(grpo.copy_model(model, dtype))
+        if args.gradient_checkpointing:
+            grpo.recompute_layers(model)
+        if args.fsdp:
+            grpo.shard(model, args)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0, fused=True)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        # Makes the moments; DTensor plans both once, with whole tensors that are not real.
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        tracker.track_external(model, optimizer, *copies)
+        stack.enter_context(tracker)
+        grpo.update(model, reference, optimizer, completions, torch.ones(len(rows)), args)
+    return tracker.peak
+
+
+def row_of(name: str, gpus: int, lengths: str, flags: str) -> dict:
+    """A row of the CSV: one update, counted and computed. What is added to weights, gradients,
+    moments and copies stands alone, too."""
+    args = args_of(lengths, flags)
+    began = time.perf_counter()
+    counted = counted_update(shape_of(name), args, gpus) / 1e9
+    seconds = time.perf_counter() - began
+    computed = memory_model(name, args, gpus)
+    held = sum(computed[part] for part in ("weights", "moments", "copies", "gradients"))
+    commit = ["git", "rev-parse", "--short", "HEAD"]
+    return {
+        "model": name,
+        "gpus": gpus,
+        "lengths": lengths,
+        "flags": flags,
+        "counted_gb": f"{counted:.2f}",
+        "computed_gb": f"{computed['update']:.2f}",
+        "counted_added_gb": f"{counted - held:.2f}",
+        "computed_added_gb": f"{computed['update'] - held:.2f}",
+        "seconds": f"{seconds:.0f}",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": subprocess.run(commit, cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        "command": "python benchmarks/count_memory.py",
+    }
+
+
+def main() -> None:
+    """Count all cases; the CSV is written anew."""
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS.split(), lineterminator="\n")
+        writer.writeheader()
+        for case in CASES:
+            row = row_of(*case)
+            writer.writerow(row)
+            ratio = float(row["computed_gb"]) / float(row["counted_gb"])
+            added = float(row["computed_added_gb"]) / float(row["counted_added_gb"])
+            print(
+                f"{row['model']:<24}{row['gpus']} GPUs  counted {row['counted_gb']:>6} GB  "
+                f"computed {row['computed_gb']:>6} GB  ratio {ratio:.3f}  added {added:.3f}  "
+                f"{row['lengths']} {row['flags']}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""How much memory a large model takes on a GPU, computed from the shape of the model and the flags.
+
+    from benchmarks.memory import memory_model
+    memory_model("Qwen2.5-1.5B-Instruct", grpo.Args(bf16=True))["peak"]      # GB, 10^9 bytes
+
+The formulas follow what the scripts hold. count_memory.py counts the bytes of grpo.py's update, and
+test_scaling.py those of small models; scale.md shows how well they agree.
+
+Every prompt is as long as --max-prompt-length, and every completion as --max-completion-length. Of
+scripts with several turns: all prompts differ, every context has grown to --max-prompt-length, and
+a reply, such as a search result, is at most as long as a turn. Not computed: the holes that the
+allocator leaves, the buffers of NCCL, and what a reward function or another program holds.
+"""
+
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+from typing import Literal
+
+LOGITS_AT_ONCE = 2**26  # of the scripts; logits in memory during the update
+PACKED_LENGTH = 4096  # of the scripts; longer groups are split over several rows
+KUHN_PROMPT = 512  # tokens; more than a prompt of Kuhn poker has
+RUNTIME = 1.0  # GB: CUDA with its libraries, or Python and torch
+SPARE = 0.1  # share of a GPU that is left free for the holes of the allocator
+TEAMS = {"search_qa": 3, "countdown": 2}  # agents of dr_mas.py; a team of one's own counts as 3
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shape of a Llama, of a Qwen 2.5 (with biases), or of a Qwen 3 (norms of queries, keys)."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int = 416
+    tied: bool = True  # the head is the embedding
+    kind: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+
+    @property
+    def query(self) -> int:
+        """Numbers of the queries of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Numbers of the keys of a token."""
+        return self.kv_heads * self.head_dim
+
+
+PUBLIC_MODELS = {
+    "Qwen2.5-0.5B-Instruct": Model(24, 896, 4864, 14, 2, 64, 151_936, True, "qwen2"),
+    "Qwen2.5-1.5B-Instruct": Model(28, 1536, 8960, 12, 2, 128, 151_936, True, "qwen2"),
+    "Qwen2.5-3B-Instruct": Model(36, 2048, 11008, 16, 2, 128, 151_936, True, "qwen2"),
+    "Qwen2.5-7B-Instruct": Model(28, 3584, 18944, 28, 4, 128, 152_064, False, "qwen2"),
+    "Qwen3-0.6B": Model(28, 1024, 3072, 16, 8, 128, 151_936, True, "qwen3"),
+    "Qwen3-1.7B": Model(28, 2048, 6144, 16, 8, 128, 151_936, True, "qwen3"),
+    "Qwen3-4B": Model(36, 2560, 9728, 32, 8, 128, 151_936, True, "qwen3"),
+    "SmolLM2-135M-Instruct": Model(30, 576, 1536, 9, 3, 64, 49_152, True, "llama"),
+    "SmolLM2-360M-Instruct": Model(32, 960, 2560, 15, 5, 64, 49_152, True, "llama"),
+    "SmolLM2-1.7B-Instruct": Model(24, 2048, 8192, 32, 32, 64, 49_152, True, "llama"),
+    "Llama-3.2-1B-Instruct": Model(16, 2048, 8192, 32, 8, 64, 128_256, True, "llama"),
+    "Llama-3.2-3B-Instruct": Model(28, 3072, 8192, 24, 8, 128, 128_256, True, "llama"),
+}
+
+
+def shape_of(name: str) -> Model | None:
+    """The shape of a public model, given its name or a folder with that name, if it is known."""
+    name = Path(name).name.lower()
+    for known, shape in PUBLIC_MODELS.items():
+        if known.lower() in (name, f"{name}-instruct"):
+            return shape
+    return None
+
+
+# --- Parameters -----------------------------------------------------------------------------------
+
+
+def layer_shapes(model: Model) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes of the parameters of one layer: of linear maps with their biases, and of norms."""
+    attention = [(model.query, model.hidden), (model.key, model.hidden), (model.key, model.hidden)]
+    attention += [(model.hidden, model.query)]
+    mlp = [(model.intermediate, model.hidden)] * 2 + [(model.hidden, model.intermediate)]
+    biases = []
+    if model.kind == "qwen2":
+        biases = [(model.query,), (model.key,), (model.key,)]
+    norms = [(model.hidden,)] * 2
+    if model.kind == "qwen3":
+        norms += [(model.head_dim,)] * 2
+    return {"linear": attention + mlp + biases, "norms": norms}
+
+
+def shapes(model: Model) -> list[tuple[int, ...]]:
+    """Shapes of all parameters, a tied head counted once."""
+    layer = layer_shapes(model)["linear"] + layer_shapes(model)["norms"]
+    embeddings = [(model.vocab, model.hidden)] * (1 if model.tied else 2)
+    return layer * model.layers + [(model.hidden,)] + embeddings
+
+
+def parameters(model: Model, processes: int = 1) -> int:
+    """Number of parameters, or of those that one of several processes keeps under FSDP2, which cuts
+    every tensor along its first dimension into equal pieces, rounded up."""
+    return sum(ceil(shape[0] / processes) * prod(shape[1:]) for shape in shapes(model))
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+def memory_model(
+    shape: Model | str, flags, world_size: int = 1, script: str = "grpo"
+) -> dict[str, float]:
+    """GB on each GPU by part, and the sums at the worst moments: `start`, `rollout` (evaluations
+    too), `update`, and `peak`, the largest of them with RUNTIME.
+
+    flags: the Args of the script.
+    """
+    if isinstance(shape, str):
+        shape = shape_of(shape)
+    fsdp = world_size > 1 and getattr(flags, "fsdp", False)
+    shards = world_size if fsdp else 1
+    compute = 2 if flags.bf16 else 4  # bytes of what linear maps take and give
+    whole = parameters(shape)
+    kept = parameters(shape, shards)
+
+    policies = 1
+    if script == "pi_play":
+        policies = 2
+    if script == "dr_mas" and not flags.share_model:
+        policies = TEAMS.get(flags.env, 3)
+    held = {
+        "weights": 4 * kept * policies,
+        "moments": 8 * kept * policies,
+        "copies": compute * whole * policies * (flags.bf16 or fsdp),  # they decode
+    }
+    if flags.beta > 0:
+        held["copies"] += 4 * kept * (1 if script == "pi_play" else policies)
+    if script == "pi_play":
+        held["copies"] += 4 * kept  # the teacher
+    if script == "spiral_rae":
+        in_evaluation = flags.eval_steps and "start" in flags.eval_opponents
+        held["copies"] += compute * whole * (flags.opponent == "start" or in_evaluation)
+    gradients = 4 * kept  # of one policy, from the beginning of its update to the end
+
+    if script in ("igpo", "pi_play"):
+        moments = turn_moments(script, shape, flags, compute)
+    else:
+        moments = rollout_moments(script, shape, flags, compute)
+    rollout = max(moments, key=lambda moment: sum(moment.values()))
+    moments = update_moments(script, shape, flags, compute, shards)
+    update = max(moments, key=lambda moment: sum(moment.values()))
+    sums = {
+        "start": start_bytes(script, shape, flags, held, whole, compute),
+        "rollout": sum(held.values()) + sum(rollout.values()),
+        "update": sum(held.values()) + gradients + sum(update.values()),
+    }
+    found = held | {"gradients": gradients} | rollout | update | sums
+    found = {name: size / 1e9 for name, size in found.items()}
+    found["runtime"] = RUNTIME
+    found["peak"] = RUNTIME + max(found[name] for name in sums)
+    return found
+
+
+def start_bytes(script: str, shape: Model, flags, held: dict, whole: int, compute: int) -> int:
+    """Before the first step. Models are whole when they are loaded, checked and copied."""
+    if script == "pi_play":  # the state of the optimizer is made with gradients of both policies
+        return sum(held.values()) + 2 * 4 * whole
+    check = 12 * shape.vocab * flags.max_prompt_length  # logits of one prompt
+    return 4 * whole + max(check, 4 * whole * (flags.beta > 0), held["copies"])
+
+
+# --- Rollout --------------------------------------------------------------------------------------
+
+
+def cache_bytes(shape: Model, compute: int) -> int:
+    """Keys and values of one token."""
+    return shape.layers * 2 * shape.key * compute
+
+
+def forward_bytes(shape: Model, compute: int) -> int:
+    """What a layer holds at a time of one token, without gradients."""
+    mlp = 3 * shape.intermediate * compute + shape.hidden * (2 * compute + 4)
+    attention = (6 * shape.query + 2 * shape.hidden) * compute
+    return max(mlp, attention)
+
+
+def rollout_moments(script: str, shape: Model, flags, compute: int) -> list[dict[str, float]]:
+    """Bytes by part: at the last token, and in the forward pass of the prompts."""
+    S = flags.max_prompt_length
+    T = flags.max_completion_length
+    rows = flags.decode_batch_size
+    # One layer's keys are there twice while they grow; of logits three float32 tensors are made.
+    cache = rows * (S + T) * cache_bytes(shape, compute) * (1 + 0.5 / shape.layers)
+    moments = [{"cache": cache, "sampling": rows * shape.vocab * (compute + 12)}]
+
+    group = 1  # completions of one prompt
+    if script in ("grpo", "dapo", "gdpo") and not flags.eval_steps:
+        group = flags.num_generations
+    prompts = ceil(rows / group)  # greedy evaluation writes one completion of each
+    prefill = prompts * S * forward_bytes(shape, compute) + prompts * S * S * (2 + compute)
+    moments.append({"cache": prompts * S * cache_bytes(shape, compute), "prefill": prefill})
+    if script == "spiral_rae" and flags.eval_steps and "kuhn" in flags.games:
+        length = min(S, KUHN_PROMPT) + T  # an information set is sampled at once
+        moments.append({"cache": flags.eval_samples * length * cache_bytes(shape, compute)})
+    return moments
+
+
+def turn_moments(script: str, shape: Model, flags, compute: int) -> list[dict[str, float]]:
+    """Bytes by part in the last turn of scripts that keep a Memory of the context: while they read
+    what is new, while they write, and while igpo.py scores the right answer."""
+    S = flags.max_prompt_length
+    T = flags.max_completion_length
+    rows = flags.decode_batch_size
+    new = min(S, 2 * T)  # of a turn: what was written, and the reply
+    cell = cache_bytes(shape, compute)
+    read = rows * new * forward_bytes(shape, compute) + rows * new * (S + new) * (2 + compute)
+    first = rows * S * forward_bytes(shape, compute) + rows * S * S * (2 + compute)
+    moments = [
+        {"cache": rows * S * cell, "prefill": first},
+        {"cache": rows * (2 * S + new) * cell, "prefill": read},
+        # The memory of the turn before, that of this turn, and the cache that grows.
+        {"cache": rows * (3 * S + T) * cell, "sampling": rows * shape.vocab * (compute + 12)},
+    ]
+    if script == "igpo":
+        moments.append({"cache": rows * 4 * (S + 0.5 * T) * cell})
+    return moments
+
+
+# --- Update ---------------------------------------------------------------------------------------
+
+
+def packed_shape(script: str, flags) -> tuple[int, int, int]:
+    """R, L and N of the largest micro-batch."""
+    prompt = flags.max_prompt_length
+    length = flags.max_completion_length
+    rows = flags.micro_batch_size
+    if script in ("igpo", "pi_play"):  # an episode ends when its context has S tokens, or a turn on
+        written = min(prompt + length, flags.max_turns * length)
+        return rows, eights(prompt + length), rows * written
+    if script in ("dr_mas", "spiral_rae"):  # prompts differ
+        return rows, eights(prompt - 1 + length), rows * length
+
+    def parts(group: int) -> int:
+        return min(group, ceil(group * length / max(1, PACKED_LENGTH - prompt)))
+
+    groups, rest = divmod(rows, flags.num_generations)
+    largest = flags.num_generations if groups else rest
+    packed_rows = groups * parts(flags.num_generations) + parts(rest)
+    width = prompt - 1 + ceil(largest / parts(largest)) * length
+    return packed_rows, eights(width), rows * length
+
+
+def eights(length: int) -> int:
+    """Length of a row, padded to a multiple of 8."""
+    return ceil(length / 8) * 8
+
+
+def saved_bytes(shape: Model, compute: int, stream: int, autocast: bool) -> int:
+    """What autograd keeps of one layer and token. stream: bytes of a number between layers."""
+    # Two norms keep their input and the normalised input; autocast casts it for each linear map.
+    saved = shape.hidden * (2 * (4 + stream) + (10 if autocast else 2 * compute))
+    # Gate, up, their product and the activation; query, key and value for all heads, and output.
+    saved += 4 * compute * (shape.intermediate + shape.query)
+    saved += 4 * shape.heads  # logarithm of the sum of the softmax
+    if shape.kind == "qwen3":  # norms of queries and keys
+        saved += (4 + compute) * (shape.query + shape.key)
+    return saved
+
+
+def update_moments(
+    script: str, shape: Model, flags, compute: int, shards: int
+) -> list[dict[str, float]]:
+    """Bytes by part, of the largest micro-batch: at the end of the forward pass; in the backward
+    pass at its logits, in its last layer, and where the gradients of a tied head and the embedding
+    meet; while the teacher of pi_play.py reads."""
+    R, L, N = packed_shape(script, flags)
+    fsdp = shards > 1
+    recomputed = flags.gradient_checkpointing
+    taught = script == "pi_play" and flags.privileged_context != "none"
+    linear = sum(map(prod, layer_shapes(shape)["linear"]))  # parameters of a layer
+    head = shape.vocab * shape.hidden
+    # Autocast leaves the sums of layers in float32 and casts what a linear map needs. FSDP's mixed
+    # precision casts the weights, and so everything.
+    autocast = compute == 2 and not fsdp
+    stream = compute if fsdp else 4
+
+    # Activations: inputs of layers, last norm and head, or all that the layers keep.
+    layer = R * L * saved_bytes(shape, compute, stream, autocast)
+    layer_inputs = R * L * shape.hidden * stream
+    activations = 3 * layer_inputs + N * shape.hidden * compute
+    activations += shape.layers * (layer_inputs if recomputed else layer)
+    base = {"masks": R * L * L * (1 + compute), "activations": activations}
+
+    # Logits, as they are, divided by the temperature, and as log-probabilities.
+    chunk = min(N, max(1, LOGITS_AT_ONCE // shape.vocab)) * shape.vocab
+    forward_logits = 12 * chunk
+    backward_logits = 12 * chunk
+    if N * shape.vocab > chunk:  # the sum of the head's gradients grows beside a chunk
+        backward_logits = max(12 * chunk + compute * head, 3 * compute * head)
+    if taught:  # also those of the teacher, and what their divergence needs
+        forward_logits += 20 * chunk
+        backward_logits += 20 * chunk
+
+    # Weights in bfloat16. Autocast keeps those of a forward pass until it ends, and without
+    # checkpointing until their gradient. FSDP gathers embedding and head, and two layers.
+    cast = 2 * linear * shape.layers * autocast
+    cast_later = 0 if recomputed else cast
+    cast_head = 2 * head * autocast * (2 if taught else 1)
+    gathered = compute * head * (1 if shape.tied else 2) * fsdp
+    gathered_layers = 2 * compute * linear * fsdp
+
+    # Gradients of a layer, and of the head, which wait for those of the embedding.
+    in_layer = layer if recomputed else R * L * shape.intermediate * compute
+    in_layer += 2 * linear * autocast + (3 * compute + 4) * linear * fsdp
+    waiting = (compute if fsdp else 4) * head * (shape.tied or fsdp)
+    if fsdp and shape.tied:  # a float32 copy is reduced, after the weights were let go
+        meeting = max(4 * compute, compute + 4 + 4 / shards) * head
+    elif fsdp:
+        meeting = (compute + 8 + 8 / shards) * head
+    else:
+        meeting = 12 * head * shape.tied
+
+    moments = [
+        base | {"cast weights": cast + cast_head + gathered + gathered_layers}
+        | {"logits": forward_logits},
+        base | {"cast weights": cast_later + cast_head + gathered, "logits": backward_logits},
+        base | {"cast weights": cast_later + gathered, "layer": in_layer, "head": waiting},
+        {"head": meeting},
+    ]
+    if taught:
+        longest = 2 * flags.max_prompt_length + flags.max_completion_length
+        teacher = R * longest * forward_bytes(shape, compute)
+        teacher += R * longest * longest * (1 + compute) + 2 * linear * autocast
+        moments.append(base | {"cast weights": cast, "teacher": teacher})
+    return moments

@@ -1,0 +1,182 @@
+"""The memory model of large models against bytes that are counted: of grpo.py's update on fake
+tensors, and of the rollouts of small models."""
+
+import csv
+import importlib
+import shlex
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import tyro
+
+from algorithms import grpo, igpo
+from benchmarks import count_memory, memory
+from benchmarks.count_memory import Tracker, counted_update, random_model
+from benchmarks.memory import PUBLIC_MODELS, Model, memory_model, parameters, shape_of
+
+LANGUAGE = "grpo dapo gdpo dr_mas igpo spiral_rae pi_play".split()
+# From the model cards and the weights' files.
+KNOWN = {
+    "Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen3-0.6B": 0.6e9,
+    "Qwen3-1.7B": 1.72e9,
+    "Qwen3-4B": 4.02e9,
+    "SmolLM2-135M-Instruct": 134_515_008,
+    "SmolLM2-360M-Instruct": 361_821_120,
+    "SmolLM2-1.7B-Instruct": 1_711_376_384,
+    "Llama-3.2-1B-Instruct": 1_235_814_400,
+    "Llama-3.2-3B-Instruct": 3_212_749_824,
+}
+# The layers count most, the logits do, and the head is not the embedding.
+LONG = Model(4, 128, 320, 8, 2, 32, 300, True, "qwen2")
+WIDE = Model(4, 128, 320, 8, 2, 32, 20_000, True, "llama")
+UNTIED = Model(4, 128, 320, 8, 2, 32, 20_000, False, "qwen3")
+
+
+def flags(given: str = "", script=grpo):
+    """Two groups of four completions in a micro-batch, and as many rows in the rollout."""
+    lengths = "--max-prompt-length 60 --max-completion-length 40 --eval-steps 0"
+    batches = "--num-generations 4 --decode-batch-size 8 --micro-batch-size 8"
+    return tyro.cli(script.Args, args=shlex.split(f"{lengths} {batches} {given}"))
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODELS)
+def test_sizes_are_those_of_the_models_that_people_use(name):
+    assert parameters(PUBLIC_MODELS[name]) == pytest.approx(KNOWN[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-7B-Instruct", "Qwen3-4B", "Llama-3.2-1B-Instruct"])
+def test_number_of_parameters(name):
+    with torch.device("meta"):
+        model = random_model(PUBLIC_MODELS[name])
+    assert parameters(PUBLIC_MODELS[name]) == sum(x.numel() for x in model.parameters())
+
+
+# --- Update ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape, given, processes",
+    [
+        (LONG, "", 1),
+        (LONG, "--bf16", 1),
+        (LONG, "--gradient-checkpointing --beta 0.1", 1),
+        (WIDE, "--bf16 --gradient-checkpointing", 1),
+        (UNTIED, "--bf16", 1),
+        (WIDE, "--fsdp --bf16 --gradient-checkpointing", 4),
+        (UNTIED, "--fsdp", 4),
+    ],
+)
+def test_update_of_small_models(shape, given, processes, monkeypatch):
+    """Within 10 %, with logits in several chunks."""
+    for module in (grpo, memory):
+        monkeypatch.setattr(module, "LOGITS_AT_ONCE", 2**20)
+    args = flags(given)
+    counted = counted_update(shape, args, processes) / 1e9
+    assert memory_model(shape, args, processes)["update"] == pytest.approx(counted, rel=0.1)
+
+
+def test_update_of_a_large_model():
+    """Half a billion parameters; count_memory.py counts more of them."""
+    args = count_memory.args_of("512 512 8", "--bf16 --gradient-checkpointing")
+    counted = counted_update(shape_of("Qwen2.5-0.5B-Instruct"), args) / 1e9
+    expected = memory_model("Qwen2.5-0.5B-Instruct", args)["update"]
+    assert expected == pytest.approx(counted, rel=0.05)
+
+
+def test_rows_of_the_csv():
+    """They were computed by the model as it is now, and lie within 15 % of what was counted."""
+    with count_memory.RESULTS.open() as file:
+        rows = list(csv.DictReader(file))
+    cases = [(row["model"], int(row["gpus"]), row["lengths"], row["flags"]) for row in rows]
+    assert cases == count_memory.CASES
+    for row in rows:
+        args = count_memory.args_of(row["lengths"], row["flags"])
+        computed = memory_model(row["model"], args, int(row["gpus"]))["update"]
+        assert computed == pytest.approx(float(row["computed_gb"]), abs=0.01)
+        assert computed == pytest.approx(float(row["counted_gb"]), rel=0.15)
+
+
+@pytest.mark.parametrize("script", LANGUAGE)
+def test_limits_are_those_of_the_scripts(script):
+    module = importlib.import_module(f"algorithms.{script}")
+    assert module.LOGITS_AT_ONCE == memory.LOGITS_AT_ONCE
+    assert module.PACKED_LENGTH == memory.PACKED_LENGTH
+
+
+def test_packed_shape():
+    """Of two groups, and of episodes whose context has grown to its limit."""
+    packed = grpo.pack(count_memory.longest_completions(flags()), list(range(8)), "cpu")
+    found = memory.packed_shape("grpo", flags())
+    assert found == (*packed.input_ids.shape, len(packed.targets))
+    episodes = []
+    for row in range(8):
+        episode = igpo.Episode(None, [row] * 20)
+        episode.read([1] * 40, "")
+        episode.write(igpo.Completion([], [1] * 40, [-1.0] * 40, 0.0, True))
+        episodes.append(episode)
+    rows, width, predicted = memory.packed_shape("igpo", flags(script=igpo))
+    packed = igpo.pack(episodes, list(range(8)), "cpu")
+    assert packed.input_ids.shape == (rows, width)
+    assert len(packed.targets) <= predicted
+
+
+# --- Rollout --------------------------------------------------------------------------------------
+
+
+def added(model, work) -> int:
+    """Bytes that a function adds to those of the model, at its worst moment."""
+    tracker = Tracker()
+    tracker.track_external(model)
+    with tracker:
+        work()
+    return tracker.peak - sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize("bf16", ["", "--bf16"])
+@pytest.mark.parametrize("length, shape", [(30, LONG), (4, LONG), (30, WIDE)])
+def test_rollout(length, shape, bf16):
+    """The cache, the forward pass of the prompts, and sampling, within 15 %."""
+    args = flags(f"--max-prompt-length 100 --max-completion-length {length} {bf16}")
+    model = random_model(shape).to(torch.bfloat16 if args.bf16 else torch.float32)
+    prompts = [[3] * 100] * 4 + [[4] * 100] * 4
+    counted = added(model, lambda: grpo.generate(model, prompts, args, seeds=range(8)))
+    moments = memory.rollout_moments("grpo", shape, args, 2 if args.bf16 else 4)
+    expected = max(sum(moment.values()) for moment in moments)
+    assert expected == pytest.approx(counted, rel=0.15)
+
+
+class Tokenizer:
+    """Every text is four tokens."""
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [5] * 4}
+
+
+@pytest.mark.parametrize("script", ["pi_play", "igpo"])
+def test_turns_of_episodes(script):
+    """The second turn continues from the memory of the first, which is still there; igpo.py scores
+    the right answer then. What is computed is not less than what is counted, and hardly more."""
+    args = flags("--max-prompt-length 200 --max-completion-length 12", script=igpo)
+    deep = replace(LONG, layers=16)
+    model = random_model(deep)
+    task = SimpleNamespace(right_answer=lambda problem: ("before", "answer"))
+
+    def play() -> None:
+        contexts = [[row] * 188 for row in range(8)]
+        completions, found = igpo.generate(model, contexts, args, range(8))
+        contexts = [c.prompt + c.ids for c in completions]
+        completions, found = igpo.generate(model, contexts, args, range(8), found)
+        if script == "igpo":
+            episodes = [igpo.Episode(None, context) for context in contexts]
+            igpo.answer_logprobs(model, Tokenizer(), task, episodes, found, args)
+
+    counted = added(model, play)
+    moments = memory.turn_moments(script, deep, args, 4)
+    expected = max(sum(moment.values()) for moment in moments)
+    assert counted <= expected <= 1.1 * counted
