@@ -116,7 +116,7 @@ class Args:
     learning_starts: int = 2_000
     """steps of random play before learning begins"""
     learning_rate: float = 1e-3
-    """of Adam, at the beginning; it falls to 0 along a line"""
+    """of Adam, at the beginning; it falls linearly to 0"""
     max_grad_norm: float = 10.0
     """clip the gradient norm at this value"""
     start_e: float = 1.0
@@ -298,8 +298,8 @@ class Networks(nn.Module):
     def value(self, state: Tensor) -> Tensor:
         """FM3Q's value of a state, at everybody's best actions. (B,S) -> (B,)"""
         pro_q, ant_q = self.utilities(state).amax(-1).split(self.game.teams, 1)
-        if not hasattr(self, "mixer"):  # pairwise
-            return (pro_q - ant_q).sum(1)
+        if not hasattr(self, "mixer"):  # pairwise: each pair learns the team's whole reward, so
+            return (pro_q - ant_q).sum(1)  # that the sum of pairs counts it n times
         return self.mixer(pro_q, ant_q, state)
 
 
@@ -328,7 +328,7 @@ def learner_loss(
 
     # Controls: both teams, or with iql all agents, maximise their own reward.
     loss = 0.0
-    sides = (0, pro_q, next_pro_q, rewards), (1, ant_q, next_ant_q, -rewards)
+    sides = [(0, pro_q, next_pro_q, rewards), (1, ant_q, next_ant_q, -rewards)]
     for side, own_q, next_q, own_rewards in sides:
         if args.learner == "iql":
             nobody = torch.zeros_like(next_q)
@@ -426,6 +426,7 @@ class Learner:
     def collect(self, game, actions: Tensor) -> tuple[Tensor, Tensor]:
         """A step of all games, kept for learning. Rewards, and which games are over. (E,) twice"""
         state = game.state
+        # next_state is before a reset; dones are ends of the game, over counts time limits too
         rewards, dones, over, next_state = game.step(actions)
         self.buffer.add(
             state=state, actions=actions, rewards=rewards, dones=dones, next_state=next_state
@@ -571,7 +572,8 @@ def train_exploiter(frozen: Networks, side: int, args: Args, device) -> float:
 
     It learns on FM3Q's loss, or the control's, in which the other team's utilities are constants.
     The checkpoint with the best result counts, scored in fresh games. The gain is never below 0, as
-    a team can always play as the frozen one.
+    a team can always play as the frozen one; where there is nothing to gain, the noise of the games
+    makes it slightly positive.
     """
     seed = random_seed(args.seed, "exploiter", side)
     torch.manual_seed(seed)
@@ -597,7 +599,8 @@ def train_exploiter(frozen: Networks, side: int, args: Args, device) -> float:
             batch = learner.buffer.sample(args.batch_size)
             loss = learner_loss(learner.online, learner.target, batch, args)
             learner.gradient_step(loss, update)
-        if (number + 1) % math.ceil(rounds / EXPLOITER_EVALUATIONS) == 0:
+        is_last = number == rounds - 1
+        if is_last or (number + 1) % math.ceil(rounds / EXPLOITER_EVALUATIONS) == 0:
             score = result(learner.online, f"step {step}")
             if score > highest:
                 highest = score
@@ -628,6 +631,8 @@ def load_teams(run_dir: str, args: Args, device) -> Networks:
 
 def score_run(args: Args, device) -> dict[str, float]:
     """--evaluate: scores of a run's teams, also against those of --opponent, and an episode."""
+    if game_tables(args) is not None and (args.opponent or args.exploiter_steps):
+        sys.exit(f"--env-id {args.env_id} is solved exactly; no --opponent, no --exploiter-steps")
     networks = load_teams(args.evaluate, args, device)
     scores = evaluate(networks, args, device)
     if args.exploiter_steps:
