@@ -808,7 +808,9 @@ def train(args: Args) -> dict:
         progress["step"] = step
         saving = due(step, args.save_steps, args.num_envs) or step >= args.total_timesteps
         if saving or due(step, args.total_timesteps // LOGS, args.num_envs):
-            metrics = {tag: value.item() for tag, value in metrics.items()}
+            if metrics:
+                values = torch.stack([value.float() for value in metrics.values()]).tolist()
+                metrics = dict(zip(metrics, values))
             if not all(map(math.isfinite, metrics.values())):
                 sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
             won, ended = counts.tolist()

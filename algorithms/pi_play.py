@@ -695,15 +695,16 @@ def read(
     ids = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)  # (B,S)
     starts = torch.zeros_like(lengths)  # tokens of each row that are in memory
     cache = transformers.DynamicCache()
+    kept = 0  # columns of the cache
     if memory is not None:
         width = min(ids.size(1), memory.ids.size(1))
         same = ids[:, :width] == memory.ids[:, :width]
         # The last `tail` tokens are always computed, because their states are returned.
         starts = same.cumprod(1).sum(1).minimum(lengths - tail).clamp(min=0)
-        cache = memory.cache(int(starts.max()))
+        kept = int(starts.max())
+        cache = memory.cache(kept)
 
     # New tokens go to new columns, W of them. Shorter rows repeat their last token.
-    kept = int(starts.max())
     steps = torch.arange(int((lengths - starts).max()), device=device)
     positions = (starts[:, None] + steps).minimum(lengths[:, None] - 1)  # (B,W)
     columns = torch.arange(kept, device=device).expand(len(ids), kept)

@@ -710,7 +710,7 @@ def atom_metrics(agent: Agent, observations: Tensor) -> dict[str, float]:
     has_fallen = (differences < 0).cumsum(-1) > 0
     rises_again = ((differences > 0) & has_fallen).any(-1)  # (B,A)
     return {
-        "train/extreme_mass": probabilities[..., [0, -1]].sum(-1).mean().item(),
+        "train/extreme_mass": (probabilities[..., 0] + probabilities[..., -1]).mean().item(),
         "train/frac_multimodal": rises_again.float().mean().item(),
     }
 

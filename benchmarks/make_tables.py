@@ -722,6 +722,18 @@ def table_tiny_text_games() -> str:
     return markdown(["score, %", *games.values()], rows)
 
 
+def table_waits() -> str:
+    """How often the host waits for a GPU, by function of the scripts."""
+    lines = ["| function | a call is | scripts | waits of a call | and more |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for row in read("waits.csv"):
+        scripts = ", ".join(f"`{name}`" for name in row["scripts"].split())
+        more = f"{row['waits_of_a_step']} each {row['step']}" if row["step"] else ""
+        cells = [f"`{row['function']}`", row["call"], scripts, row["waits"], more]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES = {
     name.removeprefix("table_"): function for name, function in list(globals().items()) if name.startswith("table_")
 }

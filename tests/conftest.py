@@ -18,7 +18,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The files that start scripts come first: they take longest, and what is dealt out last should be short."""
-    items.sort(key=lambda item: not item.path.stem.endswith("_script"))
+    items.sort(key=lambda item: not item.path.stem.endswith(("_script", "_cuda")))
     for item in items:
         if item.name.startswith("test_reference") or item.name == "test_command_and_its_files":
             item.add_marker("quick")

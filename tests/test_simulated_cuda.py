@@ -1,0 +1,278 @@
+"""Every script on a pretend CUDA device, see simulated_cuda.py. The metrics are those of a CPU run,
+checkpoints continue on either device, and the host waits as often as benchmarks/speed.md says.
+"""
+
+import csv
+import functools
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from processes import ROOT, fork
+from run_folders import assert_close, metrics
+from simulated_cuda import compiler
+
+SIMULATED = ROOT / "tests" / "simulated_cuda.py"
+WAITS = ROOT / "benchmarks" / "results" / "waits.csv"
+# Functions that run at the beginning, in evaluations and for checkpoints only.
+SELDOM = {"load_player", "logprob_gaps", "make_game", "make_games", "first_alpha"}
+SELDOM |= {"evaluate", "solve", "save_checkpoint", "load_checkpoint", "save_final"}
+
+GROUPS = "--num-prompts-per-step 2 --num-generations 2 --eval-problems 1 "
+GROUPS += "--num-generations-eval 0 --eval-steps 0 --max-steps 1 --max-completion-length 17 "
+TEAMS = "--num-envs 4 --learning-starts 0 --batch-size 8 --eval-steps 0 "
+FIRST = {  # flags of a run with gradients that are not 0: one step, or one of each role
+    "grpo": GROUPS,
+    "dapo": GROUPS + "--num-prompts-per-step 1 --seed 4",
+    "gdpo": GROUPS,
+    "dr_mas": GROUPS + "--num-prompts-per-step 1 --max-rounds 1 --share-model",
+    "igpo": GROUPS + "--num-prompts-per-step 1 --max-turns 2",
+    "spiral_rae": "--num-games-per-step 2 --eval-games 2 --eval-opponents start --eval-steps 0 "
+    "--max-steps 1 --max-completion-length 5",
+    "pi_play": GROUPS + "--num-documents-per-step 2 --num-answers 1 --examiner-steps 1 "
+    "--student-steps 1 --max-turns 2 --hops 1 --max-steps 2 --seed 2",
+    "unimodal_poisson": "--env-id Pendulum-v1 --num-envs 2 --num-steps 110 --num-minibatches 4 "
+    "--update-epochs 1 --eval-episodes 1 --total-timesteps 660 --save-steps 440",
+    "fm3q": TEAMS + "--hidden-size 8 --embed-dim 4 --total-timesteps 100 --save-steps 60",
+    "arac": TEAMS + "--embed-dim 8 --horizon 4 --total-timesteps 60 --save-steps 40",
+}
+LANGUAGE = [name for name in FIRST if "--max-steps" in FIRST[name]]
+CONTROL = [name for name in FIRST if name not in LANGUAGE]
+SHORT = "--max-completion-length 9 "
+CONTINUED = {  # flags with which one more step is made
+    "grpo": SHORT + "--max-steps 2 --num-iterations 2 --gradient-checkpointing",
+    "dapo": SHORT + "--max-steps 2 --no-dynamic-sampling",
+    "gdpo": SHORT + "--max-steps 2 --advantage grpo_batch_norm",
+    "dr_mas": SHORT + "--max-steps 2 --normalization global",
+    "igpo": "--max-steps 2 --normalization joint --information-gain prob",
+    "spiral_rae": "--max-steps 2 --max-completion-length 5 --baseline mars",
+    "pi_play": SHORT + "--max-steps 3 --divergence forward_kl --distill-top-k 4",
+}
+OTHERS = {  # flags of runs that go other ways
+    "dr_mas": FIRST["dr_mas"] + " --no-share-model",
+    "unimodal_poisson": FIRST["unimodal_poisson"] + " --policy beta --eval-episodes 0",
+    "fm3q": FIRST["fm3q"] + " --env-id pong --num-pro 1 --eval-games 1",
+    "arac": FIRST["arac"] + " --env-id graph_confrontation --graph grid_3x3 --opponent self",
+}
+STEPS = {  # how many of the steps that waits.csv names are in a call
+    "grpo": {"8 tokens": 2, "optimizer step": 1},
+    "dapo": {"8 tokens": 2, "optimizer step": 2},
+    "gdpo": {"8 tokens": 2, "optimizer step": 1},
+    "dr_mas": {"8 tokens": 1, "optimizer step": 1},
+    "igpo": {"8 tokens": 2, "optimizer step": 1, "further turn": 1, "different episode": 1},
+    "spiral_rae": {"8 tokens": 0, "optimizer step": 2},
+    "pi_play": {"8 tokens": 2, "further turn": 1},
+    "unimodal_poisson": {"environment step": 110, "rollout": 3, "evaluation step": 200},
+    "fm3q": {"logged line": 25},
+    "arac": {"logged line": 15, "evaluation step": 4},
+}
+MISTAKES = [  # an expression that CUDA refuses, and a part of the message
+    ("torch.ones(2, device='cuda') + torch.ones(2)", "be on the same device"),
+    ("torch.ones(2, device='cuda').add_(torch.ones(2))", "be on the same device"),
+    ("torch.ones(2).add_(torch.ones((), device='cuda'))", "be on the same device"),
+    ("torch.ones(2)[torch.tensor([0], device='cuda')]", "be on the same device"),
+    ("torch.nn.Linear(2, 2)(torch.ones(2, device='cuda'))", "be on the same device"),
+    ("torch.ones(2, device='cuda').numpy()", "can't convert cuda:0"),
+    ("torch.rand(2, device='cuda', generator=torch.Generator())", "type for generator but found"),
+    ("torch.rand(2, generator=torch.Generator('cuda'))", "type for generator but found"),
+    ("torch.cuda.set_rng_state(torch.get_rng_state())", "RNG state is wrong size"),
+    ("torch.mm(*2 * [torch.ones(1, 1, device='cuda').long()])", "not implemented"),
+]
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler for the pretend CUDA device"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA device of its own"),
+]
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+def on_device(name: str, *words) -> str:
+    """Output of a script that runs on the pretend device."""
+    if name in CONTROL:
+        words = [*words, "--device", "cuda"]
+    process = fork(SIMULATED, name, *words)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert " on cuda" in process.stdout or ", cuda" in process.stdout
+    return process.stdout
+
+
+def on_cpu(name: str, *words) -> None:
+    if name in CONTROL:
+        words = [*words, "--device", "cpu"]
+    process = fork(ROOT / "algorithms" / f"{name}.py", *words)
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+def numbers(run_dir) -> dict[tuple[int, str], float]:
+    """The metrics of a run, without times."""
+    rows = {key: float(value) for key, value in metrics(run_dir).items()}
+    return {key: value for key, value in rows.items() if key[1] != "charts/SPS"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A function from a script to the folder of its runs, `device` and `cpu`, and what the first of
+    them printed."""
+
+    @functools.cache
+    def run(name: str) -> tuple[Path, str]:
+        folder = tmp_path_factory.mktemp(name)
+        on_cpu(name, *FIRST[name].split(), "--output-dir", folder / "cpu")
+        output = on_device(name, *FIRST[name].split(), "--output-dir", folder / "device")
+        return folder, output
+
+    return run
+
+
+# --- Scripts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_metrics_are_those_of_the_cpu(name, runs):
+    folder, _ = runs(name)
+    found = numbers(folder / "device")
+    assert_close(found, numbers(folder / "cpu"))
+    assert max(value for (_, tag), value in found.items() if "grad_norm" in tag) > 0
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_resume_in_bfloat16_on_another_path(name, runs, tmp_path):
+    """With a reference model, and an evaluation in the end."""
+    shutil.copytree(runs(name)[0] / "device", tmp_path / "run")
+    words = [*CONTINUED[name].split(), "--bf16", "--eval-steps", "100", "--beta", "0.04"]
+    on_device(name, "--resume", tmp_path / "run", *words)
+    found = numbers(tmp_path / "run")
+    assert all(map(math.isfinite, found.values()))
+    last = max(step for step, _ in found)
+    tags = {tag for step, tag in found if step == last}
+    for part in ("eval/", "learning_rate", "kl"):
+        assert any(part in tag for tag in tags), tags
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_paths(name, tmp_path):
+    on_device(name, *OTHERS[name].split(), "--output-dir", tmp_path)
+    assert all(map(math.isfinite, numbers(tmp_path).values()))
+
+
+@pytest.mark.parametrize("name", ["grpo", *CONTROL])
+def test_a_checkpoint_continues_on_the_other_device(name, runs, tmp_path):
+    """A language script makes one more step, a control script those after its first checkpoint."""
+    folder, _ = runs(name)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for run_dir in (tmp_path / "cpu", tmp_path / "device"):
+        (run_dir / "metrics.csv").unlink()
+        if name in CONTROL:
+            max((run_dir / "checkpoints").iterdir()).unlink()
+    words = ["--max-steps", "2"] if name in LANGUAGE else []
+    on_cpu(name, "--resume", tmp_path / "device", *words)
+    on_device(name, "--resume", tmp_path / "cpu", *words)
+    found = numbers(tmp_path / "cpu")
+    if name == "grpo":
+        assert_close(found, numbers(tmp_path / "device"))
+    else:
+        whole = numbers(folder / "cpu")
+        assert_close(found, {key: whole[key] for key in found})
+    assert len(found) > 0
+
+
+# --- Waits ----------------------------------------------------------------------------------------
+
+
+def waits_of(output: str) -> dict[str, int]:
+    """How often each function of a script waited, in the call that waited most."""
+    table = output.partition("   most\n")[2].partition("\n\n")[0]
+    rows = [line.split() for line in table.splitlines()]
+    return {name: int(most) for name, _, _, most in rows if int(most) > 0}
+
+
+def expected_waits(name: str) -> dict[str, int]:
+    """The same of waits.csv, from which the table on benchmarks/speed.md is drawn."""
+    with WAITS.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if name in row["scripts"].split()]
+    expected = {}
+    for row in rows:
+        steps = STEPS[name].get(row["step"], 0)
+        expected[row["function"]] = int(row["waits"]) + steps * int(row["waits_of_a_step"] or 0)
+    return {function: waits for function, waits in expected.items() if waits > 0}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_waits_are_those_of_the_table(name, runs):
+    found = waits_of(runs(name)[1])
+    assert {key: value for key, value in found.items() if key not in SELDOM} == expected_waits(name)
+
+
+# --- Planted mistakes -----------------------------------------------------------------------------
+
+
+def run_program(folder: Path, lines: list[str], *words):
+    """A program with these lines, in a process of its own."""
+    program = folder / "program.py"
+    first = ["import sys", f"sys.path[:0] = {[str(ROOT), str(SIMULATED.parent)]}"]
+    program.write_text("\n".join([*first, "import simulated_cuda, torch", *lines]))
+    return fork(program, *words)
+
+
+def test_what_cuda_refuses(tmp_path):
+    lines = ["simulated_cuda.install()"]
+    for expression, _ in MISTAKES:
+        lines += ["try:", f"    print({expression})", "except Exception as error:"]
+        lines += ["    print(str(error).partition(chr(10))[0])"]
+    process = run_program(tmp_path, lines)
+    assert process.returncode == 0, process.stderr
+    for (expression, message), line in zip(MISTAKES, process.stdout.splitlines(), strict=True):
+        assert message in line, expression
+
+
+ALLOWED = """\
+import os
+simulated_cuda.ROOT = os.path.dirname(__file__)
+simulated_cuda.install()
+x = torch.empty(3, device="cuda")
+y = x.isnan().all().item()
+x = x.fill_(1) * torch.tensor(2.0)
+x = x[torch.tensor([0, 0])]
+x[x > 1] = 3
+x = x[x > 1]
+print(y, x.tolist(), torch.empty(1, dtype=torch.long, device="cuda").cpu())
+for line in simulated_cuda.waits_of_lines:
+    print(line.partition(":")[2])
+"""
+
+
+def test_what_cuda_allows(tmp_path):
+    """Memory that nobody wrote to is garbage; some lines wait, but not those that fill."""
+    process = run_program(tmp_path, ALLOWED.splitlines())
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == [
+        "True [3.0, 3.0] tensor([77])",
+        "8 value",
+        "10 copy to the device",
+        "12 boolean mask",
+        "13 copy to the CPU",
+    ]
+
+
+def plant(folder: Path, name: str, line: str):
+    """One step of grpo, with this line at the beginning of a function."""
+    lines = ["from algorithms import grpo", f"original = grpo.{name}"]
+    lines += ["def planted(*words, **named):", f"    {line}"]
+    lines += ["    return original(*words, **named)", f"grpo.{name} = planted"]
+    lines += ["simulated_cuda.run('grpo')"]
+    return run_program(folder, lines, *FIRST["grpo"].split(), "--output-dir", folder / "run")
+
+
+def test_a_cpu_tensor_in_the_update_is_found(tmp_path):
+    process = plant(tmp_path, "policy_loss", "words = [*words[:2], words[2].cpu()]  # advantages")
+    assert process.returncode == 1
+    assert "be on the same device" in process.stderr.splitlines()[-1]
+
+
+def test_a_wait_in_the_decoding_loop_is_found(tmp_path):
+    process = plant(tmp_path, "sample_tokens", "words[1].sum().item()")
+    assert process.returncode == 0, process.stderr
+    assert waits_of(process.stdout)["generate"] == expected_waits("grpo")["generate"] + 17
