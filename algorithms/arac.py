@@ -834,6 +834,7 @@ def train(args: Args) -> dict:
             }
             save_checkpoint(run_dir, step, state)
             starting = True
+    board.close()
     return scores
 
 

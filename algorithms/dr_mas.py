@@ -1384,6 +1384,8 @@ def train(args: Args) -> dict[str, float]:
         for player in players:
             folder = f"{run_dir}/final/{player.name}"
             save_final(folder, player.model, player.tokenizer, player.args, rank)
+    if rank == 0:
+        board.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     return scores

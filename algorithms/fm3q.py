@@ -827,6 +827,7 @@ def train(args: Args) -> dict[str, float]:
             state["count"] = learner.buffer.count
             save_checkpoint(run_dir, step, state | {"step": step})
             starting = True
+    board.close()
     return scores
 
 

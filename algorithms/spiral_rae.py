@@ -1285,6 +1285,8 @@ def train(args: Args) -> dict[str, float]:
 
     if args.max_steps > 0:
         save_final(run_dir, model, tokenizer, args, rank)
+    if rank == 0:
+        board.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     return scores

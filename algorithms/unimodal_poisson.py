@@ -946,6 +946,7 @@ def train(args: Args) -> dict[str, float]:
             state["optimizer"] = optimizer.state_dict()
             save_checkpoint(run_dir, step, state)
             start_anew = True
+    board.close()
     envs.close()
     return scores
 
