@@ -26,7 +26,7 @@ Differs from the paper:
 4. The value of the last state is added where the time limit cut off an episode.
 Differs from CleanRL: 8 environments, and statistics that are updated after each rollout.
 
-    python algorithms/unimodal_poisson.py                          # HalfCheetah-v5, CPU, 2 minutes
+    python algorithms/unimodal_poisson.py                           # HalfCheetah-v5, CPU, 1 minute
     python algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 3000000
     python algorithms/unimodal_poisson.py --evaluate runs/<run> --video
 

@@ -83,6 +83,17 @@ def test_overlong_penalty_lowers_the_reward(tmp_path):
     assert found[1, "train/num_tokens"] == without[1, "train/num_tokens"]
 
 
+def test_groups_that_only_fill_the_batch_add_no_gradient(tmp_path):
+    """No answer is right, so no group is useful; the length penalty alone still tells them apart."""
+    (tmp_path / "wrong.py").write_text("def score(problem, completion):\n    return 0.0\n")
+    values = {"reward": (f"{tmp_path}/wrong.py:score",), "overlong_buffer_len": 23}
+    filled = train_here(tmp_path / "filled", **values)
+    assert filled[1, "train/dynamic_sampling/rounds"] == 10
+    assert filled[1, "train/grad_norm"] == 0
+    plain = train_here(tmp_path / "plain", **values, dynamic_sampling=False)
+    assert plain[1, "train/grad_norm"] > 0
+
+
 def test_tags_are_those_of_the_page(tmp_path):
     train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
     lines = (tmp_path / "metrics.csv").read_text().splitlines()[1:]
