@@ -2,18 +2,12 @@
 
     python benchmarks/count_memory.py            # 3 minutes on one core; writes results/memory.csv
 
-The update is the script's own: packing, token_logprobs, policy_loss, chunks of logits, AdamW. Its
-tensors are fake: they have a shape and no numbers, so a model of any size fits into little memory.
-torch.distributed._tools.mem_tracker adds up their bytes. With --fsdp, the other processes are fake
-too (torch's "fake" process group).
-
-The peak is compared with memory_model (memory.py). A GPU also holds what neither of them counts:
-CUDA, the buffers of NCCL, and the holes that its allocator leaves.
+The update is the script's own, on fake tensors, which have a shape and no numbers, so that a model of
+any size fits; torch.distributed._tools.mem_tracker adds up their bytes. With --fsdp, the other
+processes are fake too. The peak is compared with memory_model (memory.py).
 """
 
-import csv
 import shlex
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -22,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 import transformers
@@ -32,29 +27,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algorithms import grpo  # noqa: E402
+from benchmarks.about import RESULTS, about  # noqa: E402
 from benchmarks.memory import Model, memory_model, shape_of  # noqa: E402
 
-RESULTS = ROOT / "benchmarks/results/memory.csv"
-COLUMNS = "model gpus lengths flags counted_gb computed_gb counted_added_gb computed_added_gb"
-COLUMNS += " seconds torch transformers commit command"
 LENGTHS = "512 512 8"  # of prompts and completions, and completions of a micro-batch
-SMALL = ("Qwen2.5-0.5B-Instruct", "Qwen3-0.6B", "Qwen2.5-1.5B-Instruct")
 SAVING = "--bf16 --gradient-checkpointing"
-CASES = [
-    (name, 1, LENGTHS, flags)
-    for name in SMALL
-    for flags in ("", "--gradient-checkpointing", "--bf16", SAVING, f"{SAVING} --beta 0.04")
-]
+CASES = []
+for name in ("Qwen2.5-0.5B-Instruct", "Qwen3-0.6B", "Qwen2.5-1.5B-Instruct"):
+    for flags in ("", "--gradient-checkpointing", "--bf16", SAVING, f"{SAVING} --beta 0.04"):
+        CASES.append((name, 1, LENGTHS, flags))
+CASES += [("Qwen2.5-0.5B-Instruct", 8, LENGTHS, f"--fsdp {SAVING}")]
+for flags in ("--fsdp --bf16", f"--fsdp {SAVING}"):
+    CASES.append(("Qwen2.5-1.5B-Instruct", 8, LENGTHS, flags))
+for flags in (f"--fsdp {SAVING}", f"--fsdp {SAVING} --beta 0.04"):
+    CASES.append(("Qwen2.5-7B-Instruct", 8, LENGTHS, flags))
+# The formulas were written with the cases above in view, and not with these.
 CASES += [
-    ("Qwen2.5-0.5B-Instruct", 8, LENGTHS, f"--fsdp {SAVING}"),
-    ("Qwen2.5-1.5B-Instruct", 8, LENGTHS, "--fsdp --bf16"),
-    ("Qwen2.5-1.5B-Instruct", 8, LENGTHS, f"--fsdp {SAVING}"),
-    ("Qwen2.5-7B-Instruct", 8, LENGTHS, f"--fsdp {SAVING}"),
-    ("Qwen2.5-7B-Instruct", 8, LENGTHS, f"--fsdp {SAVING} --beta 0.04"),
-    # The formulas were written with the cases above in view, and not with these.
     ("Qwen2.5-1.5B-Instruct", 1, "256 2048 4", SAVING),
     ("Qwen2.5-1.5B-Instruct", 1, "2048 256 16", "--bf16"),
     ("Llama-3.2-1B-Instruct", 1, "512 128 32", "--gradient-checkpointing --num-iterations 2"),
@@ -99,23 +89,13 @@ class KnownValues(TorchDispatchMode):
 
 def random_model(shape: Model):
     """A model of this shape with random weights, which cannot end a completion."""
-    configs = {
-        "llama": transformers.LlamaConfig,
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-    }
-    config = configs[shape.kind](
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocab,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=shape.tied,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    kinds = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    sizes = {"num_hidden_layers": shape.layers, "hidden_size": shape.hidden}
+    sizes |= {"intermediate_size": shape.intermediate, "num_attention_heads": shape.heads}
+    sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    sizes |= {"vocab_size": shape.vocab, "tie_word_embeddings": shape.tied}
+    config = getattr(transformers, f"{kinds[shape.kind]}Config")
+    config = config(**sizes, bos_token_id=None, eos_token_id=None)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = [shape.vocab]
     grpo.add_methods(model)
@@ -182,49 +162,24 @@ def counted_update(shape: Model, args, world_size: int = 1) -> int:
     return tracker.peak
 
 
-def row_of(name: str, gpus: int, lengths: str, flags: str) -> dict:
-    """A row of the CSV: one update, counted and computed. What is added to weights, gradients,
-    moments and copies stands alone, too."""
-    args = args_of(lengths, flags)
-    began = time.perf_counter()
-    counted = counted_update(shape_of(name), args, gpus) / 1e9
-    seconds = time.perf_counter() - began
-    computed = memory_model(name, args, gpus)
-    held = sum(computed[part] for part in ("weights", "moments", "copies", "gradients"))
-    commit = ["git", "rev-parse", "--short", "HEAD"]
-    return {
-        "model": name,
-        "gpus": gpus,
-        "lengths": lengths,
-        "flags": flags,
-        "counted_gb": f"{counted:.2f}",
-        "computed_gb": f"{computed['update']:.2f}",
-        "counted_added_gb": f"{counted - held:.2f}",
-        "computed_added_gb": f"{computed['update'] - held:.2f}",
-        "seconds": f"{seconds:.0f}",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": subprocess.run(commit, cwd=ROOT, capture_output=True, text=True).stdout.strip(),
-        "command": "python benchmarks/count_memory.py",
-    }
-
-
 def main() -> None:
-    """Count all cases; the CSV is written anew."""
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS.split(), lineterminator="\n")
-        writer.writeheader()
-        for case in CASES:
-            row = row_of(*case)
-            writer.writerow(row)
-            ratio = float(row["computed_gb"]) / float(row["counted_gb"])
-            added = float(row["computed_added_gb"]) / float(row["counted_added_gb"])
-            print(
-                f"{row['model']:<24}{row['gpus']} GPUs  counted {row['counted_gb']:>6} GB  "
-                f"computed {row['computed_gb']:>6} GB  ratio {ratio:.3f}  added {added:.3f}  "
-                f"{row['lengths']} {row['flags']}",
-                flush=True,
-            )
+    """Count all cases; the CSV is written anew. What is added to weights, gradients, moments and
+    copies stands alone, too."""
+    rows = []
+    for name, gpus, lengths, flags in CASES:
+        args = args_of(lengths, flags)
+        began = time.perf_counter()
+        counted = counted_update(shape_of(name), args, gpus) / 1e9
+        seconds = time.perf_counter() - began
+        computed = memory_model(name, args, gpus)
+        held = sum(computed[part] for part in ("weights", "moments", "copies", "gradients"))
+        row = {"model": name, "gpus": gpus, "lengths": lengths, "flags": flags}
+        row |= {"counted_gb": counted, "computed_gb": computed["update"]}
+        row |= {"counted_added_gb": counted - held, "computed_added_gb": computed["update"] - held}
+        rows.append(row | {"seconds": seconds})
+        print(f"{name} {gpus} {flags}: {counted:.2f} GB, computed {computed['update']:.2f}")
+    table = pd.DataFrame(rows).round(2).assign(**about("torch", "transformers"))
+    table.to_csv(RESULTS / "memory.csv", index=False, lineterminator="\n")
 
 
 if __name__ == "__main__":

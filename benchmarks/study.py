@@ -1,14 +1,18 @@
-"""A queue of runs: every arm of a study on its seeds, two at a time, one thread each.
+"""The studies: a queue of training runs, two at a time with one thread each.
 
-    python benchmarks/study.py grpo            # continues where it was stopped
+    python benchmarks/study.py                     # every study: runs that are done, left, hours
+    python benchmarks/study.py fm3q_games          # runs it; continues where it was stopped
+    python benchmarks/study.py defaults --arms fm3q arac --seeds 2 3
 
-A finished run is a row of results/<study>_runs.csv (arm, seed, learning rate, scores, minutes,
-command, commit, versions) and its evaluations go to results/<study>_curves.csv. Arms first sweep
-their learning rate on seed 1; then the best rate runs on the other seeds. A best rate at the edge
-of its sweep is said at the end: widen its rates and start again.
+A finished run is a row of results/<study>.csv: task, arm, seed, learning rate, scores, minutes,
+device, versions, commit and command. Its metrics go to results/<study>_curves.csv. Runs keep no
+checkpoints, so a run that was stopped starts again.
+
+An arm with rates sweeps its learning rate first, on seed 1 and on each task by itself: three rates,
+and more as long as the best one is at the edge. Its other seeds run at the best rate. Seeds go first
+and arms second, so that the arms can be compared as soon as one seed is through.
 """
 
-import csv
 import os
 import platform
 import shlex
@@ -17,123 +21,439 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
+import pandas as pd
 import torch
-import transformers
+import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-COLUMNS = (
-    "arm seed learning_rate first_greedy first_mean_at_8 first_pass_at_8 greedy mean_at_8 pass_at_8 "
-    "num_tokens minutes device torch transformers python commit command"
-).split()
-lock = Lock()
+SWEEP_SEED = 1
+THREE = (2, 3, 4)
+FIVE = (2, 3, 4, 5, 6)
+LADDER = ("5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
+HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
+TINY = ("2.5e-5", "5e-5", "1e-4", "2e-4", "4e-4", "8e-4", "1.6e-3")  # the shipped models
+CONTROL = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A command without its learning rate and seed."""
+    """Flags, and which runs: `rates` is a ladder, and the sweep starts around `start` on it."""
+
+    flags: str = ""
+    rates: tuple[str, ...] = ()  # none: the script's default, or what the flags say
+    start: str = ""
+    seeds: tuple[int, ...] = FIVE
+    tasks: tuple[str, ...] = ()  # none: all
+
+
+@dataclass(frozen=True)
+class Study:
+    """A command, its tasks and arms. `{arm}` and `{seed}` in the command are replaced."""
 
     command: str
-    rates: tuple[str, ...]  # of the sweep on seed 1
-    seeds: tuple[int, ...]  # of the best rate
+    arms: dict[str, Arm]
+    tasks: dict[str, str] = field(default_factory=lambda: {"": ""})
+    scores: dict[str, tuple[str, str]] = field(
+        default_factory=dict
+    )  # column: (tag, which of its values)
+    curves: tuple[str, ...] = ()  # tags
+    best: str = ""  # column that the sweep goes by
+    lowest: bool = False  # whether the best is the lowest
+    minutes: float = 3.0  # of a run, about
 
 
-SHORT = "algorithms/grpo.py --max-steps 60 --eval-steps 20"
-SEEDS = (2, 3, 4, 5, 6)
+MEAN_AT_8 = {
+    "first_greedy": ("eval/greedy", "first"),
+    "first_mean_at_8": ("eval/mean_at_8", "first"),
+    "greedy": ("eval/greedy", "last"),
+    "mean_at_8": ("eval/mean_at_8", "last"),
+    "pass_at_8": ("eval/pass_at_8", "last"),
+    "num_tokens": ("train/num_tokens", "last"),
+}
+MEAN_AT_2 = {
+    "first_greedy": ("eval/greedy", "first"),
+    "first_mean_at_2": ("eval/mean_at_2", "first"),
+    "greedy": ("eval/greedy", "last"),
+    "mean_at_2": ("eval/mean_at_2", "last"),
+    "first_length": ("train/completions/mean_length", "first"),
+    "length": ("train/completions/mean_length", "late"),
+}
+RETURNS = {
+    "train_return": ("charts/episodic_return", "late"),
+    "eval_deterministic": ("eval/deterministic/return_mean", "last"),
+    "eval_sampled": ("eval/sampled/return_mean", "last"),
+}
+ARITHMETIC = """algorithms/grpo.py --model-name-or-path smollm2 --bf16 --env reasoning_gym --task chain_sum
+ --task-config '{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}'
+ --system-prompt "Think briefly, then end with the answer."
+ --num-prompts-per-step 6 --max-completion-length 32 --micro-batch-size 16
+ --max-steps 30 --eval-steps 30 --eval-problems 128 --num-generations-eval 2"""
+MIXERS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
+LEARNERS = {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
+SCRIPTS = "grpo dapo gdpo dr_mas igpo spiral_rae pi_play hpt unimodal_poisson stream_x fm3q arac"
 STUDIES = {
-    "grpo": {
-        "grpo": Arm(SHORT, ("5e-5", "1e-4", "2e-4", "4e-4"), SEEDS),
-        "no_baseline": Arm(f"{SHORT} --advantage none", ("5e-5", "1e-4", "2e-4", "4e-4"), SEEDS),
-        "shuffled": Arm(f"{SHORT} --advantage shuffled", ("2e-4",), SEEDS),
-    },
+    "defaults": Study(
+        command="algorithms/{arm}.py",
+        arms={name: Arm(seeds=(2, 3)) for name in SCRIPTS.split()},
+        curves=(
+            "eval/mean_at_8",
+            "eval/tictactoe/random/first/win",
+            "eval/nash_conv_mean",
+            "eval/sampled/success",
+            "charts/episodic_return",
+            "charts/success",
+        ),
+    ),
+    "grpo": Study(
+        command="algorithms/grpo.py --max-steps 60 --eval-steps 20",
+        arms={
+            "grpo": Arm("", TINY, "1e-4"),
+            "no_baseline": Arm("--advantage none", TINY, "1e-4"),
+            "shuffled": Arm("--advantage shuffled --learning-rate 2e-4"),
+        },
+        scores=MEAN_AT_8,
+        curves=("eval/mean_at_8",),
+        best="mean_at_8",
+    ),
+    "grpo_135m": Study(
+        command=ARITHMETIC,
+        arms={
+            "grpo": Arm("", LADDER, "4e-5"),
+            "no_baseline": Arm("--advantage none", LADDER, "4e-5"),
+            "shuffled": Arm("--advantage shuffled --learning-rate 4e-5", seeds=(2,)),
+        },
+        scores=MEAN_AT_2,
+        curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
+        best="mean_at_2",
+        minutes=6.0,
+    ),
+    "hpt": Study(
+        command="algorithms/hpt.py --max-steps 60 --eval-steps 30",
+        arms={
+            "hpt": Arm("--method hpt", HPT, "1e-3"),
+            "grpo": Arm("--method grpo", ("1e-4", "4e-4", "1.6e-3", "6.4e-3"), "4e-4"),
+            "sft": Arm("--method sft", HPT, "1e-3"),
+            "srft": Arm("--method srft --learning-rate 1e-3", seeds=THREE),
+        },
+        scores=MEAN_AT_8 | {"demonstration_tokens": ("train/num_demonstration_tokens", "last")},
+        curves=("eval/greedy", "eval/mean_at_8", "train/sft_share"),
+        best="mean_at_8",
+        minutes=2.0,
+    ),
+    "stream_x": Study(
+        command="",
+        tasks={
+            name: f"--env-id {name} --total-timesteps 200000"
+            for name in ("HalfCheetah-v5", "Hopper-v5")
+        },
+        arms={
+            "stream": Arm("algorithms/stream_x.py"),
+            "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4"),
+        },
+        scores={
+            "train_return": ("charts/episodic_return", "late"),
+            "eval_sampled": ("eval/sampled/return_mean", "last"),
+        },
+        curves=("charts/episodic_return",),
+        best="train_return",
+        minutes=3.0,
+    ),
+    "fm3q_games": Study(  # a seed is a game
+        command="algorithms/fm3q.py --env-id arat_random --num-pro 3 --num-ant 3 --num-states 50"
+        " --total-timesteps 50000 --eval-steps 2500",
+        tasks={"arat_random": "--game-seed {seed}"},
+        arms={
+            name: Arm(flags, CONTROL, "3e-3", seeds=tuple(range(2, 12)))
+            for name, flags in (MIXERS | LEARNERS).items()
+        },
+        scores={
+            "nash_conv": ("eval/nash_conv_mean", "last"),
+            "late_nash_conv": ("eval/nash_conv_mean", "late"),
+            "value_error": ("eval/value_error_max", "last"),
+        },
+        curves=("eval/nash_conv_mean",),
+        best="late_nash_conv",
+        lowest=True,
+        minutes=0.4,
+    ),
+    "arac_grid": Study(
+        command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
+        " --total-timesteps 60000 --eval-steps 15000",
+        tasks={"shortest": "--reference shortest", "dp": "--reference dp"},
+        arms={
+            name: Arm(f"--beta-mode {name}", seeds=(1, 2, 3)) for name in ("dual", "exp", "fixed")
+        }
+        | {"none": Arm("--beta-mode none", seeds=(1, 2, 3), tasks=("shortest",))},
+        scores={
+            "early_success": ("charts/success", "early"),
+            "late_success": ("charts/success", "late"),
+            "sampled_success": ("eval/sampled/success", "last"),
+            "greedy_success": ("eval/greedy/success", "last"),
+            "reference_success": ("eval/reference/success", "last"),
+            "beta": ("train/arac/beta", "last"),
+        },
+        curves=("charts/success", "train/arac/beta"),
+        minutes=5.0,
+    ),
+    "poisson_start": Study(
+        command="algorithms/unimodal_poisson.py --total-timesteps 300000",
+        tasks={name: f"--env-id {name}" for name in ("Hopper-v5", "InvertedPendulum-v5")},
+        arms={
+            f"{layer}_{start}_{temperature}": Arm(
+                f"--policy poisson_repo --second-activation {layer} --rate-init {start}"
+                f" --temperature {temperature}",
+                seeds=(1,),
+            )
+            for layer in ("tanh", "softplus")
+            for start in ("0.6931", "6")
+            for temperature in ("0.5", "2.5")
+        },
+        scores=RETURNS,
+        minutes=2.5,
+    ),
+    "poisson_heads": Study(
+        command="algorithms/unimodal_poisson.py --total-timesteps 300000",
+        tasks={name: f"--env-id {name}" for name in ("Hopper-v5", "InvertedPendulum-v5")},
+        arms={
+            name: Arm(f"--policy {name}", CONTROL, "3e-4")
+            for name in ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
+        },
+        scores=RETURNS,
+        curves=("charts/episodic_return",),
+        best="train_return",
+        minutes=2.5,
+    ),
+    "poisson_humanoid": Study(
+        command="algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 500000",
+        arms={
+            name: Arm(f"--policy {name}", CONTROL, "3e-4", seeds=THREE)
+            for name in ("poisson", "gaussian")
+        },
+        scores=RETURNS,
+        curves=("charts/episodic_return",),
+        best="train_return",
+        minutes=35.0,
+    ),
+    "spiral_kuhn_g1": Study(
+        command="algorithms/spiral_rae.py --games kuhn --num-games-per-step 64 --max-steps 25"
+        """ --game-options '{"kuhn": {"handicap": 3}}' --eval-steps 5 --eval-games 1""",
+        arms={
+            "role": Arm("--learning-rate 6e-5"),
+            "none": Arm("--baseline none --learning-rate 6e-5"),
+            "global": Arm("--baseline global --learning-rate 6e-5"),
+            "fast_role": Arm("--learning-rate 4e-4"),
+            "fast_none": Arm("--baseline none --learning-rate 4e-4"),
+            "fast_global": Arm("--baseline global --learning-rate 4e-4"),
+        },
+        scores={
+            "nash_conv_last": ("eval/kuhn/nash_conv_last", "last"),
+            "nash_conv_average": ("eval/kuhn/nash_conv_average", "last"),
+            "illegal": ("eval/kuhn/illegal", "last"),
+            "forfeits": ("train/spiral_rae/kuhn/forfeits", "late"),
+            "length": ("train/completions/mean_length", "late"),
+        },
+        curves=("eval/kuhn/nash_conv_average", "train/spiral_rae/kuhn/forfeits"),
+        minutes=1.5,
+    ),
 }
 
 
-def read(path: Path) -> list[dict]:
-    """Rows of a CSV; none if there is no file."""
+@dataclass
+class Args:
+    study: tyro.conf.Positional[str] = ""
+    """which study to run; none lists them all"""
+    arms: tuple[str, ...] = ()
+    """arms to run; none means all"""
+    tasks: tuple[str, ...] = ()
+    """tasks to run; none means all"""
+    seeds: tuple[int, ...] = ()
+    """seeds to run; none means those of each arm"""
+    jobs: int = 2
+    """runs at the same time, one thread each"""
+    extra: str = ""
+    """further flags for every run, as in --extra="--max-steps 1" to try the program"""
+    results: str = str(RESULTS)
+    """folder of the CSVs"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What tells a run of a study from its others."""
+
+    task: str
+    arm: str
+    seed: int
+    learning_rate: str = ""  # empty: the default, or what the flags say
+
+
+lock = Lock()  # of the CSVs and of what is printed
+
+
+def score(metrics: pd.DataFrame, tag: str, which: str) -> float | None:
+    """The first or last value of a tag, or its mean over the first or last tenth of the steps."""
+    rows = metrics[metrics.tag == tag]
+    if rows.empty:
+        return None
+    if which in ("first", "last"):
+        return rows.value.iloc[0 if which == "first" else -1]
+    tenth = metrics.step.max() / 10
+    early = rows[rows.step <= tenth]
+    late = rows[rows.step > metrics.step.max() - tenth]
+    chosen = early if which == "early" else late
+    return chosen.value.mean() if len(chosen) else rows.value.iloc[-1]
+
+
+def finished(args: Args) -> pd.DataFrame:
+    """Rows of the study's CSV, as text."""
+    path = Path(args.results, f"{args.study}.csv")
     if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+        return pd.DataFrame(columns=["task", "arm", "seed", "learning_rate"])
+    return pd.read_csv(path, dtype=str, keep_default_na=False)
 
 
-def append(path: Path, columns: list[str], rows: list[dict]) -> None:
+def is_done(rows: pd.DataFrame, run: Run) -> bool:
+    """Whether a run has its row."""
+    same = (rows.task == run.task) & (rows.arm == run.arm) & (rows.seed == str(run.seed))
+    return bool((same & (rows.learning_rate == run.learning_rate)).any())
+
+
+def append(path: Path, rows: pd.DataFrame) -> None:
     """Add rows to a CSV, with a header if it is new."""
-    new = not path.exists()
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    rows.to_csv(path, mode="a", header=not path.exists(), index=False, lineterminator="\n")
 
 
-def run(study: str, arm: str, rate: str, seed: int) -> None:
-    """One run, unless its row is there already."""
-    path = RESULTS / f"{study}_runs.csv"
-    with lock:
-        for row in read(path):
-            if (row["arm"], row["learning_rate"], row["seed"]) == (arm, rate, str(seed)):
-                return
-    command = f"{STUDIES[study][arm].command} --learning-rate {rate} --seed {seed} --save-steps 0"
-    started = time.perf_counter()
+def commit() -> str:
+    """The commit that is checked out; marked where the scripts or tasks differ from it."""
+    changed = subprocess.getoutput(f"git -C {ROOT} status --porcelain algorithms envs")
+    return subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD") + "-modified" * bool(
+        changed
+    )
+
+
+def command_of(name: str, run: Run) -> str:
+    """Script and flags of a run, without its seed."""
+    study = STUDIES[name]
+    command = f"{study.command} {study.arms[run.arm].flags} {study.tasks[run.task]}"
+    if run.learning_rate:
+        command += f" --learning-rate {run.learning_rate}"
+    return command.replace("{arm}", run.arm).replace("{seed}", str(run.seed))
+
+
+def train(args: Args, run: Run) -> None:
+    """One run in a process of its own, unless it has its row; adds its rows."""
+    study = STUDIES[args.study]
+    if is_done(finished(args), run):
+        return
+    words = [*shlex.split(command_of(args.study, run)), "--seed", str(run.seed), "--save-steps", "0"]
+    words += shlex.split(args.extra)
+    made = commit()
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, *shlex.split(command), "--output-dir", f"{folder}/run"]
-        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=one_thread)
-        metrics = read(Path(folder, "run", "metrics.csv"))
-    minutes = (time.perf_counter() - started) / 60
-    evaluations = [row for row in metrics if row["tag"].startswith("eval/")]
-    row = {
-        "arm": arm,
-        "seed": seed,
-        "learning_rate": rate,
-        "minutes": f"{minutes:.2f}",
-        "device": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "commit": subprocess.getoutput("git rev-parse --short HEAD"),
-        "command": f"python {command}",
-    }
-    for entry in reversed(evaluations):
-        row["first_" + entry["tag"].removeprefix("eval/")] = entry["value"]
-    for entry in evaluations:
-        row[entry["tag"].removeprefix("eval/")] = entry["value"]
-    row["num_tokens"] = [m["value"] for m in metrics if m["tag"] == "train/num_tokens"][-1]
-    curve = [{"arm": arm, "learning_rate": rate, "seed": seed, **entry} for entry in evaluations]
+        process = subprocess.run(
+            [sys.executable, *words, "--output-dir", f"{folder}/run"],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        if process.returncode:
+            sys.stderr.write(f"{shlex.join(words)} failed:\n{process.stderr}")
+            return
+        metrics = pd.read_csv(f"{folder}/run/metrics.csv")
+    key = {"task": run.task, "arm": run.arm, "seed": run.seed, "learning_rate": run.learning_rate}
+    scores = {name: score(metrics, *which) for name, which in study.scores.items()}
+    row = key | {name: "" if x is None else f"{x:.5g}" for name, x in scores.items()}
+    row["minutes"] = f"{(time.perf_counter() - start) / 60:.2f}"
+    row["device"] = f"CPU ({platform.machine()}), one thread"
+    row["torch"] = torch.__version__
+    row["python"] = platform.python_version()
+    row["commit"] = made
+    row["command"] = shlex.join(["python", *words])
+    curve = metrics[metrics.tag.isin(study.curves)][["step", "tag", "value"]]
     with lock:
-        append(path, COLUMNS, [row])
-        columns = ["arm", "learning_rate", "seed", "step", "tag", "value"]
-        append(RESULTS / f"{study}_curves.csv", columns, curve)
-        score = f"{float(row['first_mean_at_8']):.3f} -> {float(row['mean_at_8']):.3f}"
-        print(f"{arm} {rate} seed {seed}: mean_at_8 {score}, {minutes:.1f} min", flush=True)
+        append(
+            Path(args.results, f"{args.study}_curves.csv"),
+            pd.DataFrame([key]).merge(curve, "cross"),
+        )
+        append(Path(args.results, f"{args.study}.csv"), pd.DataFrame([row]))
+        shown = "  ".join(f"{name} {row[name]}" for name in scores)
+        print(f"{run.task} {run.arm} {run.learning_rate} seed {run.seed}:  {shown}", flush=True)
 
 
-def best_rate(study: str, arm: str) -> str:
-    """The learning rate with the best mean_at_8 on seed 1."""
-    rows = [row for row in read(RESULTS / f"{study}_runs.csv") if row["arm"] == arm]
-    sweep = [row for row in rows if row["seed"] == "1"]
-    return max(sweep, key=lambda row: float(row["mean_at_8"]))["learning_rate"]
+def sweep(args: Args, task: str, name: str) -> str:
+    """The arm's best learning rate on a task, widening while it is at the edge of what was tried."""
+    study = STUDIES[args.study]
+    rates = study.arms[name].rates
+    if not rates:
+        return ""
+    center = rates.index(study.arms[name].start)
+    low, high = center - 1, center + 1
+    while True:
+        for rate in rates[low : high + 1]:
+            train(args, Run(task, name, SWEEP_SEED, rate))
+        rows = finished(args)
+        rows = rows[(rows.task == task) & (rows.arm == name) & (rows.seed == str(SWEEP_SEED))]
+        scores = rows.set_index("learning_rate")[study.best].astype(float)
+        best = rates.index(scores.idxmin() if study.lowest else scores.idxmax())
+        if best <= low and low > 0:
+            low = max(0, best - 1)
+        elif best >= high and high < len(rates) - 1:
+            high = min(len(rates) - 1, best + 1)
+        else:
+            return rates[best]
 
 
-def main(study: str) -> None:
+def chosen(args: Args) -> list[tuple[str, str]]:
+    """Tasks and arms to run."""
+    study = STUDIES[args.study]
+    pairs = []
+    for task in study.tasks:
+        for name, arm in study.arms.items():
+            wanted = (not args.tasks or task in args.tasks) and (not args.arms or name in args.arms)
+            if wanted and (not arm.tasks or task in arm.tasks):
+                pairs.append((task, name))
+    return pairs
+
+
+def main(args: Args) -> None:
     """The sweeps, then the seeds."""
-    arms = STUDIES[study]
-    with ThreadPoolExecutor(2) as pool:
-        sweep = [(arm, rate, 1) for arm in arms for rate in arms[arm].rates]
-        list(pool.map(lambda job: run(study, *job), sweep))
-        seeds = [(arm, best_rate(study, arm), seed) for arm in arms for seed in arms[arm].seeds]
-        list(pool.map(lambda job: run(study, *job), sorted(seeds, key=lambda job: job[2])))
-    for arm in arms:
-        rate = best_rate(study, arm)
-        edges = (arms[arm].rates[0], arms[arm].rates[-1])
-        if rate in edges and len(arms[arm].rates) > 1:
-            print(f"{arm}: the best rate, {rate}, is at the edge of its sweep")
+    if args.study not in STUDIES:
+        sys.exit(f"no study {args.study}: expected one of {', '.join(STUDIES)}")
+    pairs = chosen(args)
+    arms = STUDIES[args.study].arms
+    with ThreadPoolExecutor(args.jobs) as pool:
+        rates = list(pool.map(lambda pair: sweep(args, *pair), pairs))
+        runs = []
+        for (task, name), rate in zip(pairs, rates):
+            seeds = args.seeds or arms[name].seeds
+            runs += [Run(task, name, seed, rate) for seed in seeds]
+        runs.sort(key=lambda run: run.seed)
+        begin = time.perf_counter()
+        waiting = [run for run in runs if not is_done(finished(args), run)]
+        for number, _ in enumerate(pool.map(lambda run: train(args, run), waiting), 1):
+            left = (time.perf_counter() - begin) / number * (len(waiting) - number) / 60
+            print(f"{number}/{len(waiting)} runs, {left:.0f} minutes left", flush=True)
+
+
+def overview() -> None:
+    """Runs that are done and left, and the hours that those need."""
+    for name, study in STUDIES.items():
+        args = Args(name)
+        rows = finished(args)
+        planned = 0
+        for _, arm in chosen(args):
+            planned += len(study.arms[arm].seeds) + 3 * bool(study.arms[arm].rates)
+        left = max(0, planned - len(rows))
+        hours = left * study.minutes / 60
+        print(f"{name:18} {len(rows):3} runs done, {left:3} left, about {hours:.1f} hours")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    arguments = tyro.cli(Args)
+    main(arguments) if arguments.study else overview()

@@ -1,178 +1,110 @@
-"""Tables in the Markdown files are those that benchmarks/make_tables.py draws from the committed CSVs; its programs."""
+"""benchmarks/make_tables.py: tables on the pages are those of the CSVs, verdicts those of the data."""
 
-import importlib
-import shlex
-import subprocess
-import sys
+import re
+import statistics
 
+import pandas as pd
 import pytest
-import tyro
 
-from benchmarks import learning, make_tables, tables_claims, tables_study
-from benchmarks.make_tables import FIGURES, RESULTS, TABLES, drawable, pages, read, redraw
+from benchmarks import make_tables
+from benchmarks.make_tables import DECLARED, RESULTS, TABLES, load_rows, pages, paired, redraw
 
-STUDIES = learning.STUDIES
-
-
-AWAITED = set()
-
-
-def test_every_table_can_be_drawn():
-    text = "".join(path.read_text() for path in pages())
-    missing: list[str] = []
-    redraw(text, missing)
-    assert {line.partition(":")[0] for line in missing} <= AWAITED, missing
-    if missing:
-        pytest.skip("no runs yet: " + "; ".join(missing))
+T_95 = {5: 2.7764, 10: 2.2622, 20: 2.0930}  # of Student's t, two-sided, for as many pairs
+CLAIMS = {claim.name: claim for claim in load_rows("claims.csv")}
+STANDING = set(re.findall(r"<!-- table:(\w+) -->", "".join(path.read_text() for path in pages())))
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
 def test_tables_agree_with_the_csvs(path):
-    text = path.read_text()
-    assert redraw(text) == text, f"run python benchmarks/make_tables.py: {path.name} differs from CSVs"
+    assert redraw(path) == path.read_text(), "run python benchmarks/make_tables.py --no-figures"
 
 
-def test_every_table_stands_on_a_page():
-    text = "".join(path.read_text() for path in pages())
-    assert [name for name in TABLES if drawable(name) and f"<!-- table:{name} -->" not in text] == []
-
-
-def test_a_table_without_its_csv_is_not_wanted(monkeypatch, tmp_path):
-    monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
-    assert not any(map(drawable, TABLES))
-
-
-def test_a_changed_number_is_noticed():
-    page = next(path for path in pages() if "<!-- table:gdpo_learning -->" in path.read_text()).read_text()
-    assert redraw(page.replace(" ± ", " ± 1")) == page
-
-
-# --- What benchmarks/study.py has run -----------------------------------------------------------------------------
-
-
-def study_rows(arm: str, rate: str, scores: dict[int, float]) -> list[dict]:
-    """Rows of study.py's CSV; every score of a run is the same number."""
-    start = {f"first_{name}": "0.1" for name in tables_study.SCORES}
-    rows = []
-    for seed, score in scores.items():
-        row = {"arm": arm, "seed": str(seed), "learning_rate": rate} | start
-        rows.append(row | dict.fromkeys(tables_study.SCORES, str(score)))
-    return rows
+@pytest.mark.parametrize("name", sorted(set(TABLES) - STANDING))
+def test_a_table_without_a_page_is_not_finished(name):
+    with pytest.raises(FileNotFoundError):
+        TABLES[name]("results")
 
 
 def test_paired_difference():
-    """By hand: differences 1 2 3 4 5, mean 3, deviation sqrt(2.5), half of the interval 2.776 sqrt(2.5 / 5)."""
-    mean, low, high = tables_study.difference([11, 12, 13, 14, 15], [10, 10, 10, 10, 10])
-    assert (mean, low, high) == pytest.approx((3, 3 - 1.96293, 3 + 1.96293), abs=1e-4)
+    """By hand: differences 1 to 5, mean 3, deviation sqrt(2.5), half width 2.776 sqrt(2.5 / 5)."""
+    found = paired(pd.Series([11, 12, 13, 14, 15]), pd.Series([10] * 5))
+    assert (found.mean, found.low, found.high) == pytest.approx((3, 1.03676, 4.96324), abs=1e-4)
+    assert paired(pd.Series([2.0, 1.0]), pd.Series([1.0, 1.0], index=[1, 0])).mean == 0.5
 
 
-def test_study_takes_the_seeds_at_the_best_rate():
-    rows = study_rows("grpo", "1e-4", {1: 0.2, 2: 0.9}) + study_rows("grpo", "2e-4", {1: 0.3})  # a seed from before
-    rows += study_rows("grpo", "2e-4", {2: 0.30, 3: 0.31, 4: 0.32, 5: 0.33, 6: 0.34})
-    rows += study_rows("no_baseline", "1e-4", {1: 0.2, 2: 0.29, 3: 0.29, 4: 0.29, 5: 0.29, 6: 0.29})
-    rows += study_rows("shuffled", "4e-4", {1: 0.05, 2: 0.0, 3: 0.0, 4: 0.0, 5: 0.0})
-    with pytest.raises(tables_study.Unfinished, match="shuffled has 4 of 5 seeds"):
-        tables_study.grpo_learning(lambda name: rows)
-    rows += study_rows("shuffled", "4e-4", {6: 0.0})
-    before, grpo, none, shuffled = tables_study.grpo_learning(lambda name: rows).splitlines()[2:]
-    assert before == "| before training |  |  | 10.0 | 10.0 | 10.0 | +22.0 (+20.0 to +24.0) |"
-    assert grpo == "| GRPO | 2e-4 | 5 | 32.0 ± 1.6 | 32.0 ± 1.6 | 32.0 ± 1.6 |  |"
-    assert none.endswith("| 29.0 ± 0.0 | +3.0 (+1.0 to +5.0) |") and " 1e-4 | 5 |" in none
-    assert shuffled.endswith("| +32.0 (+30.0 to +34.0) |")
-    assert "| GRPO | 20.0 | 30.0 |  |" in tables_study.grpo_sweep(lambda name: rows)
-    assert tables_claims.by_interval(tables_claims.ahead(lambda name: rows, "grpo", "grpo", "no_baseline")) == "reproduced"
+@pytest.mark.parametrize("name", [name for name, claim in CLAIMS.items() if claim.study])
+def test_verdicts(name):
+    """Again from the scores, by other lines."""
+    claim = CLAIMS[name]
+    _, said = make_tables.judge(claim)
+    if said.startswith("open"):
+        return
+    ours, theirs = make_tables.scores_of(claim)
+    sign = 1 if claim.better == "higher" else -1
+    differences = [sign * (a - b) for a, b in zip(ours, theirs) if a == a and b == b]
+    mean = statistics.mean(differences)
+    if claim.kind == "exact":
+        expected = "exact: holds" if mean > 0 else "exact: fails"
+    elif len(differences) < 5:
+        expected = "values shown"
+    else:
+        half = T_95[len(differences)] * statistics.stdev(differences) / len(differences) ** 0.5
+        expected = "not settled"
+        if abs(mean) > half:
+            expected = "reproduced" if mean > 0 else "opposite"
+    assert said.partition(" (")[0] == expected
 
 
-# --- The runs -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", load_rows("methods.csv"), ids=lambda method: method.script)
+def test_what_the_readme_says_of_a_method_still_holds(method):
+    for held in filter(None, method.holds.split("; ")):
+        name, _, expected = held.partition(": ")
+        assert make_tables.judge(CLAIMS[name])[1].startswith(expected), held
 
 
-@pytest.mark.parametrize("study", [name for name in STUDIES if learning.runs_file(name).exists()])
-def test_every_run_says_how_it_was_made(study):
-    for row in read(f"{study}_runs.csv"):
-        assert all(row[name] for name in ("command", "commit", "seed", "torch", "transformers", "device", "minutes"))
-        arm = STUDIES[study].arms[row["arm"]]
-        program = learning.program(STUDIES[study], arm)
-        assert list(row) == STUDIES[study].columns
-        command = row["command"].replace(" --reward ", " --advantage ")  # IGPO's flag since
-        assert arm.scale != 1 or shlex.join(program) in command  # the driver has changed since
-    assert study not in FIGURES or (RESULTS / f"{study}_learning.png").stat().st_size > 10_000
+def study_file(folder, rows) -> None:
+    columns = ["task", "arm", "seed", "learning_rate", "score", "first_score", "commit"]
+    table = pd.DataFrame(rows, columns=columns[:5]).assign(first_score=1.0, commit="abc")
+    table.to_csv(folder / "try.csv", index=False)
 
 
-def test_bandit_says_how_it_was_made():
-    rows = read("bandit_gdpo.csv")
-    assert len(rows) == 915 and all(all(row.values()) for row in rows)
+def test_a_study(tmp_path, monkeypatch):
+    """The rate that ran last counts, an edge is marked, and an unfinished study is not drawn."""
+    monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
+    monkeypatch.setitem(DECLARED["tables"], "try", table := {"study": "try", "seeds": 5})
+    table |= {"arms": {"a": "A (new)", "b": "B"}, "scores": [["score", "score", 1, 1]]}
+    rows = [["", "a", 1, rate, 5] for rate in ("1e-4", "2e-4")]  # the sweep
+    rows += [["", "a", 2, "1e-4", 99]]  # before it was widened
+    rows += [["", "a", seed, "2e-4", 10 + seed] for seed in range(2, 7)]
+    rows += [["", "b", seed, "", 10] for seed in range(2, 6)]
+    study_file(tmp_path, rows)
+    with pytest.raises(make_tables.Unfinished):
+        make_tables.study_table("try", "results")
+    make_tables.load_runs.cache_clear()
+    study_file(tmp_path, [*rows, ["", "b", 6, "", 10]])
+    text = make_tables.study_table("try", "results")
+    make_tables.load_runs.cache_clear()
+    assert "| arm | learning rate | seeds | score | A minus this (95 %) |" in text
+    assert "| before training |  |  | 1.0 | +13.0 (+11.0 to +15.0) |" in text
+    assert "| A (new) | 2e-4 (edge) | 5 | 14.0 ± 1.6 |  |" in text
+    assert "| B |  | 5 | 10.0 | +4.0 (+2.0 to +6.0) |" in text
 
 
-# --- The program that makes the runs ------------------------------------------------------------------------------
+def test_every_run_says_how_it_was_made():
+    studies = {table["study"] for table in DECLARED["tables"].values()}
+    studies |= {claim.study for claim in CLAIMS.values()} - {""}
+    for study in studies:
+        paths = [RESULTS / f"{study}.csv", RESULTS / f"{study}_runs.csv"]
+        for path in filter(lambda path: path.exists(), paths):
+            assert pd.read_csv(path, dtype=str).commit.notna().all(), path
 
 
-@pytest.mark.parametrize("study", STUDIES)
-def test_flags_of_a_study_are_those_of_its_script(study):
-    script = importlib.import_module(STUDIES[study].script.removesuffix(".py").replace("/", "."))
-    script, names = script if hasattr(script, "Args") else getattr(script, study), STUDIES[study].arms  # or its driver
-    for arm in names.values():
-        args = tyro.cli(script.Args, args=[*(arm.common or STUDIES[study].common), *arm.flags])
-        assert args.max_steps > 0 and len(set(arm.seeds)) == len(arm.seeds)
-        assert not arm.rate or arm.rate in names or float(arm.rate) > 0
-    if study in FIGURES:
-        assert set(FIGURES[study][0]) - {"gdpo_no_batch_norm"} <= names.keys()
-
-
-def test_driver_that_scales_a_reward(tmp_path):
-    """It trains with the correctness of tool_calls times a factor and changes nothing else; --help says it parses."""
-    words = learning.program(STUDIES["gdpo"], learning.Arm(scale=0.1))
-    done = subprocess.run([sys.executable, *words, "--help"], cwd=learning.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "--conditioned-rewards" in done.stdout, done.stderr
-    from envs.tool_calls import Problem, ToolCalls
-
-    functions = dict(ToolCalls.reward_functions)
-    problem = Problem(query="q", tools="", answer='<tool_call>\n{"name": "a", "parameters": {}}\n</tool_call>')
-    texts = [problem.answer, "nothing"]
-    before = [{name: function(problem, text) for name, function in functions.items()} for text in texts]
-    try:
-        exec(words[1].partition("script.train")[0], {})
-        after = [{name: f(problem, text) for name, f in ToolCalls.reward_functions.items()} for text in texts]
-    finally:
-        ToolCalls.reward_functions.update(functions)
-    for old, new in zip(before, after):
-        assert new.pop("correctness") == pytest.approx(0.1 * old.pop("correctness")) != 0
-        assert new == old
-
-
-def test_steps_to_a_level():
-    values = [0.0, 1, 1, 1, 1, 0.9, 0, 0]
-    assert learning.steps_to(values, 0.9, 5) == 6 and learning.steps_to(values, 0.8, 5) == 5
-    assert learning.steps_to(values, 0.99, 5) is None and learning.steps_to([1.0] * 4, 0.9, 5) is None
-    assert learning.steps_to(values, 0.9, 1) == 2
-
-
-def test_scores_of_a_run(tmp_path):
-    """Last and first evaluation, scaled rewards in their own unit, steps until the easy reward is learned."""
-    study, tags = STUDIES["gdpo"], STUDIES["gdpo"].scores.values()
-    metrics = [{"step": step, "tag": tag, "value": str(value)} for step, value in ((0, 0.25), (9, 0.5)) for tag in tags]
-    metrics += [{"step": step, "tag": study.fast, "value": str(step >= 2)} for step in range(1, 9)]
-    metrics = [row | {"value": {"True": "1.0", "False": "0.0"}.get(row["value"], row["value"])} for row in metrics]
-    row = learning.scores(study, learning.Arm(scale=0.1), metrics)
-    assert (row["mean_at_8"], row["first_mean_at_8"]) == ("0.5000", "0.2500")
-    assert (row["correctness"], row["first_correctness"], row["format"]) == ("5.0000", "2.5000", "0.5000")
-    assert (row["steps_to_90"], row["converged"]) == (6, 1)
-    assert row.keys() == set(study.columns) - {"run", "arm", "stage", "seed", "learning_rate", *learning.COLUMNS}
-
-
-def test_a_score_may_be_a_sum_of_tags():
-    """Points against random: wins, and half of the draws, in both seats."""
-    study = STUDIES["spiral_rae"]
-    values = dict.fromkeys(learning.TICTACTOE.values(), 0.0)
-    values |= {"eval/tictactoe/random/first/win": 0.5, "eval/tictactoe/random/first/draw": 0.25}
-    values |= {"eval/tictactoe/random/second/win": 0.2, "eval/tictactoe/random/second/draw": 0.1}
-    row = learning.scores(study, study.arms["role"], [{"tag": tag, "value": str(x)} for tag, x in values.items()])
-    assert row["points"] == row["first_points"] == "0.4375" and row["random_second_win"] == "0.2000"
-
-
-@pytest.mark.parametrize("study, chosen", [("spiral_kuhn", "5e-5"), ("spiral_rae", "1e-4")])
-def test_the_sweep_chooses_by_the_score_of_its_study(study, chosen, monkeypatch):
-    """The lowest NashConv of Kuhn poker, the most points of tic-tac-toe; an arm may go by another arm's sweep."""
-    rows = [{"arm": "role", "stage": "sweep", "learning_rate": "1e-4", STUDIES[study].best: "0.7"}]
-    rows += [{"arm": "role", "stage": "sweep", "learning_rate": "5e-5", STUDIES[study].best: "0.4"}]
-    monkeypatch.setattr(learning, "read", lambda path: rows)
-    assert learning.learning_rate(study, "role") == learning.learning_rate(study, "global") == chosen
+def test_figures(monkeypatch):
+    saved = {}
+    monkeypatch.setattr(make_tables, "save", lambda picture, name: saved.update({name: picture}))
+    make_tables.draw_study("grpo_learning")
+    make_tables.draw_default_runs()
+    lines = saved["grpo_learning"].axes[0].get_lines()
+    assert [line.get_label() for line in lines][1:] == ["GRPO", "no baseline: REINFORCE"]
+    titles = [axis.get_title(loc="left") for axis in saved["default_runs"].axes]
+    assert {"grpo.py", "fm3q.py"} <= set(titles)

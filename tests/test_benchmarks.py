@@ -1,0 +1,151 @@
+"""The programs of benchmarks/, everything tiny: they run, and compare what they say they compare."""
+
+import importlib
+import shlex
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import tyro
+
+from algorithms import dr_mas, fm3q, unimodal_poisson
+from benchmarks import (
+    about,
+    bandit_gdpo,
+    gpu,
+    refiner_team,
+    simulate_dr_mas,
+    speed_grpo,
+    speed_marl,
+    speed_ppo,
+    tabular_spiral,
+    variance_poisson,
+)
+from envs.teams import Episode
+from envs.two_team import arat_game
+
+
+@pytest.mark.parametrize(
+    "program, flags, rows",
+    [
+        (bandit_gdpo, {"seeds": 2, "steps": 2}, 159),
+        (simulate_dr_mas, {"seeds": 2, "steps": 2}, 80),
+        (variance_poisson, {"seeds": 1, "atoms": (5,), "samples": 2560}, 3),
+    ],
+)
+def test_programs_in_small(program, flags, rows, tmp_path):
+    program.main(program.Args(**flags, out=str(tmp_path / "out.csv")))
+    torch.set_default_dtype(torch.float32)  # one of them changes it
+    table = pd.read_csv(tmp_path / "out.csv")
+    assert len(table) == rows and table.commit.notna().all()
+
+
+def test_spiral_with_tables_of_logits(tmp_path):
+    """The exact variance is that of many sampled hands; a handicap matters without a baseline."""
+    tabular_spiral.main(tabular_spiral.Args(seeds=1, steps=2, out=str(tmp_path / "out")))
+    exact = pd.read_csv(tmp_path / "out_variance.csv").set_index(["baseline", "handicap"]).variance
+    assert exact["none", 3] > 5 * exact["role", 3] > 5 * exact["none", 0]
+    torch.manual_seed(1)
+    hands = 200_000
+    deals = torch.randint(6, (hands, 1))
+    uniform = torch.rand(hands, 1, 3)
+    sets, acted, chips = tabular_spiral.play(torch.full((hands, 12), 0.5), deals, uniform)
+    returns = torch.stack([chips + 3, -chips - 3], -1)
+    logits = torch.zeros(hands, 12).double()
+    sampled = tabular_spiral.gradient(logits, sets, acted, returns).var(0).sum().item()
+    assert sampled == pytest.approx(exact["none", 3], rel=0.02)
+
+
+def test_refiner_team():
+    """The first query is the searcher's, later ones the refiner's."""
+    team = refiner_team.load_team(dr_mas.Args(env="search_qa", max_rounds=4), None)
+    episode = Episode(team.task.train_problem(0, 1), "router")
+    for text in ["<verify>no</verify>", "<search>a</search>"] * 2:
+        team.advance([episode], [f"<think>b</think>{text}"])
+    assert [agent for agent, _ in episode.calls] == ["router", "searcher", "router", "refiner"]
+
+
+# --- Speed ----------------------------------------------------------------------------------------
+
+
+def test_speed_grpo(tmp_path):
+    """Also next to an older commit; without TRL its columns are empty."""
+    path = tmp_path / "speed.csv"
+    speed_grpo.main(speed_grpo.Args(("few",), 1, "HEAD", str(path), smoke=True))
+    table = pd.read_csv(path).set_index("arm")
+    assert list(table.index) == ["shipped", "all rows", "HEAD"]
+    assert table.against_median["all rows"] > 0
+    assert (table.ours_ms > table.rollout_ms).all()
+
+
+@pytest.mark.parametrize("arm", ["gaussian", "poisson", "compile"])
+def test_speed_ppo_flags(arm):
+    args = tyro.cli(unimodal_poisson.Args, args=speed_ppo.command(arm, "8 x 256", 4096)[1:])
+    assert (args.num_envs, args.num_steps, args.compile) == (8, 256, arm == "compile")
+
+
+def test_speed_of_the_bare_simulator():
+    seconds, cpu, steps = speed_ppo.limit("mj_step", "8 x 256", 64, "")
+    assert steps == 64 and 0 < cpu and 0 < seconds
+
+
+def test_timed_lines(tmp_path):
+    (tmp_path / "program.py").write_text("for i in range(3): print('step', i); print('other')")
+    lines = about.timed_lines(["program.py"], str(tmp_path), "step ")
+    assert [line for line, _, _ in lines] == ["step 0\n", "step 1\n", "step 2\n"]
+    (tmp_path / "program.py").write_text("print('step'); raise ValueError('broken')")
+    with pytest.raises(SystemExit, match="broken"):
+        about.timed_lines(["program.py"], str(tmp_path), "step ")
+
+
+def test_speed_marl():
+    """Gradient steps for each environment step as its flags say, and rewards of the same tables."""
+    args = tyro.cli(fm3q.Args, args=speed_marl.command("vdn", 5, 32, 32, 2048)[1:])
+    assert args.num_envs / args.updates_per_step == 5 and args.batch_size == 32
+    rewards, _, teams = arat_game("large")
+    one = speed_marl.OneGame()
+    assert one.n_agents == sum(teams)
+    generator = np.random.default_rng(1)
+    for number in range(1, speed_marl.HORIZON + 1):
+        actions = generator.integers(4, size=6)
+        pro, ant = (np.ravel_multi_index(part, (4, 4, 4)) for part in (actions[:3], actions[3:]))
+        expected = rewards[one.state, pro, ant].item()
+        _, reward, ended, cut, _ = one.step(torch.tensor(actions))
+        assert reward == pytest.approx(expected) and not ended
+        assert cut == (number == speed_marl.HORIZON)
+
+
+# --- GPU ------------------------------------------------------------------------------------------
+
+
+def test_gpu_in_small(tmp_path):
+    """A part on the CPU; a row that is repeated is replaced."""
+    path = tmp_path / "gpu.csv"
+    pd.DataFrame([{"part": "models", "run": "small, 16 x 16"}, {"part": "games"}]).to_csv(path)
+    gpu.main(gpu.Args("models", device="cpu", small=True, csv=str(path)))
+    games, model = pd.read_csv(path).to_dict("records")
+    assert (games["part"], model["part"]) == ("games", "models") and model["error"] != model[
+        "error"
+    ]
+    for name in ("decode_tokens_per_second", "update_tokens_per_second", "peak_memory_gb"):
+        assert model[name] > 0
+
+
+def test_gpu_runs_without_a_result(tmp_path):
+    """One fails, one hangs, for one there is no GPU, for one no time: all say so."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys; sys.exit('one line')")
+    assert gpu.in_child([str(script)], 60, "cpu")["error"] == "one line"
+    script.write_text("import time; time.sleep(60)")
+    assert gpu.in_child([str(script)], 2, "cpu")["error"] == "stopped after 2 s"
+    run = gpu.runs_of("two", "cuda", False)[0]
+    assert gpu.measure(run, "", 60, "cuda")["error"].startswith("skipped: needs 2 GPUs")
+    assert gpu.measure(run, "", 5, "cpu")["error"].endswith("s of a part are over")
+
+
+@pytest.mark.parametrize("part", ["defaults", "control", "models", "games", "two"])
+def test_gpu_flags_exist(part):
+    for run in gpu.runs_of(part, "cuda", False):
+        script = importlib.import_module(f"algorithms.{run.script}")
+        assert tyro.cli(script.Args, args=shlex.split(run.flags))

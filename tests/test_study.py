@@ -1,0 +1,80 @@
+"""benchmarks/study.py: its rows, its sweeps, and that it continues where it was stopped."""
+
+import importlib
+import shlex
+
+import pandas as pd
+import pytest
+import tyro
+
+from benchmarks import study
+from benchmarks.study import Args, Arm, Run, Study
+
+RATES = ("1e-4", "1e-3", "1e-2", "1e-1", "1")
+
+
+@pytest.fixture
+def sweep_of(tmp_path, monkeypatch):
+    """A function from scores by rate to the rates that are tried, and the one that is chosen."""
+    monkeypatch.setitem(study.STUDIES, "try", Study("", {"a": Arm("", RATES, "1e-2")}, best="score"))
+    args = Args("try", results=str(tmp_path))
+    tried = []
+
+    def sweep(scores: dict[str, float]) -> tuple[list[str], str]:
+        def train(args, run):
+            if not study.is_done(study.finished(args), run):
+                tried.append(run.learning_rate)
+                row = {"task": run.task, "arm": run.arm, "seed": run.seed}
+                row |= {"learning_rate": run.learning_rate, "score": scores[run.learning_rate]}
+                study.append(tmp_path / "try.csv", pd.DataFrame([row]))
+
+        monkeypatch.setattr(study, "train", train)
+        return tried, study.sweep(args, "", "a")
+
+    return sweep
+
+
+def test_a_sweep_stops_when_the_best_is_inside(sweep_of):
+    assert sweep_of({"1e-3": 1, "1e-2": 2, "1e-1": 1}) == (["1e-3", "1e-2", "1e-1"], "1e-2")
+
+
+def test_a_sweep_widens_at_its_edge_and_continues(sweep_of):
+    scores = {"1e-3": 1, "1e-2": 2, "1e-1": 3, "1": 2}
+    assert sweep_of(scores) == (["1e-3", "1e-2", "1e-1", "1"], "1e-1")
+    assert sweep_of({}) == (["1e-3", "1e-2", "1e-1", "1"], "1e-1")  # nothing runs twice
+
+
+def test_a_sweep_ends_with_its_ladder(sweep_of):
+    tried, best = sweep_of({"1e-4": 9, "1e-3": 3, "1e-2": 2, "1e-1": 1})
+    assert (sorted(tried), best) == (["1e-1", "1e-2", "1e-3", "1e-4"], "1e-4")
+
+
+@pytest.mark.parametrize(("which", "value"), [("first", 1), ("last", 4), ("early", 1), ("late", 3.5)])
+def test_score(which, value):
+    rows = [(0, "x", 1.0), (50, "x", 9.0), (95, "x", 3.0), (100, "x", 4.0), (100, "y", 7.0)]
+    metrics = pd.DataFrame(rows, columns=["step", "tag", "value"])
+    assert study.score(metrics, "x", which) == value
+    assert study.score(metrics, "z", which) is None
+
+
+def test_a_run_and_its_row(tmp_path, capsys):
+    """A short run of a real arm; a second start finds its row."""
+    args = Args("fm3q_games", ("iql",), results=str(tmp_path), jobs=1)
+    args.extra = "--total-timesteps 2000 --num-states 3 --learning-starts 1000"
+    run = Run("arat_random", "iql", 2, "3e-3")
+    study.train(args, run)
+    study.train(args, run)
+    rows = study.finished(args)
+    assert len(rows) == 1 and study.is_done(rows, run)
+    assert float(rows.nash_conv[0]) > 0 and "--game-seed 2" in rows.command[0]
+    curves = pd.read_csv(tmp_path / "fm3q_games_curves.csv")
+    assert set(curves.tag) == {"eval/nash_conv_mean"}
+
+
+def test_every_command_of_every_study_parses():
+    """The scripts know the flags of all arms on all tasks."""
+    for name in study.STUDIES:
+        for task, arm in study.chosen(Args(name)):
+            script, *flags = shlex.split(study.command_of(name, Run(task, arm, 1)))
+            module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+            tyro.cli(module.Args, args=flags)
