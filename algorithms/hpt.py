@@ -1,0 +1,1411 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# ///
+"""HPT: supervised fine-tuning on questions that the model cannot solve, reinforcement learning on
+the others. Lv et al., Towards a Unified View of LLM Post-Training, arXiv 2509.04419.
+
+    rollouts right <= --gate    -log p of each token of the demonstration
+    otherwise                   grpo.py's loss of each token of the rollouts
+
+A rollout is right if its first reward is exactly 1. With --gate 0, the demonstration is used where
+no rollout is right; with a reward of only 0 and 1, GRPO learns nothing there.
+
+Differs from grpo.py:
+1. Every question has a demonstration, the text of a right answer. The controls are --method grpo,
+   which never uses it (gate -1), and --method sft, which always does (gate G).
+2. --method srft is SRFT (arXiv 2506.19767), which learns from both at once, see srft_loss.
+3. Advantages are not divided by the std; losses are averaged over tokens, see --normalizer.
+4. The default problems are new to the tiny model: Countdown with 2 numbers up to 25. Its learning
+   rate is 1e-3, and it takes 100 steps.
+
+Differs from the papers:
+1. HPT's paper averages over rollouts the sum over tokens; its code divides the sum over all rows by
+   T only (--normalizer length). Here, both terms are means over tokens, also those of SRFT.
+2. No entropy bonus; HPT's code has one of 0.001.
+3. SRFT's authors published no code. Its entropy is the mean over a row, as in HPT's code.
+
+Two shortcuts do not change the gradient: the answers of a group share the computation of their
+prompt, and the update skips answers with zero advantage (not with a KL penalty, --fsdp or srft).
+
+    python algorithms/hpt.py                                 # tiny model, CPU, offline
+
+    # one 24 GB GPU
+    python algorithms/hpt.py --model-name-or-path Qwen/Qwen2.5-0.5B-Instruct --bf16 \
+        --dataset train.jsonl --eval-dataset test.jsonl --reward my_rewards.py:score \
+        --max-prompt-length 512 --max-completion-length 512 --learning-rate 1e-6 \
+        --gradient-checkpointing --micro-batch-size 8 --decode-batch-size 128 \
+        --eval-steps 50 --num-generations-eval 0
+
+    torchrun --nproc_per_node 8 algorithms/hpt.py --fsdp ...
+
+Your own data: `--dataset FILE`; each line has a `demonstration` beside its question.
+Your own reward: `--reward FILE.py:function`, called as function(problem, completion) -> float.
+
+Letters in shapes: P prompts, G completions of each, B = P G (of this process, if not said
+otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, K reward functions; R
+packed rows of L tokens, N predicted tokens.
+"""
+
+import copy
+import json
+import math
+import os
+import random
+import runpy
+import shutil
+import sys
+import time
+import warnings
+import zlib
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from itertools import groupby
+from pathlib import Path
+from types import MethodType
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+import tyro
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
+from torch.utils.tensorboard import SummaryWriter
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+ROOT = Path(__file__).resolve().parents[1]  # the repository root
+sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
+
+MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
+PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
+# Flags that cannot change when a run is resumed.
+FIXED = "seed env task task_config dataset eval_dataset max_prompt_length system_prompt"
+FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step num_numbers max_number"
+
+# torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+@dataclass
+class Args:
+    # model, problems, rewards
+    model_name_or_path: str | None = None
+    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    env: Literal["countdown", "gsm8k", "tool_calls", "reasoning_gym"] = "countdown"
+    """kind of problems; countdown with --dataset is a file of lines with question and answer"""
+    task: str = "chain_sum"
+    """reasoning_gym: name of the task"""
+    task_config: str = "{}"
+    """reasoning_gym: settings of the task as JSON"""
+    dataset: str | None = None
+    """JSON-lines file of problems, each with a `demonstration`"""
+    eval_dataset: str | None = None
+    """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
+    system_prompt: str | None = None
+    """system message before every prompt"""
+    chat_template_kwargs: str = "{}"
+    """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
+    reward: tuple[str, ...] = ()
+    """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
+    the rewards of --env; with --dataset, problem is the line of the file as a dict; evaluations
+    report the first function"""
+    reward_weights: tuple[float, ...] = ()
+    """one weight for each reward function; the default is 1 for each --reward"""
+    num_numbers: int = 2
+    """countdown: how many numbers a problem has; the tiny model has seen 3 and 4"""
+    max_number: int = 25
+    """countdown: the largest of them; the tiny model has seen 10"""
+    # rollout
+    num_prompts_per_step: int = 32
+    """P, prompts in one step, over all processes"""
+    num_generations: int = 8
+    """G, completions of each prompt"""
+    max_prompt_length: int = 1024
+    """problems with a longer prompt, in tokens, are dropped from datasets and evaluations"""
+    max_completion_length: int = 80
+    """T, longest completion in tokens; problems with a longer demonstration are dropped"""
+    temperature: float = 1.0
+    """sampling temperature, also applied to the log-probabilities in the loss"""
+    # method
+    method: Literal["hpt", "srft", "grpo", "sft"] = "hpt"
+    """controls: grpo never uses demonstrations, sft uses nothing else"""
+    gate: int = 0
+    """a question with at most so many right rollouts is learned from its demonstration; hpt only"""
+    sft_coef: float = 1.0
+    """weight of the SFT term; not with srft"""
+    scale_rewards: Literal["group", "batch", "none"] = "none"
+    """divide advantages by the std of the group, of the batch, or not at all (Dr. GRPO)"""
+    normalizer: Literal["questions", "tokens", "length"] = "questions"
+    """RL and SFT are each a mean over their tokens, times their share of the questions (questions,
+    not with srft) or not (tokens); length: RL is a sum / --max-completion-length instead"""
+    epsilon: float = 0.2
+    """clip range of the ratio; acts from the second of --num-iterations on; not with srft"""
+    beta: float = 0.0
+    """weight of the KL penalty; above 0, a copy of the initial model is kept; not with srft"""
+    num_iterations: int = 1
+    """mu, optimizer steps on each batch of completions"""
+    # optimizer
+    learning_rate: float | None = None
+    """learning rate of AdamW; None is 1e-3 for the tiny model and 1e-6 for others"""
+    warmup_steps: int = 5
+    """linear warm-up steps"""
+    max_grad_norm: float = 1.0
+    """clip the gradient norm at this value"""
+    max_steps: int = 100
+    """training steps, one batch of completions each; 0 only evaluates"""
+    seed: int = 1
+    """seed of problems and sampling"""
+    # memory and speed; results change by rounding only
+    decode_batch_size: int = 256
+    """completions sampled at once"""
+    micro_batch_size: int = 32
+    """completions in one forward pass of the update"""
+    bf16: bool = False
+    """compute in bfloat16; weights and optimizer stay in float32"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    fsdp: bool = False
+    """shard weights, gradients and optimizer state over the processes of torchrun"""
+    # bookkeeping
+    eval_steps: int = 25
+    """steps between evaluations; 0 disables them"""
+    eval_problems: int = 128
+    """number of evaluation problems, unless --eval-dataset is given"""
+    num_generations_eval: int = 8
+    """k, samples of each evaluation problem in addition to the greedy completion"""
+    save_steps: int = 25
+    """steps between checkpoints; 0 disables them"""
+    output_dir: str | None = None
+    """run folder; None is runs/<script>__<seed>__<time>"""
+    resume: str | None = None
+    """run folder to continue; its flags are used unless given anew"""
+
+
+# --- The method ---------------------------------------------------------------------------------
+
+
+def group_advantages(
+    rewards: Tensor,
+    num_generations: int,
+    scale_rewards: str = "group",
+    std_epsilon: float = 1e-4,
+    ddof: int = 1,
+) -> Tensor:
+    """Compare each reward with its group, DeepSeekMath sec. 4.1.2. (B,) -> (B,)
+
+    Groups of equal rewards get exactly 0. std_epsilon and ddof are TRL 1.16's; verl 0.9 adds 1e-6.
+    """
+    groups = 1.0 * rewards.view(-1, num_generations)  # (P,G), integers become floats
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "group":
+        advantages = advantages / (groups.std(1, keepdim=True, correction=ddof) + std_epsilon)
+    if scale_rewards == "batch":
+        advantages = advantages / (groups.std(correction=ddof) + std_epsilon)
+    # With equal rewards, a rounding error divided by a tiny std would not be 0.
+    equal = (groups == groups[:, :1]).all(1, keepdim=True)  # (P,1)
+    return advantages.masked_fill(equal, 0.0).flatten()
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """KL(policy || reference) at each sampled token, DeepSeekMath eq. 4, known as k3."""
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.exp() - log_ratio - 1
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
+
+    Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
+    """
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped_gain = ratio * advantages
+    clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
+    losses = -torch.min(unclipped_gain, clipped_gain)
+    if beta > 0:
+        losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
+    return losses, clipped_gain < unclipped_gain
+
+
+def route(num_solved: Tensor, gate: int, gate_off: int | None = None) -> Tensor:
+    """HPT eq. 10: train on the rollouts of a question, 0, or on its demonstration, 1.
+
+    -1, above gate and up to gate_off, is off-policy RL on the demonstration; neither the official
+    scripts nor this one use it. (P,) -> (P,)
+    """
+    routes = (num_solved <= gate).long()
+    if gate_off is not None:
+        routes[(num_solved > gate) & (num_solved <= gate_off)] = -1
+    return routes
+
+
+def assign(totals: Tensor, solved: Tensor, args: Args) -> Tensor:
+    """What each row is used for: advantages, in_rl (0 or 1), in_sft (0 or 1), and its weight.
+
+    A question has G + 1 rows; the last is its demonstration. (B,), (P,G) -> (4,P,G+1)
+    """
+    size = args.num_generations + 1
+    last = (torch.arange(size) == args.num_generations).float()  # (G+1,)
+    if args.method == "srft":  # rewards of 0 and 1, and of 1 for the demonstration
+        correct = F.pad(solved.float(), (0, 1), value=1.0)  # (P,G+1)
+        advantages = group_advantages(correct.flatten(), size, args.scale_rewards)
+        in_rl = torch.ones_like(correct)
+        return torch.stack([advantages.view(-1, size), in_rl, in_rl * last, in_rl])
+    gate = {"hpt": args.gate, "grpo": -1, "sft": args.num_generations}[args.method]
+    taught = route(solved.sum(1), gate)[:, None].float()  # (P,1)
+    in_rl = (1 - taught) * (1 - last)  # (P,G+1)
+    in_sft = taught * last
+    advantages = group_advantages(totals, args.num_generations, args.scale_rewards)
+    advantages = F.pad(advantages.view(solved.shape), (0, 1)) * in_rl
+    weights = in_rl + in_sft
+    if args.normalizer == "questions":
+        weights = (1 - taught.mean()) * in_rl + taught.mean() * in_sft
+    return torch.stack([advantages, in_rl, in_sft, weights])
+
+
+def two_terms(losses, mask, sft_losses, sft_mask, normalizer: str, totals) -> Tensor:
+    """RL and SFT losses, (B,T), summed and divided by the two totals.
+
+    Without totals, those of this batch. A term without tokens is 0; the official code has NaN.
+    """
+    if totals is None:
+        num_tokens = mask.size(1) if normalizer == "length" else mask.sum().clamp(min=1)
+        totals = (num_tokens, sft_mask.sum().clamp(min=1))
+    return (losses * mask).sum() / totals[0] + (sft_losses * sft_mask).sum() / totals[1]
+
+
+def hpt_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    is_demonstration: Tensor,
+    *,
+    sft_coef: float = 1.0,
+    normalizer: str = "length",
+    totals: tuple | None = None,
+    epsilon: float | None = None,
+    **kl,
+) -> Tensor:
+    """RL on rollouts and SFT on demonstrations, HPT eq. 11 to 13. (B,T) each and (B,) -> scalar
+
+    epsilon None is the official code's: 0.2 for tokens, no clipping for length.
+    """
+    if epsilon is None:
+        epsilon = math.inf if normalizer == "length" else 0.2
+    losses, _ = policy_loss(logprobs, old_logprobs, advantages, epsilon=epsilon, **kl)
+    sft_mask = mask * is_demonstration[:, None]
+    return two_terms(losses, mask - sft_mask, -sft_coef * logprobs, sft_mask, normalizer, totals)
+
+
+def srft_loss(
+    logprobs: Tensor,
+    advantages: Tensor,
+    entropy: Tensor,
+    mask: Tensor,
+    is_demonstration: Tensor,
+    *,
+    normalizer: str = "length",
+    totals: tuple | None = None,
+    off_policy_reshape: str = "no_reshape",
+) -> Tensor:
+    """RL on all rows and SFT on demonstrations, SRFT eq. 5 to 13. (B,T) each and (B,) -> scalar
+
+    A group contains its demonstration, which is right; so wrong rollouts have advantages below 0.
+    """
+    entropy = (entropy * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    entropy = entropy.detach()  # (B,1), the mean of a row
+    rollout_losses = torch.where(advantages < 0, logprobs, -0.1 * entropy.exp() * logprobs)
+    ratio = logprobs.exp()  # the probability under the demonstration's author is taken as 1
+    if off_policy_reshape == "p_div_p_0.1":  # as in LUFFY; an option of HPT's code
+        ratio = ratio / (ratio + 0.1)
+    sft_mask = mask * is_demonstration[:, None]
+    losses = torch.where(sft_mask > 0, -ratio * advantages, rollout_losses)
+    sft_losses = -0.5 * (-entropy).exp() * logprobs
+    return two_terms(losses, mask, sft_losses, sft_mask, normalizer, totals)
+
+
+# --- Processes, problems, model -----------------------------------------------------------------
+
+
+def setup(args: Args) -> tuple[int, int, torch.device]:
+    """Rank, number of processes, device."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
+    rank = int(os.environ.get("RANK", 0))
+    if args.num_prompts_per_step % world_size:
+        sys.exit(f"--num-prompts-per-step: not divisible by the {world_size} processes")
+    if args.fsdp and world_size == 1:
+        sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if args.num_generations < 2:
+        sys.exit("--num-generations: a group needs at least 2 completions to compare")
+    if args.method == "srft" and args.beta > 0:
+        sys.exit("--beta: SRFT has no KL penalty; leave it at 0")
+    for name in ("task_config", "chat_template_kwargs"):
+        try:
+            json.loads(getattr(args, name))
+        except ValueError as error:
+            sys.exit(f"--{name.replace('_', '-')}: expected JSON, found {error}")
+    transformers.utils.logging.disable_progress_bar()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return rank, world_size, device
+
+
+def gather(items: list) -> list:
+    """The items of all processes, in rank order."""
+    if not dist.is_initialized():
+        return items
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, items)
+    return [item for piece in pieces for item in piece]
+
+
+class JsonLines:
+    """Problems of a JSON-lines file, to be scored by --reward.
+
+    A line is an object with the user's text, or a list of chat messages, under `prompt`,
+    `question` or `problem`. One line in 16 is held out for evaluation, by a hash of its prompt.
+    """
+
+    def __init__(self, path: str):
+        self.rows = []
+        for number, line in enumerate(open(path, encoding="utf-8-sig"), start=1):
+            if not line.strip():
+                continue
+            try:
+                self.rows.append(json.loads(line))
+                self.prompt(self.rows[-1])
+            except (ValueError, IndexError, TypeError):
+                wanted = "a JSON object with a prompt, question or problem"
+                raise ValueError(f"{path}, line {number}: expected {wanted}") from None
+        held_out = [zlib.crc32(repr(self.prompt(row)).encode()) % 16 == 0 for row in self.rows]
+        self.train_rows = [row for row, held in zip(self.rows, held_out) if not held]
+        self.evaluation_rows = [row for row, held in zip(self.rows, held_out) if held]
+
+    def prompt(self, row: dict) -> list[dict]:
+        """Chat messages."""
+        texts = [row[key] for key in ("prompt", "question", "problem") if key in row]
+        return texts[0] if isinstance(texts[0], list) else [{"role": "user", "content": texts[0]}]
+
+    def train_problem(self, index: int, seed: int) -> dict:
+        """Row `index` of an endless stream; every epoch is shuffled anew."""
+        epoch, position = divmod(index, len(self.train_rows))
+        return self.train_rows[epoch_order(len(self.train_rows), epoch, seed)[position]]
+
+    def evaluation_problems(self, count: int) -> list[dict]:
+        """The first held-out rows."""
+        return self.evaluation_rows[:count]
+
+
+@lru_cache(maxsize=2)
+def epoch_order(size: int, epoch: int, seed: int) -> list[int]:
+    """The numbers from 0 to size - 1, shuffled."""
+    return random.Random(f"{seed} {epoch}").sample(range(size), size)
+
+
+def load_problems(args: Args, dataset: str | None):
+    """An object with the methods of JsonLines, and with reward_functions and reward_weights."""
+    try:
+        if dataset and args.env == "reasoning_gym":
+            sys.exit("--dataset: reasoning_gym generates its own problems")
+        if dataset and args.reward:
+            return JsonLines(dataset)
+        if args.env == "reasoning_gym":
+            from envs.reasoning_gym import ReasoningGym
+
+            return ReasoningGym(args.task, json.loads(args.task_config))
+        if args.env == "tool_calls":
+            from envs.tool_calls import ToolCalls
+
+            return ToolCalls(dataset)
+        if args.env == "countdown" and dataset is None:
+            from envs.countdown import Countdown
+
+            return Countdown(args.num_numbers, args.max_number)
+        from envs.math_jsonl import MathJsonl
+
+        return MathJsonl(dataset, args.env)
+    except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken
+        sys.exit(str(error))
+
+
+def load_reward(name: str):
+    """The function that FILE.py:function names."""
+    path, _, function = name.rpartition(":")
+    if not os.path.isfile(path):
+        sys.exit(f"--reward {name}: expected FILE.py:function, but there is no file {path!r}")
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    names = runpy.run_path(path)
+    if function not in names:
+        sys.exit(f"--reward {name}: {path} has no function {function!r}")
+    return names[function]
+
+
+def load_task(args: Args):
+    """The problems with their reward functions, and those problems that are for evaluation."""
+    if args.eval_dataset and not args.dataset and args.max_steps > 0:
+        sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
+    task = load_problems(args, args.dataset or args.eval_dataset)
+    problems = task.evaluation_problems(args.eval_problems)
+    if args.eval_dataset:
+        problems = load_problems(args, args.eval_dataset).rows
+        task.train_rows = task.rows  # nothing has to be held out
+    names = [name.rpartition(":")[2] for name in args.reward]
+    if len(set(names)) < len(names):
+        sys.exit("--reward: two functions have the same name")
+    if args.reward:
+        task.reward_functions = dict(zip(names, map(load_reward, args.reward)))
+        task.reward_weights = (1.0,) * len(args.reward)
+    task.reward_weights = args.reward_weights or task.reward_weights
+    if len(task.reward_weights) != len(task.reward_functions):
+        sys.exit(f"--reward-weights: expected one for each of {list(task.reward_functions)}")
+    if not problems:
+        sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
+    return task, problems
+
+
+def load_demonstrations(tokenizer, task, args: Args) -> None:
+    """Read the `demonstration` of each line of --dataset; drop problems where it is too long."""
+    if args.env in ("tool_calls", "reasoning_gym") and not (args.dataset and args.reward):
+        sys.exit(f"--env {args.env}: no demonstrations; give --dataset and --reward instead")
+    if not args.dataset:
+        return  # Countdown has solutions
+    lines = [line for line in open(args.dataset, encoding="utf-8-sig") if line.strip()]
+    texts = [json.loads(line).get("demonstration") for line in lines]
+    if None in texts:
+        number = texts.index(None) + 1
+        sys.exit(f"{args.dataset}, problem {number}: no demonstration, the text of a right answer")
+    # Two problems may have the same prompt, so they are told apart by their ids.
+    task.demonstrations = {id(problem): text for problem, text in zip(task.rows, texts)}
+    kept = []
+    for problem in task.train_rows:
+        ids = tokenizer.encode(task.demonstrations[id(problem)], add_special_tokens=False)
+        if len(ids) < args.max_completion_length:  # the end token has to fit as well
+            kept.append(problem)
+    dropped = len(task.train_rows) - len(kept)
+    task.train_rows = kept
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} problems dropped: demonstration over --max-completion-length")
+    if not kept:
+        sys.exit("--max-completion-length: no demonstration fits")
+
+
+def model_path(args: Args) -> str:
+    """Name or folder of the model that training starts from."""
+    return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / args.env)
+
+
+def load_model(args: Args):
+    """The policy in float32 and its tokenizer."""
+    path = model_path(args)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({error})")
+    if tokenizer.chat_template is None:
+        sys.exit(f"--model-name-or-path {path}: has no chat template; use an instruct model")
+    refuse_unsupported(model)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = {tokenizer.eos_token_id, *ends} - {None}
+    if not ends:
+        sys.exit(f"--model-name-or-path {path}: neither model nor tokenizer names an end token")
+    model.generation_config.eos_token_id = sorted(ends)
+    longest = longest_text(model)
+    if args.max_prompt_length + args.max_completion_length > longest:
+        sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
+    add_methods(model)
+    return model, tokenizer
+
+
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        messages = [{"role": "system", "content": args.system_prompt}] + messages
+    encoded = tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=True,
+        return_dict=True,
+        **json.loads(args.chat_template_kwargs),
+    )
+    return encoded["input_ids"]
+
+
+def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose prompts fit; prints how many are dropped."""
+    kept = []
+    for problem in problems:
+        if len(encode(tokenizer, task, problem, args)) <= args.max_prompt_length:
+            kept.append(problem)
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
+
+
+# --- Model compatibility ------------------------------------------------------------------------
+
+
+def refuse_unsupported(model) -> None:
+    """Exit if the configuration has layers that an attention mask cannot express.
+
+    check_model finds what the configuration does not tell.
+    """
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers - MASKED_LAYERS)]
+    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
+        if getattr(config, limit, None):
+            reasons.append(f"limits attention by {limit}")
+    if model._is_stateful:
+        reasons.append("is recurrent")
+    if reasons:
+        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+
+
+def longest_text(model) -> float:
+    """Most tokens of prompt and completion together.
+
+    Beyond that, learned positions end, and longrope changes all positions of a batch.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
+    """The attention masks of the model, given which keys each query may see, (B,queries,keys) bool.
+
+    A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
+    replaces the model's own mask, so it must include the sliding window, measured in positions.
+    Models with two types of layers take a dict. A query that sees no key at all would be NaN.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    layers = layers or ["sliding_attention" if window else "full_attention"]
+    dtype = model.dtype
+    if torch.is_autocast_enabled(visible.device.type):
+        dtype = torch.bfloat16  # else autocast would convert and keep the mask in every layer
+    masks = {}
+    for kind in set(layers):
+        seen = visible
+        if kind == "sliding_attention":
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
+            seen = visible & (distance < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
+    return masks if len(masks) > 1 else masks[layers[0]]
+
+
+class Hidden(BaseModelOutputWithPast):
+    """A model output that holds hidden states and nothing else."""
+
+    def __getattr__(self, name):
+        return None  # some models look for router_logits, cross_attentions and the like
+
+
+class ReturnHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns its input as their hidden states."""
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
+        return Hidden(last_hidden_state=inputs_embeds)
+
+
+def add_methods(model) -> None:
+    """Add two methods to the model: logits_from_hidden and token_logprobs.
+
+    logits_from_hidden runs what comes after the layers, on hidden states passed as inputs_embeds:
+    the head with Granite's scaling and Gemma's soft cap. As methods, both follow copy.deepcopy and
+    FSDP.
+    """
+    without_layers = copy.copy(model)  # a shallow copy, which shares all weights
+    without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
+    model.logits_from_hidden = without_layers.forward
+    model.token_logprobs = MethodType(token_logprobs, model)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing; that of transformers works in training mode only, with dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
+
+
+@torch.no_grad()
+def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
+    """Largest difference of log-probabilities, in nats, from those of the plain forward pass."""
+    completions = generate(model, prompts, args, seeds=range(len(prompts)))
+    packed = pack(completions, list(range(len(completions))), model.device)
+    plain = []
+    for completion in completions:
+        ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
+        logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
+        targets = ids[0, len(completion.prompt) :]
+        plain.append(-F.cross_entropy(logits, targets, reduction="none"))
+    plain = torch.cat(plain)  # (N,)
+    learner = model.token_logprobs(packed, args)[0]
+    return {
+        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
+        "packing": (learner - plain).abs().max().item(),
+    }
+
+
+def check_model(model, prompt: list[int], args: Args) -> None:
+    """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
+    name = type(model).__name__
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
+    # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
+    prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = 4  # shorter than the texts of this check
+    try:
+        gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sys.exit(f"{name}: not supported ({reason})")
+    if window:
+        config.sliding_window = window
+    for computation, gap in gaps.items():
+        if not gap < 1e-3:  # also if it is NaN
+            sys.exit(
+                f"{name}: not supported, {computation} is {gap:.2g} nats off the plain forward pass"
+            )
+
+
+# --- Rollout ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Completion:
+    """One answer. In lists, the G completions of a prompt are neighbours."""
+
+    prompt: list[int]
+    ids: list[int]  # with the end token
+    logprobs: list[float]  # as sampled
+    entropy: float  # nats, sum over tokens
+    ended: bool
+    text: str = ""
+    rewards: tuple[float, ...] = ()
+
+
+def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
+    cumulative = logprobs.exp().cumsum(1)  # (B,V)
+    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
+
+
+@torch.no_grad()
+def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicCache, Tensor]:
+    """Compute each different prompt once. Returns keys and values, and the next logits, (B,V)."""
+    places = {}  # of each prompt among the U different ones
+    for prompt in prompts:
+        places.setdefault(tuple(prompt), len(places))
+    ids = [torch.tensor(prompt) for prompt in places]
+    ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
+    positions = torch.arange(ids.size(1), device=model.device).expand(ids.shape)  # (U,S)
+    visible = positions[:, None, :] <= positions[:, :, None]  # (U,S,S)
+    cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
+    hidden = model.base_model(
+        ids,
+        attention_mask=attention_masks(model, visible, positions, positions),
+        position_ids=positions,
+        past_key_values=cache,
+    ).last_hidden_state  # (U,S,H)
+    last = [hidden[place, len(prompt) - 1] for prompt, place in places.items()]
+    logits = model.logits_from_hidden(inputs_embeds=torch.stack(last)[None]).logits[0]  # (U,V)
+    rows = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=model.device)
+    cache.batch_select_indices(rows)
+    return cache, logits[rows]
+
+
+@torch.no_grad()
+def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+    """A completion of each prompt: sampled with one seed for each prompt, greedy without seeds.
+
+    Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
+    rows does not change others.
+    """
+    device = model.device
+    steps = args.max_completion_length
+    ends = torch.tensor(model.generation_config.eos_token_id, device=device)
+    if seeds:
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        uniform = torch.stack([torch.rand(steps, generator=g) for g in generators])
+        uniform = uniform.to(device)  # (B,T)
+
+    # The result, in the order of the batch.
+    written = torch.zeros(len(prompts), steps, dtype=torch.long, device=device)  # (B,T)
+    logprobs = torch.zeros(len(prompts), steps, device=device)  # (B,T)
+    entropy = torch.zeros(len(prompts), steps, device=device)  # (B,T)
+
+    # The rows still in the cache: all at first, fewer later. Columns of the cache: S for the padded
+    # prompt, then one for each token written.
+    cache, logits = read_prompts(model, prompts)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    width = int(cache.get_seq_length())  # S
+    columns = torch.arange(width + steps, device=device)
+    filled = (columns < lengths[:, None]) | (columns >= width)  # (B,S+T)
+    positions = filled.cumsum(1) - 1  # (B,S+T)
+    rows = torch.arange(len(prompts), device=device)  # their indices in the batch
+    live = torch.ones_like(rows, dtype=torch.bool)
+
+    for t in range(steps):
+        logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
+        tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
+        written[rows, t] = tokens
+        logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
+        entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)  # 0 log 0 = 0
+        live = live & ~torch.isin(tokens, ends)
+        if t == steps - 1:
+            break
+        if device.type == "cpu" or t % 8 == 7:  # waits for a GPU, so only every 8 tokens
+            keep = live.nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache
+                cache.batch_select_indices(keep)
+                rows = rows[keep]
+                tokens = tokens[keep]
+                filled = filled[keep]
+                positions = positions[keep]
+                live = live[keep]
+        last = width + t  # column of the new tokens
+        visible = filled[:, None, : last + 1]
+        query = positions[:, last : last + 1]
+        key = positions[:, : last + 1]
+        out = model(
+            tokens[:, None],
+            attention_mask=attention_masks(model, visible, query, key),
+            position_ids=query,
+            past_key_values=cache,
+        )
+        logits = out.logits[:, -1]
+
+    # A completion ends with its first end token; some finished rows were sampled further.
+    is_end = torch.isin(written, ends)  # (B,T)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    lengths = (ends_before == 0).sum(1).tolist()
+    ended = is_end.any(1).tolist()
+    written = written.tolist()
+    logprobs = logprobs.tolist()
+    entropy = entropy.tolist()
+    completions = []
+    for row, length in enumerate(lengths):
+        completion = Completion(
+            prompt=prompts[row],
+            ids=written[row][:length],
+            logprobs=logprobs[row][:length],
+            entropy=sum(entropy[row][:length]),
+            ended=ended[row],
+        )
+        completions.append(completion)
+    return completions
+
+
+def complete(
+    sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None
+) -> list[Completion]:
+    """G completions of each problem with their rewards: sampled, or greedy without seeds."""
+    prompts = []
+    row_seeds = []
+    for number, problem in enumerate(problems):
+        prompts += [encode(tokenizer, task, problem, args)] * num_generations
+        if seeds:
+            row_seeds += [random_seed(seeds[number], g) for g in range(num_generations)]
+    completions = []
+    for first in range(0, len(prompts), args.decode_batch_size):
+        some = slice(first, first + args.decode_batch_size)
+        completions += generate(sampler, prompts[some], args, row_seeds[some])
+    for row, completion in enumerate(completions):
+        problem = problems[row // num_generations]
+        completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+        for name, function in task.reward_functions.items():
+            reward = function(problem, completion.text)
+            if reward is None or not math.isfinite(reward):
+                sys.exit(f"reward function {name}: returned {reward} for {completion.text!r:.200}")
+            completion.rewards += (float(reward),)
+    return completions
+
+
+def demonstrate(tokenizer, task, problem, args: Args) -> Completion:
+    """The demonstration of a problem. Its log-probabilities are NaN: nobody sampled it."""
+    prompt = encode(tokenizer, task, problem, args)
+    if args.dataset:
+        text = task.demonstrations[id(problem)]
+    else:  # in the words of the tiny model
+        text = f"{problem.solution}={problem.target} yes\n<answer>{problem.solution}</answer>"
+    ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
+    ids = ids[: args.max_completion_length]  # those of --dataset fit
+    return Completion(prompt, ids, logprobs=[math.nan] * len(ids), entropy=0.0, ended=True)
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+# --- Log-probabilities of packed groups ---------------------------------------------------------
+
+
+@dataclass
+class Packed:
+    """A micro-batch. A row is a prompt and its completions, which see the prompt and themselves:
+
+        tokens     p1 p2 | p3 a1 a2 | p3 b1        prompt p1 p2 p3, completions a1 a2 a3 and b1 b2
+        owners      0  0 |  1  1  1 |  2  2
+        positions   0  1 |  2  3  4 |  2  3        as if each completion stood alone
+        targets          | a1 a2 a3 | b1 b2
+
+    p3 starts every completion, because it predicts their first tokens.
+    """
+
+    input_ids: Tensor  # (R,L)
+    position_ids: Tensor  # (R,L)
+    owners: Tensor  # (R,L) 0 prompt, 1.. completions, -1 padding
+    predicting: Tensor  # (N,) the tokens with owner 1.., as indices into R*L
+    targets: Tensor  # (N,) the tokens that they predict
+    sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
+    completion_index: Tensor  # (N,) the completion of the batch that each target belongs to
+    old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
+    ref_logprobs: Tensor | None = None  # (N,)
+
+
+def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
+    """Pack some completions of the batch; neighbours with the same prompt share a packed row."""
+    packed_rows = []  # lists of (token, position, owner)
+    order = []  # the completions in the order of the packed rows
+    for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
+        group = list(group)
+        # A long group is split over several packed rows, each of which repeats the prompt.
+        num_tokens = sum(len(completions[row].ids) for row in group)
+        num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
+        num_parts = min(num_parts, len(group))
+        for part in range(num_parts):
+            packed_row = [(token, position, 0) for position, token in enumerate(prompt[:-1])]
+            for owner, row in enumerate(group[part::num_parts], start=1):
+                inputs = [prompt[-1]] + completions[row].ids[:-1]
+                for position, token in enumerate(inputs, start=len(prompt) - 1):
+                    packed_row.append((token, position, owner))
+                order.append(row)
+            packed_rows.append(packed_row)
+
+    width = max(len(packed_row) for packed_row in packed_rows)
+    width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
+    for packed_row in packed_rows:
+        packed_row += [(0, 0, -1)] * (width - len(packed_row))
+    input_ids, position_ids, owners = torch.tensor(packed_rows).unbind(2)  # (R,L)
+    targets = [token for row in order for token in completions[row].ids]
+    sampled_logprobs = [logprob for row in order for logprob in completions[row].logprobs]
+    completion_index = [row for row in order for _ in completions[row].ids]
+    return Packed(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        owners=owners.to(device),
+        predicting=(owners > 0).flatten().nonzero()[:, 0].to(device),
+        targets=torch.tensor(targets, device=device),
+        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
+        completion_index=torch.tensor(completion_index, device=device),
+    )
+
+
+def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
+    """Log-probability of every predicted token and, for SRFT, the entropy there. -> (2,N)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
+
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        logprobs = -F.cross_entropy(logits / args.temperature, targets, reduction="none")
+        entropy = torch.zeros_like(logprobs)
+        if args.method == "srft":
+            logits = logits.detach() / args.temperature
+            entropy = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
+        return torch.stack([logprobs, entropy])
+
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs, dim=1)
+
+
+# --- Update -------------------------------------------------------------------------------------
+
+
+def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
+    """Pack rows of the batch. Groups of similar length share a micro-batch, to avoid padding."""
+
+    def group_length(row: int) -> int:
+        first = row - row % args.num_generations
+        return sum(len(c.ids) for c in completions[first : first + args.num_generations])
+
+    # Longest first: a step that does not fit fails at once. Rows of a group stay neighbours.
+    rows = sorted(rows, key=group_length, reverse=True)
+    size = args.micro_batch_size
+    return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
+
+
+def update(model, reference, optimizer, completions, assigned: Tensor, args: Args) -> dict:
+    """num_iterations optimizer steps on the batch of all processes.
+
+    completions and assigned are those of this process. The loss of a step is a sum over tokens,
+    so its gradient depends neither on micro-batches nor on the number of processes.
+    """
+    device = model.device
+    advantages, in_rl, in_sft, weights = assigned  # (B,) each, demonstrations last
+    lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
+    num_tokens = max(1, sum(gather((lengths * in_rl).tolist())))
+    num_sft_tokens = sum(gather((lengths * in_sft).tolist()))
+    totals = (num_tokens, max(1, num_sft_tokens))
+    if args.normalizer == "length":
+        totals = (args.max_completion_length, max(1, num_sft_tokens))
+    rows = list(range(len(completions)))
+    if args.beta == 0 and args.method != "srft" and not args.fsdp:
+        # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
+        # processes different numbers of passes, and they would wait for each other forever.
+        rows = (advantages.abs() + in_sft).nonzero()[:, 0].tolist()
+    advantages, in_rl, in_sft, weights = assigned.to(device)
+    batches = micro_batches(completions, rows, args, device)
+
+    sums = torch.zeros(3, device=device)  # loss, -log-probability of demonstrations, KL
+    largest_gap = torch.zeros((), device=device)
+    for iteration in range(args.num_iterations):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
+        for batch in batches:
+            # Packed completions are not padded to (B,T), so each token is a row of its own.
+            logprobs, entropy = model.token_logprobs(batch, args)[:, :, None]  # (N,1)
+            if iteration == 0:
+                # No step has been taken yet, so these are the old log-probabilities. Those of the
+                # sampler differ by rounding; the largest difference is logged.
+                batch.old_logprobs = logprobs.detach()
+                gap = (batch.old_logprobs[:, 0] - batch.sampled_logprobs).abs().nan_to_num().max()
+                largest_gap = torch.maximum(largest_gap, gap)
+                if reference is not None:
+                    with torch.no_grad():
+                        batch.ref_logprobs = reference.token_logprobs(batch, args)[0, :, None]
+            index = batch.completion_index
+            advantage = advantages[index][:, None]
+            mask = weights[index][:, None]
+            if args.method == "srft":
+                # srft_loss takes means over rows, here single tokens: give it those of completions.
+                means = torch.zeros_like(weights)  # (B,)
+                means.scatter_reduce_(0, index, entropy[:, 0], "mean", include_self=False)
+                entropy = means[index][:, None]
+                loss = srft_loss(logprobs, advantage, entropy, mask, in_sft[index], totals=totals)
+            else:
+                loss = hpt_loss(
+                    logprobs,
+                    batch.old_logprobs,
+                    advantage,
+                    mask,
+                    in_sft[index],
+                    sft_coef=args.sft_coef,
+                    totals=totals,
+                    epsilon=args.epsilon,
+                    beta=args.beta,
+                    ref_logprobs=batch.ref_logprobs,
+                )
+            sums[0] += loss.detach()
+            sums[1] -= (logprobs.detach()[:, 0] * in_sft[index]).sum()
+            if reference is not None:
+                kl = kl_estimate(logprobs.detach(), batch.ref_logprobs)
+                sums[2] += (kl[:, 0] * in_rl[index]).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
+        if dist.is_initialized() and not args.fsdp:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(
+                f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
+            )
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, sft_loss, kl = sums.tolist()
+    metrics = {
+        "loss": loss,
+        "num_demonstration_tokens": int(num_sft_tokens),
+        "grad_norm": norm,
+        "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
+    }
+    if num_sft_tokens > 0:
+        metrics["sft_loss"] = sft_loss / num_sft_tokens
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
+
+
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
+
+
+def copy_model(model, dtype: torch.dtype):
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype."""
+    weights = {}
+    for parameter in model.parameters():
+        weight = parameter.detach().to(dtype, copy=True)
+        weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
+    return copy.deepcopy(model, weights)  # deepcopy takes them for copies that it has made
+
+
+@torch.no_grad()
+def refresh(sampler, model, args: Args) -> None:
+    """Copy the weights of the policy into the sampler."""
+    if sampler is model:
+        return
+    weights = dict(model.named_parameters())
+    for name, parameter in sampler.named_parameters():
+        weight = weights[name]
+        parameter.copy_(weight.full_tensor() if args.fsdp else weight)
+
+
+# --- Checkpoints and logs -----------------------------------------------------------------------
+
+
+def checkpoints(run_dir: str) -> list[Path]:
+    """Finished checkpoints, oldest first: torch writes .metadata last."""
+    return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
+
+
+def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
+    """Every process writes its shard; the newest two checkpoints are kept.
+
+    No random state is saved: problems and samples depend on the seed and the progress alone.
+    """
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "progress": progress}
+    dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
+    if rank == 0:
+        for old in checkpoints(run_dir)[:-2]:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+    """Restore the newest checkpoint, if there is one; every process reads its shard."""
+    if not checkpoints(run_dir):
+        return  # get_state_dict makes a step with a new AdamW, which would count
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "progress": progress}
+    dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    progress.update(state["progress"])
+
+
+def save_final(run_dir: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=whole)  # all processes take part
+    if rank == 0:
+        final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
+        final.load_state_dict(weights)
+        final.save_pretrained(f"{run_dir}/final")
+        tokenizer.save_pretrained(f"{run_dir}/final")
+        print(f"{run_dir}/final: the trained model", flush=True)
+
+
+def open_run(args: Args, rank: int) -> str:
+    """The run folder, the same for all processes; the first one makes it."""
+    run_dir = args.resume or args.output_dir
+    if run_dir is None:
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}"
+        run_dir = gather([run_dir])[0]  # the clocks of processes differ
+    path = Path(run_dir, "args.json")
+    if rank == 0:
+        if path.exists() and not args.resume:
+            sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+        os.makedirs(run_dir, exist_ok=True)
+        path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    return run_dir
+
+
+def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
+    with open(f"{run_dir}/metrics.csv", "a") as file:
+        if file.tell() == 0:
+            file.write("step,tag,value\n")
+        for tag, value in values.items():
+            file.write(f"{step},{tag},{value}\n")
+            board.add_scalar(tag, value, step)
+    board.flush()
+
+
+def log_completions(run_dir: str, step: int, completions, advantages, tokenizer, task, args: Args):
+    """Add the first groups of a step to completions.jsonl, for people to read."""
+    shown = completions[: GROUPS_SHOWN * args.num_generations]
+    with open(f"{run_dir}/completions.jsonl", "a") as file:
+        for completion, advantage in zip(shown, advantages.tolist()):
+            row = {
+                "step": step,
+                "prompt": tokenizer.decode(completion.prompt),
+                "completion": completion.text,
+                "rewards": dict(zip(task.reward_functions, completion.rewards)),
+                "advantage": advantage,
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def report(step: int, metrics: dict, task, args: Args) -> None:
+    """Print a summary of under 80 columns."""
+    name = next(iter(task.reward_functions))
+    left = metrics["seconds/step"] * (args.max_steps - step)
+    line = f"step {step:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
+    line += f"  {name[:12]} {metrics[f'rewards/{name}/mean']:.2f}"
+    line += f"  length {metrics['completions/mean_length']:.0f}"
+    line += f"  {metrics['seconds/step']:.1f} s"
+    print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+
+
+# --- Evaluation and training --------------------------------------------------------------------
+
+
+def evaluate(
+    sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
+) -> tuple[dict[str, float], str]:
+    """Scores of unseen problems by the first reward function: of the greedy completion, and the
+    mean and the best of k samples. Also returns some greedy completions as text."""
+    k = args.num_generations_eval
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", i) for i in mine]
+    problems = [problems[i] for i in mine]
+    greedy = complete(sampler, tokenizer, task, problems, 1, args)
+    scores = {"eval/greedy": [completion.rewards[0] for completion in greedy]}
+    if k > 0:
+        sampled = complete(sampler, tokenizer, task, problems, k, args, seeds)
+        rewards = torch.tensor([completion.rewards[0] for completion in sampled]).view(-1, k)
+        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
+        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
+    means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+    examples = []
+    for problem, completion in zip(problems[:3], greedy):
+        prompt = task.prompt(problem)[-1]["content"]
+        examples.append(f"{prompt}\n>>> {completion.text}\n(reward {completion.rewards[0]:g})\n")
+    return means, "\n".join(examples)
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        args = replace(args, learning_rate=1e-6 if args.model_name_or_path else 1e-3)
+    rank, world_size, device = setup(args)
+    task, eval_problems = load_task(args)
+    model, tokenizer = load_model(args)
+    if tokenizer.eos_token_id is None:  # demonstrations end with it
+        tokenizer.eos_token_id = model.generation_config.eos_token_id[0]
+    model.to(device)
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
+        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
+    if args.method != "grpo" and args.max_steps > 0:
+        load_demonstrations(tokenizer, task, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
+    reference = None
+    if args.beta > 0:
+        reference = copy_model(model, torch.float32)
+        if args.fsdp:
+            shard(reference, args)
+    # The sampler is the policy itself, or a copy: unsharded for --fsdp, in bfloat16 for --bf16.
+    sampler = model
+    if args.bf16 or args.fsdp:
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
+    if args.fsdp:
+        shard(model, args)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), args.learning_rate, weight_decay=0.0, fused=True
+    )
+    run_dir = open_run(args, rank)
+    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0, "num_demonstration_tokens": 0}
+    load_checkpoint(run_dir, model, optimizer, progress)
+    if rank == 0:
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    scores = {}
+    while True:
+        step = progress["step"]
+        last = step >= args.max_steps
+        refresh(sampler, model, args)
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores, examples = evaluate(
+                sampler, tokenizer, task, eval_problems, args, rank, world_size
+            )
+            if rank == 0:
+                log(run_dir, board, step, scores)
+                if last or step == 0:
+                    print(examples)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
+            break
+
+        # 1. sample G completions of each prompt and score them; processes have different prompts
+        began = time.perf_counter()
+        share = args.num_prompts_per_step // world_size
+        first = progress["num_prompts"] + rank * share
+        indices = range(first, first + share)
+        problems = [task.train_problem(i, args.seed) for i in indices]
+        seeds = [random_seed(args.seed, i) for i in indices]
+        completions = complete(
+            sampler, tokenizer, task, problems, args.num_generations, args, seeds
+        )
+        progress["num_prompts"] += args.num_prompts_per_step
+        sampled = time.perf_counter()
+
+        # 2. rollouts or demonstration of each question; B counts the rollouts of all processes
+        table = gather([(c.rewards, len(c.ids), c.ended, c.entropy) for c in completions])
+        rewards, lengths, ended, entropy = zip(*table)
+        rewards = torch.tensor(rewards)  # (B,K)
+        totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (B,)
+        solved = (rewards[:, 0] == 1).view(-1, args.num_generations)  # (P,G)
+        assigned = assign(totals, solved, args)  # (4,P,G+1)
+        own = assigned.chunk(world_size, dim=1)[rank]
+        own = torch.cat([own[:, :, :-1].flatten(1), own[:, :, -1]], dim=1)  # demonstrations last
+        rows = completions
+        if args.method != "grpo":
+            rows = rows + [demonstrate(tokenizer, task, problem, args) for problem in problems]
+
+        # 3. clipped policy-gradient steps
+        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        optimizer.param_groups[0]["lr"] = rate
+        metrics = update(model, reference, optimizer, rows, own[:, : len(rows)], args)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        progress["num_tokens"] += sum(lengths)
+        progress["num_demonstration_tokens"] += metrics["num_demonstration_tokens"]
+        groups = totals.view(-1, args.num_generations)  # (P,G)
+        for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
+            metrics[f"rewards/{name}/mean"] = mean
+        for count in range(args.num_generations + 1):
+            metrics[f"solved/{count}"] = (solved.sum(1) == count).float().mean().item()
+        metrics |= {
+            "reward": totals.mean().item(),
+            "sft_share": assigned[2, :, -1].mean().item(),
+            "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
+            "entropy": sum(entropy) / sum(lengths),
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "num_demonstration_tokens": progress["num_demonstration_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
+        if rank == 0:
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_completions(run_dir, step, completions, own[0], tokenizer, task, args)
+            report(step, metrics, task, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, model, optimizer, progress, rank)
+
+    if args.max_steps > 0:
+        save_final(run_dir, model, tokenizer, args, rank)
+    if rank == 0:
+        board.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return scores
+
+
+def parse_args() -> Args:
+    """The command line; with --resume, the flags of that run are its defaults."""
+    args = tyro.cli(Args)
+    if not args.resume:
+        return args
+    path = Path(args.resume, "args.json")
+    if not path.is_file():
+        sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+    saved = json.loads(path.read_text())
+    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+    saved = Args(**saved | lists)  # JSON has no tuples
+    args = tyro.cli(Args, default=saved)
+    for name, before in asdict(saved).items():
+        now = getattr(args, name)
+        if now == before or name in ("resume", "output_dir"):
+            continue
+        flag = "--" + name.replace("_", "-")
+        if name in FIXED.split():
+            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{flag} {now}: the run began with {before}", flush=True)
+    return args
+
+
+if __name__ == "__main__":
+    train(parse_args())

@@ -1,0 +1,305 @@
+"""HPT and SRFT: what hpt.py has beside grpo.py, whose tests hold for the functions that both share."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_grpo import (
+    PROMPTS,
+    G,
+    Recorder,
+    T,
+    assert_close,
+    flat,
+    plain_logprobs,
+    relative,
+    some_batch,
+    tiny_model,
+)
+
+from algorithms import grpo, hpt
+from algorithms.hpt import Args, Completion, assign, group_advantages, hpt_loss, route, srft_loss
+
+REFERENCE = Path(__file__).parent / "reference"
+HPT = json.loads((REFERENCE / "hpt.json").read_text())
+SRFT = json.loads((REFERENCE / "srft.json").read_text())["vectors"]
+
+# --- Reference: the output of other people's code ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vector", HPT["gate_vectors"], ids=str)
+def test_reference_gate(vector):
+    """mix_trainer.py of TsinghuaC3I/Unify-Post-Training."""
+    dropped, _, kind = vector["on_remove_add_off"]
+    solved = torch.tensor([vector["n_solved"]])
+    assert route(solved, vector["switch_gate"], vector["switch_gate_off"]).tolist() == [kind]
+    assert (kind == 0) == (dropped == 0)
+    if vector["switch_gate"] == vector["switch_gate_off"]:
+        assert route(solved, vector["switch_gate"]).tolist() == [kind]
+
+
+def test_reference_advantages_of_rollouts():
+    """Its groups beside demonstrations: only rollouts count."""
+    (vector,) = HPT["split_advantage_vectors"]
+    scores = torch.tensor(vector["scores"], dtype=torch.float32)
+    assert_close(group_advantages(scores[:4], 4, std_epsilon=1e-6), vector["advantage"][:4], 1e-6)
+    assert group_advantages(scores[5:8], 3).tolist() == vector["advantage"][5:8] == [0, 0, 0]
+
+
+def tensors(vector, first: dict):
+    """Leaf logits, (B,T) log-probabilities, entropy, advantages and mask, (B,) demonstrations."""
+    inputs = vector["inputs"]
+    if isinstance(inputs["logits"], list):
+        first[vector["case"]] = inputs["logits"]
+    logits = torch.tensor(first[vector["case"]], requires_grad=True)
+    logprobs = logits.log_softmax(2)
+    entropy = -(logprobs.exp() * logprobs).sum(2)
+    chosen = logprobs.gather(2, torch.tensor(inputs["token_ids"])[:, :, None])[:, :, 0]
+    scores = torch.tensor(inputs["sequence_scores"], dtype=torch.float32)
+    scale = "group" if vector["options"]["use_std"] else "none"
+    advantages = []
+    for group in torch.tensor(inputs["group_index"]).unique():
+        rewards = scores[torch.tensor(inputs["group_index"]) == group]
+        alone = len(rewards) == 1  # its code takes 0 and 1 for mean and std
+        one = rewards / (1 + 1e-6 * (scale == "group"))
+        advantages.append(one if alone else group_advantages(rewards, len(rewards), scale, 1e-6))
+    advantages = torch.cat(advantages)
+    assert_close(advantages, vector["outputs"]["advantage_row"], 1e-6)
+    advantages = advantages[:, None].expand(chosen.shape)
+    is_demonstration = torch.tensor(inputs["demo_mask"])[:, 0].bool()
+    return logits, chosen, entropy, advantages, torch.tensor(inputs["mask"]), is_demonstration
+
+
+def cases(vectors):
+    """Each with the logits of the first vector of every case, which the others share."""
+    first, found = {}, []
+    for vector in vectors:
+        tensors(vector, first)
+        names = [f"{name}={value}" for name, value in vector["options"].items()]
+        found.append(pytest.param(vector, first, id=" ".join([vector["case"], *names[:3]])))
+    return found
+
+
+def normalizer(vector) -> str:
+    return "length" if vector["options"]["loss_remove_token_mean"] else "tokens"
+
+
+def assert_gradient(logits, loss, expected):
+    """The norm of every row."""
+    loss.backward()
+    assert_close(logits.grad.flatten(1).norm(dim=1), expected, 1e-6)
+
+
+@pytest.mark.parametrize("vector, first", cases(HPT["loss_vectors"]))
+def test_reference_hpt_loss(vector, first):
+    """Loss and gradient. Where the official code has NaN, the term without tokens is 0."""
+    logits, logprobs, _, advantages, mask, is_demonstration = tensors(vector, first)
+    old_logprobs = torch.tensor(vector["inputs"]["old_log_prob"])
+    coef, outputs = vector["options"]["sft_loss_coef"], vector["outputs"]
+    kind = normalizer(vector)
+    words = (logprobs, old_logprobs, advantages, mask, is_demonstration)
+    loss = hpt_loss(*words, sft_coef=coef, normalizer=kind)
+    clipped = vector["options"]["loss_remove_clip"] is False
+    assert clipped == (kind == "tokens"), "epsilon None relies on that"
+    expected = (outputs["pg_loss"] or 0.0) + coef * (outputs["sft_loss"] or 0.0)
+    assert_close(loss, expected, 1e-6)
+    if outputs["pg_loss"] is not None:
+        assert_gradient(logits, loss, outputs["grad_logits_row_l2"])
+
+
+@pytest.mark.parametrize("vector, first", cases(SRFT))
+def test_reference_srft_loss(vector, first):
+    """Loss, and gradient with the entropy bonus that hpt.py leaves out."""
+    logits, logprobs, entropy, advantages, mask, is_demonstration = tensors(vector, first)
+    options, outputs = vector["options"], vector["outputs"]
+    assert options["srft_type"] == "paper"
+    loss = srft_loss(
+        logprobs,
+        advantages,
+        entropy,
+        mask,
+        is_demonstration,
+        normalizer=normalizer(vector),
+        off_policy_reshape=options["off_policy_reshape"],
+    )
+    assert_close(loss, outputs["total_without_entropy"], 2e-6)
+    bonus = options["entropy_coeff"] * (entropy * mask).sum() / mask.sum()
+    assert_gradient(logits, loss - bonus, outputs["grad_logits_row_l2"])
+
+
+@pytest.mark.parametrize("entropy, sft, rl", [(0, 0.5, 0.1), (math.log(5) / 2, 0.2236, 0.2236), (math.log(10), 0.05, 1)])
+def test_reference_srft_weights(entropy, sft, rl):
+    """Closed form: 0.5 exp(-H) of the demonstration, 0.1 exp(H) of a right rollout, 1 of a wrong one."""
+    logprobs = torch.tensor([[-2.0], [-2.0], [-2.0]], requires_grad=True)
+    advantages = torch.tensor([[0.0], [0.25], [-0.25]])  # without its RL term
+    entropies = torch.full((3, 1), float(entropy), requires_grad=True)
+    is_demonstration = torch.tensor([True, False, False])
+    loss = srft_loss(logprobs, advantages, entropies, torch.ones(3, 1), is_demonstration)
+    loss.backward()
+    assert_close(logprobs.grad[:, 0], [-sft, -rl, 1.0], 1e-4)
+    assert entropies.grad is None or entropies.grad.abs().max() == 0
+
+
+# --- Properties -------------------------------------------------------------------------------------------------------
+
+SOLVED = [0, 1, 4, 0, 2, 3]  # right rollouts of each question
+
+
+def rewards() -> tuple[torch.Tensor, torch.Tensor]:
+    """(B,) and (P,G): a right answer has 1, and all have something beside it."""
+    solved = torch.tensor([[g < count for g in range(G)] for count in SOLVED])
+    extra = torch.rand(solved.shape, generator=torch.Generator().manual_seed(3))
+    return (solved + 0.3 * extra).flatten(), solved
+
+
+def test_a_question_is_in_one_term_and_in_both_with_srft():
+    for gate in range(-1, G + 1):
+        _, in_rl, in_sft, weights = assign(*rewards(), Args(num_generations=G, gate=gate, normalizer="tokens"))
+        expected = [float(count <= gate) for count in SOLVED]
+        assert in_sft[:, -1].tolist() == expected and in_sft[:, :-1].sum() == 0
+        assert (in_rl[:, :-1] == 1 - in_sft[:, -1:]).all() and in_rl[:, -1].sum() == 0
+        assert torch.equal(weights, in_rl + in_sft)
+    advantages, in_rl, in_sft, weights = assign(*rewards(), Args(num_generations=G, method="srft"))
+    assert (weights == 1).all() and (in_rl == 1).all()
+    assert (in_sft[:, -1] == 1).all() and in_sft[:, :-1].sum() == 0
+    assert_close(advantages[:, -1], [1 - (count + 1) / (G + 1) for count in SOLVED], 1e-6)
+    assert ((advantages[:, :-1] >= 0) == rewards()[1]).all(), "the sign tells right from wrong"
+
+
+def test_terms_weigh_as_much_as_their_questions():
+    *_, weights = assign(*rewards(), Args(num_generations=G, gate=1))
+    assert_close(weights[SOLVED.index(4)], [0.5] * G + [0.0], 1e-6)
+    *_, weights = assign(*rewards(), Args(num_generations=G, gate=0))
+    assert_close(weights[SOLVED.index(4)], [2 / 3] * G + [0.0], 1e-6)
+    assert_close(weights[SOLVED.index(0)], [0.0] * G + [1 / 3], 1e-6)
+
+
+@pytest.mark.parametrize("loss", ["hpt", "srft"])
+def test_masked_tokens_count_nothing(loss):
+    generator = torch.Generator().manual_seed(4)
+    logprobs, entropy = (-torch.rand(2, 6, 5, generator=generator)).unbind()
+    start = logprobs.clone()
+    advantages = torch.randn(6, 1, generator=generator).expand(6, 5)
+    mask = (torch.arange(5) < torch.tensor([[5], [2], [1], [4], [5], [3]])).float()
+    is_demonstration = torch.tensor([False, False, True, False, False, True])
+
+    def value(logprobs, entropy):
+        if loss == "hpt":
+            return hpt_loss(logprobs, start, advantages, mask, is_demonstration, normalizer="tokens")
+        return srft_loss(logprobs, advantages, entropy, mask, is_demonstration, normalizer="tokens")
+
+    changed = torch.where(mask > 0, logprobs, -9.0)
+    assert value(changed, torch.where(mask > 0, -entropy, 7.0)) == value(logprobs, -entropy)
+    leaf = logprobs.clone().requires_grad_()
+    value(leaf, -entropy).backward()
+    assert ((leaf.grad != 0) == (mask > 0)).all()
+
+
+# --- The update -------------------------------------------------------------------------------------------------------
+
+BASE = Args(temperature=0.9, num_generations=G, num_prompts_per_step=6, max_completion_length=T, max_grad_norm=math.inf)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = tiny_model(0)
+    hpt.add_methods(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def rows(model):
+    """Rollouts of six questions, then their demonstrations."""
+    generator = torch.Generator().manual_seed(8)
+    demonstrations = []
+    for prompt in [*PROMPTS, PROMPTS[3], [30, 31]]:
+        length = int(torch.randint(2, 11, (), generator=generator))
+        ids = torch.randint(6, 64, (length,), generator=generator).tolist()
+        demonstrations.append(Completion(prompt, ids, [math.nan] * length, 0.0, True))
+    return some_batch(model) + demonstrations
+
+
+def updated_gradient(model, rows, args: Args):
+    """Gradient that `update` gives to the optimizer, and its metrics."""
+    assigned = assign(*rewards(), args)
+    assigned = torch.cat([assigned[:, :, :-1].flatten(1), assigned[:, :, -1]], dim=1)
+    recorder = Recorder(model)
+    metrics = hpt.update(model, None, recorder, rows, assigned[:, : len(rows)], args)
+    return recorder.gradient, metrics
+
+
+def padded(model, rows):
+    """Log-probabilities, entropies and mask of plain forward passes, (B,T)."""
+    found = torch.zeros(3, len(rows), T)
+    for row, completion in enumerate(rows):
+        logprobs = plain_logprobs(model, completion, BASE.temperature)
+        length = len(completion.ids)
+        found[0, row, :length] = logprobs.gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
+        found[1, row, :length] = -(logprobs.exp() * logprobs).sum(1)
+        found[2, row, :length] = 1
+    return found
+
+
+@pytest.mark.parametrize("method", ["hpt", "srft"])
+@pytest.mark.parametrize("normalizer", ["questions", "tokens", "length"])
+def test_update_has_the_gradient_of_the_loss_of_the_whole_batch(model, rows, method, normalizer):
+    args = replace(BASE, method=method, normalizer=normalizer, gate=1, sft_coef=0.7)
+    logprobs, entropy, mask = padded(model, rows)
+    is_demonstration = torch.arange(len(rows)) >= 6 * G
+    if method == "srft":
+        scores = torch.cat([rewards()[1].float(), torch.ones(6, 1)], 1)
+        advantages = scores - scores.mean(1, keepdim=True)
+        advantages = torch.cat([advantages[:, :-1].flatten(), advantages[:, -1]])[:, None]
+        kind = "length" if normalizer == "length" else "tokens"
+        expected = srft_loss(logprobs, advantages, entropy, mask, is_demonstration, normalizer=kind)
+    else:
+        totals = rewards()[0].view(6, G)
+        advantages = torch.cat([(totals - totals.mean(1, keepdim=True)).flatten(), torch.zeros(6)])
+        taught = torch.tensor(SOLVED) <= 1  # three of six
+        used = torch.cat([~taught.repeat_interleave(G), taught])
+        words = (logprobs, logprobs.detach(), advantages[:, None], mask * used[:, None], is_demonstration)
+        kind = "length" if normalizer == "length" else "tokens"
+        share = 0.5 if normalizer == "questions" else 1.0
+        expected = share * hpt_loss(*words, sft_coef=0.7, normalizer=kind)
+    gradient = flat(torch.autograd.grad(expected, list(model.parameters())))
+    for micro_batch in (1, 5, 64):
+        found, metrics = updated_gradient(model, rows, replace(args, micro_batch_size=micro_batch))
+        assert relative(found, gradient) < 1e-5, micro_batch
+        assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-5)
+    used = mask[is_demonstration] if method == "srft" else mask[is_demonstration & used]
+    assert metrics["num_demonstration_tokens"] == used.sum()
+    assert metrics["sampling/logprob_difference/max"] < 1e-4, "demonstrations were not sampled"
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_gate_minus_one_is_grpo(model, rows, scale):
+    """To the bit, whether demonstrations are there or not."""
+    values = {"scale_rewards": scale, "temperature": 0.9, "num_generations": G}
+    recorder = Recorder(model)
+    advantages = grpo.group_advantages(rewards()[0], G, scale)
+    plain = grpo.Args(**values, loss_type="dapo", max_grad_norm=math.inf)
+    grpo.add_methods(model)
+    grpo.update(model, None, recorder, rows[: 6 * G], advantages, plain)
+    hpt.add_methods(model)
+    for normalizer in ("questions", "tokens"):
+        args = replace(BASE, scale_rewards=scale, normalizer=normalizer)
+        found, _ = updated_gradient(model, rows, replace(args, gate=-1))
+        assert relative(found, recorder.gradient) < 1e-6
+        control, _ = updated_gradient(model, rows[: 6 * G], replace(args, method="grpo", gate=5))
+        assert torch.equal(control, found)
+
+
+def test_gate_of_all_rollouts_is_supervised_fine_tuning(model, rows):
+    logprobs, _, mask = padded(model, rows[6 * G :])
+    loss = -(logprobs * mask).sum() / mask.sum()
+    expected = flat(torch.autograd.grad(loss, list(model.parameters())))
+    for normalizer in ("questions", "tokens", "length"):
+        found, metrics = updated_gradient(model, rows, replace(BASE, gate=G, normalizer=normalizer))
+        assert relative(found, expected) < 1e-5
+        assert metrics["sft_loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        control, _ = updated_gradient(model, rows, replace(BASE, method="sft", normalizer=normalizer))
+        assert torch.equal(control, found)

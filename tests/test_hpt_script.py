@@ -1,0 +1,160 @@
+"""HPT as people run it: demonstrations of their own, its controls, its resume and its processes."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from processes import ROOT, as_flags, fork, kill_at, train_by_two
+from run_folders import assert_close, assert_same_weights, documented_tags, metrics, tag_matches
+
+from algorithms import hpt
+from algorithms.hpt import Args
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 32}
+SMALL |= {"eval_problems": 4, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
+MIXED = SMALL | {"num_prompts_per_step": 4, "num_numbers": 3, "max_number": 8}  # some are solved
+REWARD = "def score(problem, completion):\n    return float('9' in completion)\n"
+
+
+def numbers(run_dir) -> dict[tuple[int, str], float]:
+    return {key: float(value) for key, value in metrics(run_dir).items()}
+
+
+def train_here(run_dir, **values) -> dict[tuple[int, str], float]:
+    """One small step in this process, or more; its metrics."""
+    hpt.train(Args(**SMALL | {"max_steps": 1} | values, output_dir=str(run_dir)))
+    return numbers(run_dir)
+
+
+@pytest.fixture
+def own_data(tmp_path) -> dict:
+    """Flags of a file with demonstrations, and of a reward."""
+    lines = [{"question": f"Say {n}.", "demonstration": f"{n} and 9."} for n in range(64)]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (tmp_path / "own.py").write_text(REWARD)
+    path = str(tmp_path / "own.jsonl")
+    return {"dataset": path, "eval_dataset": path, "reward": (f"{tmp_path}/own.py:score",)}
+
+
+def test_command_and_its_files(tmp_path, own_data, monkeypatch):
+    """Own data: what is trained on are the demonstrations of the questions without a right rollout."""
+    given, update = [], hpt.update
+    monkeypatch.setattr(hpt, "update", lambda *words: given.append(words[3:5]) or update(*words))
+    values = SMALL | {"max_steps": 2, "eval_steps": 2, "num_prompts_per_step": 8} | own_data
+    words = ["hpt.py", *as_flags(values), "--output-dir", str(tmp_path / "run")]
+    monkeypatch.setattr("sys.argv", words)
+    hpt.train(hpt.parse_args())
+    found = numbers(tmp_path / "run")
+    tokens = 0
+    for step, (rows, (_, _, in_sft, weights)) in enumerate(given, start=1):
+        assert len(rows) == 8 * 4 + 8
+        taught = []
+        for question in range(8):
+            group = rows[4 * question : 4 * question + 4]
+            taught.append(float(all(row.rewards == (0.0,) for row in group)))
+            demonstration = rows[8 * 4 + question]
+            assert demonstration.prompt == group[0].prompt
+            tokens += taught[-1] * len(demonstration.ids)
+        assert in_sft.tolist() == [0.0] * 32 + taught
+        assert ((weights > 0) == (in_sft > 0))[32:].all()
+        assert found[step, "train/sft_share"] == found[step, "train/solved/0"] == sum(taught) / 8
+        assert sum(found[step, f"train/solved/{k}"] for k in range(5)) == pytest.approx(1)
+        assert found[step, "train/num_demonstration_tokens"] == tokens > 0
+    tokenizer = hpt.load_model(Args(**SMALL))[1]
+    text = tokenizer.decode(given[0][0][32].ids)
+    assert text.endswith("and 9." + tokenizer.eos_token)
+    assert text.split()[0] in tokenizer.decode(given[0][0][32].prompt)
+    assert all(map(math.isfinite, found.values()))
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_it_learns_and_its_controls_differ(tmp_path):
+    """No rollout is right at first, so that GRPO has the reward of the format alone."""
+    values = {"max_steps": 8, "num_prompts_per_step": 4, "learning_rate": 2e-3, "warmup_steps": 0}
+    runs = {name: train_here(tmp_path / name, **values, method=name) for name in ("hpt", "srft", "grpo", "sft")}
+    for name in ("hpt", "srft", "sft"):
+        losses = [runs[name][step, "train/sft_loss"] for step in range(1, 9)]
+        assert losses[0] > 2 and min(losses) < 1.3, (name, losses)
+        assert runs[name][1, "train/sft_share"] == 1
+    assert runs["hpt"][1, "train/loss"] == runs["sft"][1, "train/loss"]
+    assert runs["srft"][1, "train/loss"] != runs["hpt"][1, "train/loss"]
+    assert {runs["grpo"][step, "train/sft_share"] for step in range(1, 9)} == {0}
+    assert not any(tag == "train/sft_loss" for _, tag in runs["grpo"]), "no demonstration, no loss"
+    assert runs["grpo"][8, "train/num_demonstration_tokens"] == 0
+
+
+@pytest.mark.parametrize("method", ["hpt", "srft"])
+def test_a_killed_run_continues(tmp_path, method):
+    values = MIXED | {"max_steps": 3, "save_steps": 1, "eval_steps": 3, "method": method}
+    whole = train_here(tmp_path / "whole", **values)
+    kill_at(tmp_path, "hpt", "report", 2, *as_flags(values), "--output-dir", tmp_path / "killed")
+    process = fork(ROOT / "algorithms" / "hpt.py", "--resume", tmp_path / "killed")
+    assert process.returncode == 0, process.stderr
+    assert numbers(tmp_path / "killed") == whole
+    final = [Path(tmp_path, name, "final/model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert final[0] == final[1]
+
+
+def test_two_processes_equal_one(tmp_path):
+    """Also when one of them has more demonstrations than the other."""
+    values = MIXED | {"max_steps": 2, "micro_batch_size": 3}
+    runs = {"plain": {}, "fsdp": {"fsdp": True}, "kl": {"fsdp": True, "beta": 0.04}}
+    runs |= {"srft": {"method": "srft"}}
+    train_by_two(tmp_path, "hpt", [values | runs[name] | {"output_dir": str(tmp_path / name)} for name in runs])
+    for name, more in runs.items():
+        expected = train_here(tmp_path / f"{name}_one", **values | more | {"fsdp": False})
+        assert (tmp_path / name / "final").exists(), (tmp_path / "stderr").read_text()
+        assert_close(numbers(tmp_path / name), expected, relative=1e-3)
+        assert_same_weights(tmp_path / name, tmp_path / f"{name}_one")
+        assert 0 < expected[1, "train/solved/0"] < 1
+
+
+def test_tags_are_those_of_the_page(tmp_path):
+    train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
+    logged = {tag for _, tag in metrics(tmp_path)} | {"train/seconds/step", "train/seconds/rollout"}
+    pages = [(ROOT / "algorithms" / name).read_text() for name in ("grpo.md", "hpt.md")]
+    documented = {tag for page in pages for tag in documented_tags(page)} - {"train/clip_ratio"}
+    assert [tag for tag in logged if not any(tag_matches(row, tag) for row in documented)] == []
+    assert [row for row in documented if not any(tag_matches(row, tag) for tag in logged)] == []
+
+
+def test_a_line_without_demonstration_gets_one_sentence(tmp_path, own_data):
+    with open(own_data["dataset"], "a") as file:
+        file.write('\n{"question": "Say 99."}\n')
+    with pytest.raises(SystemExit, match="own.jsonl, problem 65: no demonstration"):
+        hpt.train(Args(**SMALL | own_data))
+    found = train_here(tmp_path / "run", **own_data, method="grpo")
+    assert found[1, "train/num_demonstration_tokens"] == 0, "which needs none"
+
+
+def test_long_demonstrations_are_dropped(tmp_path, own_data, capsys):
+    """So that what is left ends with the end token. Two lines may have the same prompt."""
+    kept = [{"question": "Say 1.", "demonstration": text} for text in ("1 and 9.", "9 and 1.")]
+    long = {"question": "Say 2.", "demonstration": "2 and 9. " * 32}
+    Path(own_data["dataset"]).write_text("\n".join(map(json.dumps, [*kept, long])))
+    args = Args(**SMALL | own_data)
+    task, _ = hpt.load_task(args)
+    _, tokenizer = hpt.load_model(args)
+    hpt.load_demonstrations(tokenizer, task, args)
+    assert "1 problems dropped: demonstration over --max-completion-length" in capsys.readouterr().out
+    assert task.train_rows == kept
+    for problem in task.train_rows:
+        ids = hpt.demonstrate(tokenizer, task, problem, args).ids
+        assert tokenizer.decode(ids) == problem["demonstration"] + tokenizer.eos_token
+    Path(own_data["dataset"]).write_text(json.dumps(long))
+    task, _ = hpt.load_task(args)
+    with pytest.raises(SystemExit, match="no demonstration fits"):
+        hpt.load_demonstrations(tokenizer, task, args)
+
+
+BAD = [({"env": "tool_calls"}, "--env tool_calls"), ({"num_generations": 1}, "--num-generations")]
+BAD += [({"method": "srft", "beta": 0.04}, "--beta")]
+
+
+@pytest.mark.parametrize("values, flag", BAD)
+def test_bad_flags_get_one_sentence(values, flag):
+    with pytest.raises(SystemExit, match=f"{flag}: "):
+        hpt.train(Args(**SMALL | values))
