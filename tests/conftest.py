@@ -10,15 +10,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch
 
 def pytest_configure(config):
     """xdist deals out files in the order of collection, the one below, and not by their numbers of tests."""
-    config.addinivalue_line(
-        "markers", "quick: the reference numbers and one short run of each script"
-    )
     config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items):
-    """The files that start scripts come first: they take longest, and what is dealt out last should be short."""
+    """The files that start scripts come first: they take longest, and what is dealt out last should be short.
+    Tests of reference numbers are quick; the quick runs of scripts have the mark in their files."""
     items.sort(key=lambda item: not item.path.stem.endswith(("_script", "_cuda")))
     for item in items:
-        if item.name.startswith("test_reference") or item.name == "test_command_and_its_files":
+        if item.name.startswith("test_reference"):
             item.add_marker("quick")

@@ -1,13 +1,11 @@
 """What the tests of the control scripts share: runs in this process, and one that is killed and continued."""
 
-import signal
-import sys
 from pathlib import Path
 
-import pytest
 import torch
-from processes import ROOT, begin_and_interrupt
-from run_folders import metrics
+from processes import as_flags, kill_at
+from run_folders import command, metrics, name_of
+from run_folders import refusal as refusal  # the tests of the control scripts find it here
 from torch.utils._pytree import tree_flatten
 
 
@@ -28,20 +26,6 @@ def results(run_dir) -> dict[tuple[int, str], float]:
     return {key: float(value) for key, value in rows if key[1] != "charts/SPS"}
 
 
-def command(script, monkeypatch, *words) -> None:
-    """`python script.py words` in this process."""
-    monkeypatch.setattr(sys, "argv", ["script.py", *map(str, words)])
-    script.train(script.parse_args())
-
-
-def refusal(script, monkeypatch, *words) -> str:
-    """The one sentence with which a command line is refused."""
-    with pytest.raises(SystemExit) as stopped:
-        command(script, monkeypatch, *words)
-    assert isinstance(stopped.value.code, str) and "\n" not in stopped.value.code
-    return stopped.value.code
-
-
 def checkpoints(run_dir) -> list[Path]:
     return sorted(Path(run_dir, "checkpoints").glob("*.pt"))
 
@@ -58,11 +42,9 @@ def assert_same_run(run_dir, other) -> None:
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
 
 
-def kill_and_resume(script, text: str, whole, run_dir, monkeypatch, values: dict) -> None:
-    """A run that is killed when it prints this text and goes on is `whole`, which was not stopped."""
-    path = ROOT / "algorithms" / f"{script.__name__.rpartition('.')[2]}.py"
-    status, errors = begin_and_interrupt(signal.SIGKILL, text, path, run_dir, **values)
-    assert status == -signal.SIGKILL, errors
+def kill_and_resume(script, number: int, whole, run_dir, monkeypatch, values: dict) -> None:
+    """A run that is killed when it logs for that time, and goes on, is `whole`, which was not stopped."""
+    kill_at(run_dir.parent, name_of(script), "log", number, *as_flags(values), "--output-dir", run_dir)
     (run_dir / "checkpoints").mkdir(exist_ok=True)
     (run_dir / "checkpoints" / f"{checkpoints(whole)[-1].stem}.tmp").write_bytes(b"half a checkpoint")
     command(script, monkeypatch, "--resume", run_dir)

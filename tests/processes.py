@@ -1,9 +1,9 @@
 """Scripts in processes of their own: started as people start them, or forked, which saves seconds of imports.
 
-`run` starts a script as its README says, `torchrun` in two processes. `fork` gives the same result, but its process is
-forked from a server that has imported the libraries, and nothing of this repository: importing them takes longer than
-most runs of a test. The server is this file, started once by whoever first asks for it. Two forked processes find each
-other as those of torchrun do, by variables of their environment.
+`run` starts a script as its README says. `fork` gives the same result, but its process is forked from a server that has
+imported the libraries, and nothing of this repository: importing them takes longer than most runs of a test. The server
+is this file, started once by whoever first asks for it. Two forked processes find each other as those of torchrun do,
+by variables of their environment.
 """
 
 import atexit
@@ -15,22 +15,20 @@ import json
 import os
 import runpy
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": ""}  # the numbers that tests compare are those of a CPU
 SECONDS = 300  # after which a process counts as hung
-LIBRARIES = ["torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.utils.tensorboard"]
+LIBRARIES = ["torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict"]
+LIBRARIES += ["torch.distributed.fsdp", "torch.utils.tensorboard", "tyro", "imageio", "gymnasium.vector", "mujoco"]
 LIBRARIES += ["transformers", "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"]
-LIBRARIES += ["tyro", "imageio", "gymnasium.vector", "mujoco"]  # of one that is missing here, a run takes longer
 DRIVER = """\
 import json, sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
@@ -71,12 +69,9 @@ def as_flags(values: dict) -> list[str]:
     return words
 
 
-# --- As people do ----------------------------------------------------------------------------------------------------
-
-
-def run(script: Path, *words, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+def run(script: Path, *words) -> subprocess.CompletedProcess:
     """`python script words`."""
-    command = [sys.executable, *launcher, str(script), *map(str, words)]
+    command = [sys.executable, str(script), *map(str, words)]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
 
 
@@ -87,15 +82,6 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def torchrun(script: Path, *words) -> subprocess.CompletedProcess:
-    """`torchrun --nproc_per_node 2 script words`."""
-    flags = f"-m torch.distributed.run --nproc_per_node 2 --master-port {free_port()}"
-    return run(script, *words, launcher=tuple(flags.split()))
-
-
-# --- Forked ----------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def server() -> subprocess.Popen:
     """It ends with this process, which closes its stdin."""
@@ -103,8 +89,8 @@ def server() -> subprocess.Popen:
     return subprocess.Popen([sys.executable, __file__], env=ENVIRONMENT, bufsize=0, **pipes)
 
 
-def fork(script: Path, *words, number: int = 0, text: str | None = None, processes: int = 1):
-    """What `run` returns, sooner. A signal of this number is sent as soon as the script prints this text.
+def fork(script: Path, *words, processes: int = 1) -> subprocess.CompletedProcess:
+    """What `run` returns, sooner.
 
     Several processes are those of one torchrun; the status is that of the first which failed.
     """
@@ -115,18 +101,15 @@ def fork(script: Path, *words, number: int = 0, text: str | None = None, process
         request = {"argv": [str(script), *map(str, words)], "cwd": os.getcwd(), "files": [*map(str, files)]}
         request |= {"environments": ranks if processes > 1 else [{}]}
         server().stdin.write(json.dumps(request).encode() + b"\n")
-        pids, start, waiting = json.loads(server().stdout.readline()), time.monotonic(), text is not None
-        while not select.select([server().stdout], [], [], 0.004)[0]:  # until it says that all have ended
-            late = time.monotonic() > start + SECONDS
-            if late or waiting and files[0].exists() and text in files[0].read_text():
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):  # it ended just now
-                        os.kill(pid, signal.SIGKILL if late else number)
-                waiting = False
+        pids = json.loads(server().stdout.readline())
+        in_time = select.select([server().stdout], [], [], SECONDS)[0]
+        for pid in [] if in_time else pids:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, signal.SIGKILL)
         status = next(filter(None, json.loads(server().stdout.readline())), 0)
         output, errors = (path.read_text() for path in files)
-        assert time.monotonic() < start + SECONDS, f"killed, as it took too long: {output}{errors}"
-        return subprocess.CompletedProcess(request["argv"], status, output, errors)
+    assert in_time, f"killed, as it took too long: {output}{errors}"
+    return subprocess.CompletedProcess(request["argv"], status, output, errors)
 
 
 def train_by_two(folder: Path, script: str, runs: list[dict], driver: str = DRIVER) -> None:
@@ -140,23 +123,6 @@ def kill_at(folder: Path, script: str, name: str, number: int, *words) -> None:
     (folder / "killer.py").write_text(KILLER)
     process = fork(folder / "killer.py", ROOT, script, name, number, *words)
     assert process.returncode == -signal.SIGKILL, process.stdout + process.stderr
-
-
-def interrupt(number: int, text: str, script: Path, *words) -> tuple[int, str]:
-    """Exit status and stderr of a script that gets this signal as soon as it prints this text."""
-    process = fork(script, *words, number=number, text=text)
-    assert text in process.stdout, process.stdout + process.stderr
-    return process.returncode, process.stderr
-
-
-def begin_and_interrupt(number: int, text: str, script: Path, run_dir, **values) -> tuple[int, str]:
-    """interrupt() for a new run. On a busy machine it may end before the signal comes: then once more."""
-    for _ in range(5):
-        shutil.rmtree(run_dir, ignore_errors=True)
-        status, errors = interrupt(number, text, script, *as_flags(values), "--output-dir", run_dir)
-        if status != 0:
-            break
-    return status, errors
 
 
 def serve() -> dict:

@@ -3,20 +3,15 @@ rules about devices and generators. It also counts where the host waits for the 
 
     python tests/simulated_cuda.py grpo --max-steps 2     # a script of algorithms/ with its flags
 
-A DeviceTensor wraps a CPU tensor and says that it is on cuda:0. A TorchDispatchMode sees every
-operation below autograd and autocast, and refuses what CUDA refuses: CPU and device tensors in one
-operation (see check_devices), .numpy(), generators of the other device, matrix products of
-integers. Memory that was not written to holds garbage.
+A DeviceTensor wraps a CPU tensor and says that it is on cuda:0. A TorchDispatchMode sees every operation below autograd
+and autocast, and refuses what CUDA refuses: CPU and device tensors in one operation (see check_devices), .numpy(),
+generators of the other device, matrix products of integers. Memory that was not written to holds garbage. A wait is
+what makes the host stop until the device has done all its work: .item(), bool(), shapes that depend on values (nonzero,
+boolean masks), and copies from one device to the other.
 
-A wait is what makes the host stop until the device has done all its work: .item(), bool(), shapes
-that depend on values (nonzero, boolean masks), and copies from one device to the other.
-
-In a run that passes, the tensors of all lines that ran were on the right device. It shows nothing
-about speed, memory, rounding and missing dtypes of CUDA's kernels, fused attention (the plain one
-runs instead), torch.compile, NCCL, FSDP, or several GPUs.
-
-Needs a CPU build of torch and a C++ compiler. It cannot be uninstalled, so it wants a process of
-its own.
+A run that passes shows nothing about speed, memory, rounding and missing dtypes of CUDA's kernels, fused attention (the
+plain one runs instead), torch.compile, NCCL, FSDP, or several GPUs. Needs a CPU build of torch and a C++ compiler. It
+cannot be uninstalled, so it wants a process of its own.
 """
 
 import contextlib
@@ -116,12 +111,7 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, elem: torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            elem.size(),
-            strides=elem.stride(),
-            storage_offset=elem.storage_offset(),
-            dtype=elem.dtype,
-            device=CUDA,
+            cls, elem.size(), strides=elem.stride(), storage_offset=elem.storage_offset(), dtype=elem.dtype, device=CUDA
         )
         self.elem = elem
         return self
@@ -156,12 +146,6 @@ class DeviceTensor(torch.Tensor):
 
     def tolist(self):
         return self.cpu().tolist()
-
-    def __repr__(self, **_):
-        return f"{self.cpu()!r} on cuda:0"
-
-    def __format__(self, spec):
-        return format(self.item() if self.dim() == 0 else repr(self), spec)
 
 
 class DeviceGenerator(torch._C.Generator):
@@ -209,12 +193,9 @@ class DeviceGenerator(torch._C.Generator):
         return result
 
 
-class Generator:
-    """Takes the place of torch.Generator."""
-
-    def __new__(cls, device="cpu"):
-        is_ours = torch.device(device).type == "cuda"
-        return DeviceGenerator() if is_ours else torch._C.Generator(device)
+def make_generator(device="cpu"):
+    """torch.Generator(device)"""
+    return DeviceGenerator() if torch.device(device).type == "cuda" else torch._C.Generator(device)
 
 
 # --- Operations -----------------------------------------------------------------------------------
@@ -403,7 +384,7 @@ def install() -> None:
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         sys.modules[module]._foreach_supported_types.append(DeviceTensor)
     replace_cuda_functions()
-    torch.Generator = Generator
+    torch.Generator = make_generator
     torch.tensor = functools.partial(make_tensor, torch.tensor)
     torch.load = functools.partial(load, torch.load)
     SimulatedCuda().__enter__()

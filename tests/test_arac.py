@@ -12,21 +12,7 @@ import torch
 from torch import nn
 
 from algorithms import arac
-from algorithms.arac import (
-    Args,
-    Attention,
-    GraphCritic,
-    GraphPolicy,
-    Learner,
-    actor_loss,
-    critic_targets,
-    forward_kl,
-    joint_sums,
-    make_games,
-    soft_value,
-    temperature_loss,
-    update,
-)
+from algorithms.arac import Args, actor_loss, forward_kl, joint_sums, make_games, update
 from envs.graphs import make_graph
 
 VECTORS = json.loads((Path(__file__).parent / "reference/arac.json").read_text())
@@ -48,7 +34,7 @@ def made(batch_size: int = 12, **flags):
     torch.manual_seed(0)
     (game,) = make_games(args, args.graph, "cpu")
     game.reset(batch_size, 3)
-    learner = Learner([game], 0, args)
+    learner = arac.Learner([game], 0, args)
     before = game.positions
     actions = game.random_slots(before[:, : args.num_agents])
     rewards, dones, _, after = game.step(actions)
@@ -65,9 +51,6 @@ def weights(module: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
-# --- Output of other people's code -----------------------------------------------------------------------------------
-
-
 def linear_weight(name: str, values: torch.Tensor) -> torch.Tensor:
     """Weights of nn.Linear (d,d) from the released (heads,d,d/heads) or, for w_out, (heads,d/heads,d)."""
     return values.flatten(0, 1).T if name == "w_out" else values.transpose(1, 2).flatten(0, 1)
@@ -75,7 +58,7 @@ def linear_weight(name: str, values: torch.Tensor) -> torch.Tensor:
 
 def test_reference_attention():
     """EPG_code, model.py MultiHeadAttention; our masks are (Q,M), so that one sample is taken at a time."""
-    case, attention = CASES["multi_head_attention"], Attention(4, 2)
+    case, attention = CASES["multi_head_attention"], arac.Attention(4, 2)
     for name, values in case["params"].items():
         getattr(attention, name[2:]).weight.data = linear_weight(name, torch.tensor(values))
     for sample in range(2):
@@ -88,7 +71,7 @@ def test_reference_attention():
 
 def test_reference_pointer():
     """SingleHeadAttention of the same file. The layer before the pointer passes on what the agents see."""
-    case, policy = CASES["pointer_log_policy"], GraphPolicy(3, 1, 4, 2, 1, 16)
+    case, policy = CASES["pointer_log_policy"], arac.GraphPolicy(3, 1, 4, 2, 1, 16)
     query, keys, mask = (torch.tensor(case[name]) for name in ("query", "keys", "mask"))
     policy.encode = lambda positions, graph: (None, torch.randn_like(query), query)
     policy.neighbours = lambda nodes, positions, graph: keys[:, None]
@@ -133,10 +116,10 @@ def test_reference_networks():
     sizes, positions = (3, 2, 8, 8, 6, 512), torch.tensor([[4, *case["current_nodes"]]])  # evader, pursuers 0 and 1
     close(graph.features(positions)[0], case["node_inputs"][:5])
     assert torch.equal(graph.slot_mask[[0, 2]].int(), torch.tensor(case["neighbour_mask"]))
-    log_probs = fill(GraphPolicy(*sizes), case["policy_fill"])(positions, graph)
+    log_probs = fill(arac.GraphPolicy(*sizes), case["policy_fill"])(positions, graph)
     close(log_probs[0, 0], case["log_prob_pursuer0"][0], 1e-5)
     close(log_probs[0, 1], case["log_prob_pursuer1"][0], 1e-5)
-    critic = fill(GraphCritic(3, *sizes), case["q_fill"])
+    critic = fill(arac.GraphCritic(3, *sizes), case["q_fill"])
     rows = critic.action.register_forward_pre_hook(as_released)
     q = critic(positions, graph)
     # Theirs flatten as x * K + y with x of the first block; actions are a_0 + K a_1: blocks and agents are swapped
@@ -185,8 +168,8 @@ def test_reference_losses():
     close(torch.autograd.grad(loss, logits, retain_graph=True)[0], SAC["policy_logit_grad"])
 
     after = policy_of("next_policy_logits")[1], sac("next_target_q1"), sac("next_target_q2"), alpha
-    close(soft_value(*after), SAC["soft_value_next"])
-    targets = critic_targets(sac("rewards"), torch.tensor(SAC["dones"]) > 0, *after, gamma)
+    close(arac.soft_value(*after), SAC["soft_value_next"])
+    targets = arac.critic_targets(sac("rewards"), torch.tensor(SAC["dones"]) > 0, *after, gamma)
     close(targets, SAC["target_q"])
     joint = torch.tensor(SAC["joint_action_index"])[:, None]
     for critic, loss in zip(critics, (SAC["q1_loss"], SAC["q2_loss"])):
@@ -197,7 +180,7 @@ def test_reference_losses():
     target = SAC["config"]["entropy_target"]
     close(0.05 * 2 * math.log(3), target)
     log_alpha = torch.tensor(SAC["config"]["log_alpha"], dtype=torch.float64, requires_grad=True)
-    loss = temperature_loss(log_alpha, entropy, target)
+    loss = arac.temperature_loss(log_alpha, entropy, target)
     close(loss, SAC["alpha_loss"])
     loss.backward()
     close(log_alpha.grad, SAC["alpha_loss_grad_wrt_log_alpha"])
@@ -215,19 +198,15 @@ def test_reference_numbers_of_joint_actions():
         close(joint_sums(values)[:, number], sum(values[:, i, a] for i, a in enumerate(digits)))
 
 
-# --- Expectations over agents and over joint actions -----------------------------------------------------------------
-
-
 def test_sums_over_agents_are_never_below_the_joint_form():
     """min_k E[Q_k] >= E[min_k Q_k] in 200 random cases with a padded slot; equal where one critic is below."""
-    generator = torch.Generator().manual_seed(0)
-    draws = 2 * torch.randn(3, 200, 3, 3, generator=generator, dtype=torch.float64)
+    draws = 2 * torch.randn(3, 200, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits, q1, q2 = draws  # (200,N,K) each
     logits[:, 0, 2] = -1e8
     log_probs = logits.log_softmax(-1)
-    for other, equal in ((q2, False), (q1 + draws[2].abs(), True)):
-        joint = soft_value(log_probs, joint_sums(q1), joint_sums(other), 0.3)
-        gaps = soft_value(log_probs, q1, other, 0.3) - joint
+    for other, equal in ((q2, False), (q1 + q2.abs(), True)):
+        joint = arac.soft_value(log_probs, joint_sums(q1), joint_sums(other), 0.3)
+        gaps = arac.soft_value(log_probs, q1, other, 0.3) - joint
         assert gaps.min() > -1e-9
         assert gaps.max() < 1e-9 if equal else (gaps > 0.01).double().mean() > 0.5
 
@@ -254,14 +233,11 @@ def test_reference_regularised_policy(case):
     close(logits.softmax(1), case["forward_kl_pi"], 1e-3)
 
 
-# --- Networks ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["city_30", "grid_3x3"])
 def test_attention_over_slots_is_masked_attention(name):
     """Of all n x n pairs, those that are no neighbours are masked; padded slots change nothing."""
     graph = make_graph(name, make_graph(name).num_slots + 2)
-    attention, nodes = Attention(8, 2), torch.randn(3, graph.num_nodes, 8)
+    attention, nodes = arac.Attention(8, 2), torch.randn(3, graph.num_nodes, 8)
     found = attention(nodes, nodes, graph.slot_mask[:-1] * -1e8, graph.slots[:-1])
     far = graph.distances[:-1, :-1] > 1
     close(found, attention(nodes, nodes, far * -1e8), 1e-5)
@@ -298,8 +274,6 @@ def test_removed_players_are_no_part_of_the_learning():
     assert weights(learner.policy).isfinite().all() and weights(learner.critics).isfinite().all()
 
 
-# --- One update ----------------------------------------------------------------------------------
-
 CHANGES = [{}, {"joint_table": True}, {"beta_mode": "none"}, {"gamma": 0.8}, DUEL]
 CHANGES += [{"graph": ("city_12_3",), "beta_target": 0.3}]
 
@@ -322,7 +296,7 @@ def test_update_is_what_the_losses_say(flags):
     with torch.no_grad():
         later = twin.policy(batch["next_positions"], graph)
         after = [form(critic(batch["next_positions"], graph)) for critic in twin.targets]
-        targets = critic_targets(batch["rewards"], batch["dones"], later, *after, 0.05, args.gamma)
+        targets = arac.critic_targets(batch["rewards"], batch["dones"], later, *after, 0.05, args.gamma)
     errors = [x[rows, agents, batch["actions"]].sum(1) - targets for x in q]
     critic_loss = sum(error.square().mean() for error in errors)
     policy_loss = actor_loss(log_probs, *(form(x.detach()) for x in q), 0.05, 0.3, reference)
@@ -354,9 +328,6 @@ def test_first_temperature():
     close(learner.log_alpha.exp() * uniform / 0.01, 0.5, 1e-5)
 
 
-# --- The weight of the divergence ----------------------------------------------------------------
-
-
 def test_dual_weight_falls_below_the_target_and_rises_above_it():
     """It never exceeds its first value, however long the divergence is above its target."""
     learner, game, batch, args = made(beta_lr=0.1)
@@ -380,16 +351,13 @@ def test_weights_that_do_not_follow_the_divergence():
         assert arac.current_beta(None, progress, Args(beta_mode=mode)) == pytest.approx(value)
 
 
-# --- Evaluation ----------------------------------------------------------------------------------
-
-
 def test_reference_scores_of_scripts():
     """Two pursuers on an 8-cycle: shortest paths fail from one node, perfect play takes 3 steps."""
     players = {"shortest": ("dp", 0.0, 128.0), "dp": ("learned", 1.0, 3.0)}
     for kind, (evader, success, steps) in players.items():
         args = Args(horizon=128, reference=kind, evader=evader)
         (game,) = games = make_games(args, args.graph, "cpu")
-        policy = GraphPolicy(*arac.network_sizes(game, 0, args))
+        policy = arac.GraphPolicy(*arac.network_sizes(game, 0, args))
         before = torch.get_rng_state()
         scores = arac.evaluate(policy, games, args)
         assert torch.equal(torch.get_rng_state(), before), "training goes on as if nothing happened"

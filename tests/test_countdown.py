@@ -12,14 +12,6 @@ from envs.countdown import Countdown, Problem
 EIGHTS = Problem((8, 3, 8, 3), 24)
 
 
-def key(problem: Problem) -> tuple:
-    """Two problems with the same numbers in another order are the same problem."""
-    return tuple(sorted(problem.numbers)), problem.target
-
-
-# --- Grading -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "problem, completion, correct, well_formed",
     [
@@ -43,8 +35,6 @@ def key(problem: Problem) -> tuple:
         (Problem((7, 3), 2), "<answer>7/3</answer>", 0, 1),  # nothing is rounded
         (Problem((2, 3), 8), "<answer>2**3</answer>", 0, 0),
         (Problem((7, 2), 3), "<answer>7//2</answer>", 0, 0),
-        (Problem((1, 2), 3), "<answer>1.0+2</answer>", 0, 0),
-        (Problem((1, 2), 3), "<answer>\u0661+\u0662</answer>", 0, 0),  # digits of another script
         (Problem((1, 2), 2), "<answer>(1)(2)</answer>", 0, 0),
         (Problem((1, 2), 3), "<answer>(1+2</answer>", 0, 0),
     ],
@@ -65,14 +55,6 @@ def test_verdict():
     assert countdown.verdict(f"{approve} no: {reject}") is False  # the last one counts
     assert countdown.verdict(f"{reject}{approve}") is True
     assert countdown.verdict("approve") is None
-
-
-def test_caps_on_length_and_depth():
-    assert countdown.evaluate_expression("(" * 8 + "1" + ")" * 8) == (1, [1])
-    assert countdown.evaluate_expression("--1")[0] == 1
-    for text in ("(" * 40 + "1" + ")" * 40, "-" * 40 + "1", "1+" * 60 + "1", "9" * 200):
-        with pytest.raises(ValueError):
-            countdown.evaluate_expression(text)
 
 
 def oracle(text: str) -> Fraction:
@@ -108,61 +90,13 @@ def test_parser_equals_python_on_valid_expressions():
     assert values > 3000
 
 
-# --- Problems ----------------------------------------------------------------------------------------------------
-
-
-def test_the_evaluation_set_is_fixed():
-    problems = Countdown().evaluation_problems(128)
-    assert len(problems) == len(set(problems)) == 128
-    assert problems == Countdown().evaluation_problems(128)
-    assert problems[:64] == Countdown().evaluation_problems(64)
-    assert problems[::127] == [Problem((1, 1, 1), 2), Problem((3, 3, 7), 7)]
-    assert 0 < len(Countdown(num_numbers=2).evaluation_problems(256)) < 256  # ends, with what there is
-
-
-@pytest.mark.parametrize("num_numbers", [3, 4])
-def test_training_never_meets_an_evaluation_problem(num_numbers):
-    task = Countdown(num_numbers=num_numbers)
-    evaluation = {key(problem) for problem in task.evaluation_problems(512)}
-    drawn = {key(task.train_problem(index, seed)) for seed in range(5) for index in range(1000)}
-    generator = random.Random("pretraining")
-    drawn |= {key(task.sample(generator)) for _ in range(1000)}
-    assert not drawn & evaluation
-
-
 def test_problems_keep_the_flags_and_are_solvable():
     task = Countdown(num_numbers=4, max_number=9, max_target=30)
-    for index in range(200):
+    for index in range(20):
         problem = task.train_problem(index, seed=0)
         assert len(problem.numbers) == 4 and all(1 <= number <= 9 for number in problem.numbers)
         assert 1 <= problem.target <= 30
-    task, generator = Countdown(), random.Random(0)
-    for index in range(20):
-        problem = task.train_problem(index, seed=0)
-        while not countdown.correctness(problem, task.demonstration(problem, generator)):
-            pass  # the time limit ends the search for a solution that is not there
-
-
-def test_the_training_stream_is_deterministic():
-    problems = [Countdown().train_problem(index, seed=3) for index in range(100)]
-    task = Countdown()
-    assert problems[::-1] == [task.train_problem(index, seed=3) for index in reversed(range(100))]
-    assert problems != [task.train_problem(index, seed=4) for index in range(100)]
-    assert len(set(problems)) > 90
-
-
-# --- Demonstrations ----------------------------------------------------------------------------------------------
-
-
-def test_demonstrations_are_imperfect_and_better_with_more_tries():
-    task, generator, shares = Countdown(), random.Random("demonstrations"), []
-    problems = [task.sample(generator) for _ in range(2000)]
-    for max_tries in (1, 4, 16):
-        texts = [task.demonstration(problem, generator, max_tries) for problem in problems]
-        assert all(countdown.format(problem, text) == 1.0 for problem, text in zip(problems, texts))
-        shares.append(sum(map(countdown.correctness, problems, texts)) / 2000)
-    one, four, sixteen = shares
-    assert 0.10 < four < 0.60 and one + 0.05 < four < sixteen - 0.05
+        assert countdown.correctness(problem, f"<answer>{problem.solution}</answer>")
 
 
 def test_demonstrations_compute_right():
@@ -174,14 +108,3 @@ def test_demonstrations_compute_right():
             result, numbers = countdown.evaluate_expression(expression)
             assert result == int(value) and (hit == "yes") == (result == problem.target)
             assert sorted(numbers) == sorted(problem.numbers)
-
-
-def test_the_verifier_is_right_about_nine_times_in_ten():
-    task, generator = Countdown(), random.Random(0)
-    right = 0
-    for index in range(3000):
-        problem = task.sample(generator)
-        output = task.demonstration(problem, generator, max_tries=1 + index % 8)
-        truth = countdown.correctness(problem, output) == 1.0
-        right += countdown.verdict(task.verifier_demonstration(problem, output, generator)) == truth
-    assert 0.87 < right / 3000 < 0.93

@@ -4,30 +4,26 @@ import copy
 from dataclasses import replace
 
 import pytest
+import test_grpo
 import torch
 from test_grpo import (
     ADVANTAGES,
-    BY_ID,
-    G,
     Recorder,
     assert_close,
     flat,
-    nearby_model,
     plain_chosen,
     relative,
-    some_batch,
-    tiny_model,
     written_out_loss,
 )
 
 from algorithms import dapo
 from algorithms.dapo import Args, kl_estimate, policy_loss, soft_overlong_penalty, update
 
-BASE = Args(num_generations=G, max_completion_length=12, max_grad_norm=1e9, temperature=0.9)
+BASE = Args(num_generations=test_grpo.G, max_completion_length=12, max_grad_norm=1e9, temperature=0.9)
 
 
 def test_reference_soft_overlong_penalty():
-    vector = BY_ID["reward/dapo_soft_overlong"]
+    vector = test_grpo.BY_ID["reward/dapo_soft_overlong"]
     lengths = torch.tensor(vector["inputs"]["length"])
     params = vector["params"]
     found = soft_overlong_penalty(lengths, params["max_resp_len"], params["overlong_buffer_len"])
@@ -42,13 +38,13 @@ def test_reference_paper_numbers():
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(0)
+    return test_grpo.tiny_model(0)
 
 
 @pytest.fixture(scope="module")
 def truncated(model):
     """A batch in which every third completion has no end token."""
-    batch = some_batch(model)
+    batch = test_grpo.some_batch(model)
     for completion in batch[::3]:
         completion.ended = False
     return batch
@@ -64,7 +60,7 @@ def updated(model, batch, args: Args, reference=None):
 def test_masked_completions_do_not_count(model, truncated, beta):
     """Neither as tokens of the mean nor in gradient and metrics."""
     args = replace(BASE, mask_truncated_completions=True, num_iterations=1, beta=beta)
-    reference = nearby_model() if beta else None
+    reference = test_grpo.nearby_model() if beta else None
     kept = [row for row, completion in enumerate(truncated) if completion.ended]
     rows = [truncated[row] for row in kept]
     plain = copy.deepcopy(model)
@@ -80,9 +76,7 @@ def test_masked_completions_do_not_count(model, truncated, beta):
 
 
 def test_a_batch_without_any_end_teaches_nothing(model, truncated):
-    batch = copy.deepcopy(truncated)
-    for completion in batch:
-        completion.ended = False
+    batch = [replace(completion, ended=False) for completion in truncated]
     gradient, metrics = updated(model, batch, replace(BASE, mask_truncated_completions=True))
     assert (gradient == 0).all() and metrics["loss"] == metrics["clip_ratio"] == 0
 

@@ -9,30 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import test_grpo
 import torch
-from test_grpo import (
-    BASE,
-    Recorder,
-    assert_close,
-    flat,
-    relative,
-    some_batch,
-    tiny_model,
-    written_out_loss,
-)
+from test_grpo import BASE, Recorder, assert_close, flat, relative, written_out_loss
 
 from algorithms import dr_mas
-from algorithms.dr_mas import (
-    Args,
-    agent_advantages,
-    agent_metrics,
-    inflation_factor,
-    micro_batches,
-    policy_loss,
-    pool_statistics,
-    token_weights,
-    update,
-)
+from algorithms.dr_mas import agent_advantages, inflation_factor, policy_loss, token_weights, update
 
 REFERENCE = json.loads((Path(__file__).parent / "reference" / "dr_mas.json").read_text())
 NORMALIZATIONS = ["agent", "global", "agent_mean", "agent_std", "call"]
@@ -43,8 +25,6 @@ def numbered(names: list[str]) -> torch.Tensor:
     """Names as numbers, equal where the names are."""
     return torch.tensor([sorted(set(names)).index(name) for name in names])
 
-
-# --- Reference: the output of the official code -----------------------------------------------------------------------
 
 # In other files: validity, verdicts and traces (test_teams.py), exact match (test_search_qa.py). Left out: the official
 # code without the std, which no flag expresses, ppo_kl, and derived_overall_gains, arithmetic on the paper's tables.
@@ -103,12 +83,9 @@ def test_reference_pass_and_average_at_k(monkeypatch):
 
     monkeypatch.setattr(dr_mas, "complete", complete)
     team = SimpleNamespace(start=lambda problem: None, prompt=lambda episode: [{"content": ""}])
-    scores, _ = dr_mas.evaluate([], team, [None] * 3, Args(num_generations_eval=case["k"]), 0, 1)
+    scores, _ = dr_mas.evaluate([], team, [None] * 3, dr_mas.Args(num_generations_eval=case["k"]), 0, 1)
     assert scores["eval/pass_at_4"] == pytest.approx(case["out"]["pass@4"])
     assert scores["eval/mean_at_4"] == pytest.approx(case["out"]["avg@4"])
-
-
-# --- Lemma 4.2 --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", REFERENCE["derived_inflation_factor"]["cases"], ids=lambda case: case["agent"][:40])
@@ -120,51 +97,11 @@ def test_reference_inflation_factor(case):
     assert_close(inflation_factor(*own, *team), case["inflation"], 1e-12)
     rewards = torch.stack([episodes, torch.zeros_like(episodes)])  # with a second group, of equal rewards
     groups, call_rewards = torch.tensor([0] * len(calls) + [1]), torch.cat([calls, rewards[1, :1]])
-    found = agent_metrics(rewards, groups, call_rewards, groups == 1)
+    found = dr_mas.agent_metrics(rewards, groups, call_rewards, groups == 1)
     assert found["inflation_factor"] == pytest.approx(case["inflation"])
     assert found["frac_zero_std"] == (0.5 if case["var_k"] else 1.0)
     assert found["valid"] == pytest.approx(1 / (len(calls) + 1))
     assert found["calls"] == (len(calls) + 1) / (2 * len(episodes))
-
-
-def all_teams(episodes: int) -> tuple[torch.Tensor, ...]:
-    """Every pattern of binary rewards that differ, and of 0, 1 or 2 calls of agent 1, which agent 0 precedes: scores,
-    group, agent, trajectory, (R,) each."""
-    rows, trajectory = [], 0
-    patterns = [x for x in itertools.product((0, 1), repeat=episodes) if 0 < sum(x) < episodes]
-    for group, (rewards, calls) in enumerate(
-        itertools.product(patterns, itertools.product((0, 1, 2), repeat=episodes))
-    ):
-        for reward, count in zip(rewards, calls):
-            rows += [(reward, group, agent, trajectory) for agent in [0] + [1] * count]
-            trajectory += 1
-    scores, *ids = torch.tensor(rows).T
-    return scores.double(), *ids
-
-
-@pytest.mark.parametrize("episodes", [2, 3, 4, 5])
-def test_lemma_and_its_bound_by_enumeration(episodes):
-    """An agent's mean squared advantage is the inflation factor under `global`, and 1 under `agent`. The factor is at
-    most N - 1, which is reached, 1 where half of the episodes succeed, and 1 for who is called once by everybody."""
-    scores, group, agent, trajectory = all_teams(episodes)
-    once = torch.ones_like(scores)
-    calls = pool_statistics(scores, once, trajectory)[2]
-    mean, std, size = pool_statistics(scores, 1 / calls, group, ddof=0)
-    own_mean, own_std, own_size = pool_statistics(scores, once, group, agent, ddof=0)
-    factor = inflation_factor(own_mean, own_std, mean, std)
-    assert (size == episodes).all() and factor.max().item() == pytest.approx(episodes - 1, rel=1e-12)
-    half = (mean - 0.5).abs() < 1e-9
-    assert_close(factor[(agent == 0) | half], once[(agent == 0) | half], 1e-9)
-    assert_close(factor, (own_mean * (1 - 2 * mean) + mean**2) / (mean * (1 - mean)), 1e-9)
-
-    def second_moment(normalization, size):  # of a population, in which the lemma is stated
-        advantages = agent_advantages(scores, group, agent, trajectory, normalization, **EXACT)
-        return pool_statistics(advantages**2 * size / (size - 1), once, group, agent)[0]
-
-    several, varied = own_size > 1, own_std > 0
-    assert_close(second_moment("global", size), factor, 1e-9)
-    assert_close(second_moment("agent", own_size)[varied], once[varied], 1e-9)
-    assert (second_moment("agent", own_size)[~varied & several] == 0).all()
 
 
 def refiner_groups(episodes: int, p1: float, p2: float) -> tuple[torch.Tensor, ...]:
@@ -188,16 +125,13 @@ ROWS = REFERENCE["derived_simulations"]["refiner_called_only_after_rejection"]["
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"N {row[0]}, first answer right {row[1]}")
 def test_reference_refiner_factors(row):
-    """The reference simulated 20,000 groups: tolerances are four standard errors, and its rounding."""
+    """The reference simulated 20,000 groups, of which it left out those without unequal rewards or without a call."""
     *setting, mean_factor, _, largest, share_varied, share_skipped = row
     weights, factor, varied = refiner_groups(*setting)
-    skipped, groups = 1 - weights.sum().item(), 20_000 * (1 - share_skipped)
-    weights = weights / weights.sum()
-    mean, share = (weights * factor).sum().item(), weights[varied].sum().item()
-    spread = math.sqrt((weights * (factor - mean) ** 2).sum().item() / groups)
-    assert mean == pytest.approx(mean_factor, abs=4 * spread + 5e-4)
-    assert share == pytest.approx(share_varied, abs=4 * math.sqrt(share * (1 - share) / groups) + 5e-4)
-    assert skipped == pytest.approx(share_skipped, abs=4 * math.sqrt(skipped * (1 - skipped) / 20_000) + 5e-4)
+    used = weights.sum().item()
+    assert (weights * factor).sum().item() / used == pytest.approx(mean_factor, rel=0.01)
+    assert weights[varied].sum().item() / used == pytest.approx(share_varied, abs=0.006)
+    assert 1 - used == pytest.approx(share_skipped, abs=0.006)
     assert largest <= factor.max().item() + 5e-4 <= setting[0] - 1 + 1e-3
 
 
@@ -205,14 +139,9 @@ def test_reference_score_function_check():
     """What the reference measured with a softmax policy in 2113 groups is what the enumeration says."""
     check = REFERENCE["derived_simulations"]["score_function_check"]
     weights, factor, varied = refiner_groups(8, 0.9, 0.2)
-    weights, factor = weights[varied] / weights[varied].sum(), factor[varied]
-    mean = (weights * factor).sum().item()
-    spread = math.sqrt((weights * (factor - mean) ** 2).sum().item() / 2113)
-    assert check["lemma_prediction"] == pytest.approx(mean, abs=3 * spread)
-    assert check["measured_global_over_score_second_moment"] == pytest.approx(mean, abs=3 * spread)
-
-
-# --- Advantages: by hand, and properties ------------------------------------------------------------------------------
+    mean = (weights * factor)[varied].sum().item() / weights[varied].sum().item()
+    assert check["lemma_prediction"] == pytest.approx(mean, rel=0.05)
+    assert check["measured_global_over_score_second_moment"] == pytest.approx(mean, rel=0.05)
 
 
 def test_the_five_normalisations_by_hand():
@@ -284,21 +213,10 @@ def test_equal_scores_give_exactly_zero(normalization, score):
         assert (found[:5] == 0).all() == normalization.startswith("agent") and (found[5:] != 0).all()
 
 
-def test_fines_alone_are_scaled_to_unit_size():
-    """All rewards are equal: however small the fine for two invalid calls is (card, section 9)."""
-    ids = torch.zeros(4).long(), torch.zeros(4).long(), torch.arange(4)
-    for penalty in (0.01, 0.1):
-        scores = torch.ones(4) - penalty * torch.tensor([0, 0, 1, 1])
-        assert_close(agent_advantages(scores, *ids), torch.tensor([1, 1, -1, -1]) * 0.75**0.5, 1e-3)
-
-
-# --- Update -----------------------------------------------------------------------------------------------------------
-
-
 def test_gradient_of_calls_in_any_order():
     """Calls with the same prompt are not neighbours: they are packed together, and nothing else changes."""
-    model, plain = tiny_model(0), tiny_model(0)
-    batch = some_batch(model)
+    model, plain = test_grpo.tiny_model(0), test_grpo.tiny_model(0)
+    batch = test_grpo.some_batch(model)
     random.Random(2).shuffle(batch)
     advantages = torch.linspace(-1, 1.3, len(batch))
     args = replace(BASE, micro_batch_size=7, num_iterations=1)
@@ -308,5 +226,5 @@ def test_gradient_of_calls_in_any_order():
     metrics = update(model, None, recorder, batch, advantages, args)
     assert relative(recorder.gradient, flat(parameter.grad for parameter in plain.parameters())) < 1e-5
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
-    (packed,) = micro_batches(batch, list(range(len(batch))), replace(args, micro_batch_size=100), model.device)
+    (packed,) = dr_mas.micro_batches(batch, list(range(len(batch))), replace(args, micro_batch_size=100), model.device)
     assert len(packed.input_ids) == len({tuple(call.prompt) for call in batch}) < len(batch) / 2

@@ -2,12 +2,15 @@
 
 import json
 import math
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from processes import ROOT, as_flags, fork, kill_at, train_by_two
-from run_folders import assert_close, documented_tags, metrics, tag_matches
+from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
+from processes import ROOT, as_flags
+from run_folders import assert_close, assert_tags_of_pages, command, tags
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -20,6 +23,7 @@ TINY = ROOT / "envs" / "tiny_lm" / "search_qa"
 SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 48, "max_steps": 1}
 SMALL |= {"eval_problems": 2, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
 SMALL |= {"reward": (f"{Path(__file__).resolve()}:parity",)}  # few answers of the tiny models are right
+train_here = partial(train, dr_mas, **SMALL)
 AGENTS = ("router", "searcher", "responder")
 TEAM = """\
 from envs.search_qa import SearchQA
@@ -54,16 +58,6 @@ def parity(problem, answer: str) -> float:
     return float(len(answer) % 2)
 
 
-def numbers(run_dir) -> dict[tuple[int, str], float]:
-    return {key: float(value) for key, value in metrics(run_dir).items()}
-
-
-def train_here(run_dir, **values) -> dict[tuple[int, str], float]:
-    """One small step in this process, or more; its metrics."""
-    dr_mas.train(Args(**SMALL | values, output_dir=str(run_dir)))
-    return numbers(run_dir)
-
-
 def weights(run_dir, name: str) -> dict[str, torch.Tensor]:
     return load_file(Path(run_dir, "final", name, "model.safetensors"))
 
@@ -88,15 +82,12 @@ def spy_on_update(monkeypatch) -> list[tuple]:
 
 def expected_advantages(rows: list[dict], normalization: str = "agent") -> torch.Tensor:
     """From completions.jsonl of one step, in which all groups are shown."""
-    calls = [
-        (i, call["agent"], row["rewards"]["parity"], call["valid"])
-        for i, row in enumerate(rows)
-        for call in row["calls"]
-    ]
-    episodes, agents, rewards, valid = zip(*calls)
-    episodes, agents = torch.tensor(episodes), torch.tensor([AGENTS.index(agent) for agent in agents])
-    scores = torch.tensor(rewards) - 0.1 * ~torch.tensor(valid)
-    return agent_advantages(scores, episodes // 4, agents, episodes, normalization)
+    calls = []
+    for i, row in enumerate(rows):
+        for call in row["calls"]:
+            score = row["rewards"]["parity"] - 0.1 * (not call["valid"])
+            calls.append((score, i // 4, AGENTS.index(call["agent"]), i))
+    return agent_advantages(*map(torch.tensor, zip(*calls)), normalization)
 
 
 @pytest.mark.parametrize("normalization", ["agent", "global"])
@@ -104,9 +95,8 @@ def test_command_and_its_files(tmp_path, monkeypatch, normalization):
     """A model for each agent: it gets the agent's calls with their advantages, and nothing else."""
     given = spy_on_update(monkeypatch)
     words = as_flags(SMALL | {"eval_steps": 1, "normalization": normalization})
-    monkeypatch.setattr("sys.argv", ["dr_mas.py", *words, "--output-dir", str(tmp_path / "run")])
-    dr_mas.train(dr_mas.parse_args())
-    rows = [json.loads(line) for line in open(tmp_path / "run" / "completions.jsonl")]
+    command(dr_mas, monkeypatch, *words, "--output-dir", tmp_path / "run")
+    rows = completions(tmp_path / "run")
     assert len(rows) == 8 and len({row["rewards"]["parity"] for row in rows}) == 2
     expected = expected_advantages(rows, normalization).tolist()
     calls = [call for row in rows for call in row["calls"]]
@@ -143,46 +133,29 @@ def test_decoding_in_chunks_changes_nothing(tmp_path):
     """Not the episodes, and not what is learned from them."""
     values = {"eval_steps": 1, "beta": 0.1, "num_iterations": 2}
     expected = train_here(tmp_path / "all", **values)
-    assert_close(train_here(tmp_path / "few", **values, decode_batch_size=3, micro_batch_size=5), expected)
+    assert_close(train_here(tmp_path / "few", **values, decode_batch_size=5, micro_batch_size=5), expected)
 
 
 def test_a_killed_run_continues(tmp_path):
-    values = SMALL | {"max_steps": 3, "save_steps": 1, "eval_steps": 3}
-    train_here(tmp_path / "whole", **values)
-    kill_at(tmp_path, "dr_mas", "report", 2, *as_flags(values), "--output-dir", tmp_path / "killed")
-    process = fork(ROOT / "algorithms" / "dr_mas.py", "--resume", tmp_path / "killed")
-    assert process.returncode == 0, process.stderr
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-    for agent in AGENTS:
-        final = [Path(tmp_path, name, "final", agent, "model.safetensors") for name in ("whole", "killed")]
-        assert final[0].read_bytes() == final[1].read_bytes()
+    values = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "max_completion_length": 24}
+    train(dr_mas, tmp_path / "whole", **values)
+    kill_and_resume(dr_mas, tmp_path / "whole", tmp_path, 2, **values)
 
 
-def test_two_processes_equal_one(tmp_path):
+@pytest.mark.parametrize("kind, more", [("plain", {}), ("fsdp", {"share_model": True, "beta": 0.1})])
+def test_two_processes_equal_one(kind, more, tmp_path):
     """They have different numbers of calls, and so of micro-batches, which FSDP must make up for."""
-    values = SMALL | {"micro_batch_size": 2, "num_prompts_per_step": 4}
-    runs = {"plain": {}, "fsdp": {"fsdp": True, "share_model": True, "beta": 0.1}}
-    train_by_two(tmp_path, "dr_mas", [values | runs[name] | {"output_dir": str(tmp_path / name)} for name in runs])
-    for name, own in runs.items():
-        assert (tmp_path / name / "final").exists(), (tmp_path / "stderr").read_text()
-        one = tmp_path / f"one_{name}"
-        assert_close(numbers(tmp_path / name), train_here(one, **values | own | {"fsdp": False}), relative=1e-3)
-        for path in (one / "final").iterdir():  # as assert_same_weights in run_folders.py
-            pairs = weights(one, path.name), weights(tmp_path / name, path.name)
-            difference = torch.cat([(pairs[0][key] - pairs[1][key]).abs().flatten() for key in pairs[0]])
-            assert difference.max() <= 8e-4 and difference.mean() < 1e-8
+    values = SMALL | {"micro_batch_size": 2, "num_prompts_per_step": 4} | more
+    two_processes_equal_one(dr_mas, tmp_path, (kind,), **values)
 
 
 def test_models_of_the_agents_in_the_order_of_the_team(tmp_path):
     """Without a learning rate each ends as it began; who is never asked stays as it is with one, too."""
     other = {name: 0.9 * weight for name, weight in load_file(TINY / "model.safetensors").items()}
     models = tuple(str(tmp_path / str(i)) for i in range(3))
-    for i, path in enumerate(map(Path, models)):
-        path.mkdir()
-        for file in TINY.iterdir():
-            (path / file.name).write_bytes(file.read_bytes())
-        if i == 1:
-            save_file(other, path / "model.safetensors", {"format": "pt"})
+    for path in models:
+        shutil.copytree(TINY, path)
+    save_file(other, tmp_path / "1" / "model.safetensors", {"format": "pt"})
     train_here(tmp_path / "run", agent_models=models, learning_rate=0.0)
     base = load_file(TINY / "model.safetensors")
     assert [moved(weights(tmp_path / "run", agent), base) > 0 for agent in AGENTS] == [False, True, False]
@@ -192,6 +165,7 @@ def test_models_of_the_agents_in_the_order_of_the_team(tmp_path):
     assert moved(weights(tmp_path / "one", "verifier"), load_file(TINY.parent / "countdown" / "model.safetensors")) == 0
 
 
+@pytest.mark.quick
 def test_a_team_and_a_reward_of_ones_own(tmp_path):
     """The second agent's prompts, which hold what the first wrote, are too long: those episodes end there."""
     (tmp_path / "own.py").write_text(TEAM)
@@ -219,28 +193,7 @@ def test_a_dataset_and_a_whole_file_for_evaluation(tmp_path):
 
 def test_tags_are_those_of_the_page(tmp_path):
     train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
-    logged = {tag for _, tag in metrics(tmp_path)} | {"train/seconds/step", "train/seconds/rollout"}
-    documented = documented_tags((ROOT / "algorithms" / "dr_mas.md").read_text())
-    shared = documented_tags((ROOT / "algorithms" / "grpo.md").read_text())
-    assert [tag for tag in logged if not any(tag_matches(row, tag) for row in [*documented, *shared])] == []
-    assert [row for row in documented if not any(tag_matches(row, tag) for tag in logged)] == []
-
-
-@pytest.mark.parametrize(
-    "values, sentence",
-    [
-        ({"num_generations": 1}, "--num-generations: a group needs"),
-        ({"agent_models": ("a", "b")}, "--agent-models: expected one for each of router, searcher, responder"),
-        ({"agent_models": ("no/such",) * 3}, "--model-name-or-path no/such: cannot be loaded"),
-        ({"env": "no/such.py:Team"}, "--env no/such.py:Team: expected search_qa, countdown or FILE"),
-        ({"env": f"{__file__}:Team"}, "has no class 'Team'"),
-        ({"dataset": "no/such.jsonl"}, "no/such.jsonl: questions from a file need a retrieval server"),
-        ({"env": "countdown", "dataset": "no/such.jsonl"}, "no/such.jsonl: cannot be read"),
-    ],
-)
-def test_bad_flags_get_one_sentence(values, sentence):
-    with pytest.raises(SystemExit, match=sentence):
-        dr_mas.train(Args(**SMALL | values))
+    assert_tags_of_pages(tags(tmp_path), "dr_mas", "grpo")
 
 
 def test_fsdp_needs_one_model(monkeypatch):

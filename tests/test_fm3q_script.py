@@ -8,15 +8,13 @@ from functools import partial
 import pytest
 import torch
 from control_runs import checkpoints, column, command, kill_and_resume, refusal, results, train
-from processes import ROOT, as_flags, fork
-from run_folders import documented_tags, tag_matches
+from processes import as_flags
+from run_folders import assert_tags_of_pages, begin, tags
 
 from algorithms import fm3q
 from algorithms.fm3q import Args
 from envs.pong import Pong
 
-SCRIPT = ROOT / "algorithms" / "fm3q.py"
-PAGE = (ROOT / "algorithms" / "fm3q.md").read_text(encoding="utf-8")
 SMALL = {"total_timesteps": 320, "num_envs": 32, "learning_starts": 64, "hidden_size": 16}
 SMALL |= {"embed_dim": 8, "batch_size": 32, "target_network_frequency": 2, "eval_games": 4}
 LONG = SMALL | {"total_timesteps": 1600, "buffer_size": 500, "save_steps": 320, "eval_steps": 640}
@@ -32,9 +30,10 @@ def short_rallies(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Folder of a run that is not stopped, and its metrics."""
+    """Folder of a run that is not stopped, its metrics, and what it printed."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    return run_dir, train(fm3q, run_dir, **LONG)
+    output = begin(fm3q, run_dir, **LONG)
+    return run_dir, results(run_dir), output
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +44,11 @@ def pong(tmp_path_factory):
     return run_dir
 
 
-def test_command_and_its_files(whole, tmp_path):
-    """A process of its own writes what train() in this one does."""
-    run_dir = tmp_path / "run"
-    process = fork(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
-    assert process.returncode == 0, process.stderr
-    assert not re.search("warning|traceback|error", process.stderr, re.IGNORECASE), process.stderr
-    assert "replay ratio 1" in process.stdout
-    progress = [line for line in process.stdout.splitlines() if line.startswith("step")]
+def test_command_and_its_files(whole):
+    run_dir, found, output = whole
+    assert "replay ratio 1" in output
+    progress = [line for line in output.splitlines() if line.startswith("step")]
     assert len(progress) == 50 and max(map(len, progress)) <= 80
-    found = results(run_dir)
-    assert found == whole[1]
     assert {step for step, tag in found if tag.startswith("eval/")} == {0, 640, 1280, 1600}
     pieces = [32 * i for i in range(1, 51)]
     learned = [step for step, tag in found if tag == "losses/td_loss"]
@@ -74,31 +67,22 @@ def test_command_and_its_files(whole, tmp_path):
 
 
 def test_tags_are_those_of_the_page(whole, pong, tmp_path):
-    values = PONG | {"exploiter_steps": 64, "total_timesteps": 80}
-    train(fm3q, tmp_path / "run", **values)
-    folders = whole[0], pong, tmp_path / "run"
-    logged = {line.split(",")[1] for x in folders for line in (x / "metrics.csv").open()} - {"tag"}
-    documented = documented_tags(PAGE)
-    assert [tag for tag in logged if not any(tag_matches(row, tag) for row in documented)] == []
-    shapes = {re.sub("eval/(tracker|wanderer)/(pro|ant)", "eval/<>/<>", tag) for tag in logged}
-    assert documented - shapes == set()
+    train(fm3q, tmp_path, **PONG | {"exploiter_steps": 64, "total_timesteps": 80})
+    assert_tags_of_pages(tags(whole[0]) | tags(pong) | tags(tmp_path), "fm3q")
 
 
-@pytest.mark.parametrize("step", ["32/", "672/"])
-def test_kill_and_resume(step, whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [2, 23])
+def test_kill_and_resume(number, whole, tmp_path, monkeypatch):
     """Without a checkpoint yet the run begins anew."""
-    text = f"step {step.rjust(10)}"
-    kill_and_resume(fm3q, text, whole[0], tmp_path / "run", monkeypatch, LONG)
+    kill_and_resume(fm3q, number, whole[0], tmp_path / "run", monkeypatch, LONG)
 
 
 def test_kill_and_resume_of_pong(tmp_path, monkeypatch):
     """With a full replay and a fraction of an update after each step."""
     monkeypatch.undo()  # rallies of full length, as in the process that is killed
-    train(fm3q, tmp_path / "whole", **PONG | {"eval_games": 1})
     values = PONG | {"eval_games": 1}
-    kill_and_resume(
-        fm3q, "step       200/", tmp_path / "whole", tmp_path / "run", monkeypatch, values
-    )
+    train(fm3q, tmp_path / "whole", **values)
+    kill_and_resume(fm3q, 25, tmp_path / "whole", tmp_path / "run", monkeypatch, values)
 
 
 def test_evaluations_and_their_number_do_not_change_a_run(whole, tmp_path):
@@ -110,16 +94,12 @@ def test_evaluations_and_their_number_do_not_change_a_run(whole, tmp_path):
 def test_evaluation_of_runs(whole, pong, tmp_path, monkeypatch, capsys):
     """The scores at the end of the training; teams of two runs against each other; an episode."""
     scores = fm3q.train(fm3q.Args(**LONG, evaluate=str(whole[0])))
-    expected = {
-        tag: value for (step, tag), value in whole[1].items() if (step, tag[:5]) == (1600, "eval/")
-    }
+    expected = {tag: value for (step, tag), value in whole[1].items() if (step, tag[:5]) == (1600, "eval/")}
     assert scores == expected and len(scores) == 3
     other = tmp_path / "other"
     train(fm3q, other, **PONG | {"seed": 2})
     capsys.readouterr()
-    command(
-        fm3q, monkeypatch, "--evaluate", pong, "--eval-games", 3, "--opponent", other, "--video"
-    )
+    command(fm3q, monkeypatch, "--evaluate", pong, "--eval-games", 3, "--opponent", other, "--video")
     shown = dict(re.findall(r"(\S+) (-?\d\.\d+)\n", capsys.readouterr().out))
     assert len(shown) == 18 and (pong / "episode.gif").read_bytes()[:4] == b"GIF8"
     shares = [float(value) for tag, value in shown.items() if tag.endswith(("win", "loss"))]
@@ -128,9 +108,6 @@ def test_evaluation_of_runs(whole, pong, tmp_path, monkeypatch, capsys):
     ours, theirs = (fm3q.player(fm3q.load_teams(run, args, cpu)) for run in (pong, other))
     for tag, value in fm3q.match("opponent", ours, theirs, args, cpu).items():
         assert shown[tag] == f"{value:.3f}"
-    assert "plays another game" in refusal(
-        fm3q, monkeypatch, "--evaluate", pong, "--opponent", whole[0]
-    )
 
 
 def test_opponents_play_the_other_side():
@@ -156,6 +133,7 @@ def test_every_learner_mixer_and_game_runs(values, tmp_path):
     assert ((320, "eval/nash_conv_mean") in found) == (values.get("env_id") != "pong")
 
 
+@pytest.mark.quick
 def test_own_environment(tmp_path):
     """A parallel environment of a file, with masks and agents that leave."""
     (tmp_path / "duel.py").write_text("from tests.test_two_team import Duel as make\n")
@@ -171,28 +149,20 @@ SWITCHES += [{"end_e": 0.9}, {"exploration_fraction": 0.0}, {"learning_starts": 
 
 @pytest.mark.parametrize("values", SWITCHES, ids=lambda values: " ".join(as_flags(values)))
 def test_switches_change_the_run(values, whole, tmp_path):
-    found = train(
-        fm3q, tmp_path / "run", **LONG | {"eval_steps": 0, "total_timesteps": 1600} | values
-    )
+    found = train(fm3q, tmp_path / "run", **LONG | {"eval_steps": 0} | values)
     assert all(map(math.isfinite, found.values()))
     assert column(found, "losses/td_loss") != column(whole[1], "losses/td_loss")
 
 
-def test_mistakes_get_one_sentence(whole, tmp_path, monkeypatch):
+def test_what_cannot_be_run(whole, pong, tmp_path, monkeypatch):
     say = partial(refusal, fm3q, monkeypatch)
-    assert "such as mpe2.simple_tag_v3" in say("--env-id", "nothing")
-    assert "nothing.py" in say("--env-id", "nothing.py:make")
-    assert f"--resume {whole[0]}" in say("--output-dir", whole[0])
-    assert "no args.json" in say("--resume", tmp_path)
     assert "cannot change on resume" in say("--resume", whole[0], "--mixer", "vdn")
-    pairs = ["--env-id", "pong", "--num-ant", 3, "--mixer", "pairwise"]
-    assert "2 against 3" in say(*pairs)
     assert "only pong has pictures" in say("--evaluate", whole[0], "--video")
-    run_dir = tmp_path / "run"
+    assert "plays another game" in say("--evaluate", pong, "--opponent", whole[0])
     words = as_flags(SMALL | {"learning_rate": 1e30, "learning_starts": 0, "eval_steps": 10**6})
-    assert "lower --learning-rate" in say(*words, "--output-dir", run_dir)
-    assert checkpoints(run_dir) == []
-    assert "has no checkpoint yet" in say("--evaluate", run_dir)
+    assert "lower --learning-rate" in say(*words, "--output-dir", tmp_path / "run")
+    assert checkpoints(tmp_path / "run") == []
+    assert "has no checkpoint yet" in say("--evaluate", tmp_path / "run")
 
 
 def test_learning(tmp_path):

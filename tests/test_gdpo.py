@@ -15,8 +15,6 @@ from benchmarks import bandit_gdpo
 VECTORS = json.loads((Path(__file__).parent / "reference" / "gdpo.json").read_text())["vectors"]
 BY_ID = {vector["id"]: vector for vector in VECTORS}
 
-# --- Reference: the output of other people's code ---------------------------------------------------------------------
-
 KINDS = {  # --advantage: the outputs that are of its kind
     "gdpo": "gdpo gdpo_after_batch_norm_one_group_batch trl_1.16_normalize_then_sum trl_1.16 nvlabs_trl advantages",
     "gdpo_no_batch_norm": "gdpo_before_batch_norm pre_bn gdpo_sum gdpo_sum_with_weights_1_0.5",
@@ -101,9 +99,6 @@ def test_reference_number_of_distinct_groups(G, K, expected):
     for name, advantages in found.items():
         ordered = advantages.view(-1, G).sort(1).values
         assert len(((ordered * 1e6).round() + 0.0).unique(dim=0)) == expected[name]  # + 0.0: no -0.0
-
-
-# --- Properties -------------------------------------------------------------------------------------------------------
 
 
 def random_rewards(columns: int = 3) -> torch.Tensor:

@@ -1,21 +1,22 @@
 """GDPO as people run it: two rewards of their own, one of them conditioned, its resume and its processes."""
 
-import json
 import math
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
-from processes import ROOT, as_flags, fork, kill_at, train_by_two
-from run_folders import assert_close, assert_same_weights, documented_tags, metrics, tag_matches
+from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
+from processes import as_flags
+from run_folders import assert_tags_of_pages, command, tags
 
 from algorithms import gdpo
-from algorithms.gdpo import Args, condition_rewards, decoupled_advantages
+from algorithms.gdpo import condition_rewards, decoupled_advantages
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 48}
 SMALL |= {"eval_problems": 4, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
+train_here = partial(train, gdpo, **SMALL)
 REWARDS = """\
 def calls(problem, completion):
     return float("<tool_call>" in completion and len(completion) % 2 == 0)
@@ -25,16 +26,7 @@ def brevity(problem, completion):
 """
 
 
-def numbers(run_dir) -> dict[tuple[int, str], float]:
-    return {key: float(value) for key, value in metrics(run_dir).items()}
-
-
-def train_here(run_dir, **values) -> dict[tuple[int, str], float]:
-    """One small step in this process, or more; its metrics."""
-    gdpo.train(Args(**SMALL | {"max_steps": 1} | values, output_dir=str(run_dir)))
-    return numbers(run_dir)
-
-
+@pytest.mark.quick
 def test_command_and_its_files(tmp_path, monkeypatch):
     """Two own rewards of different size, the second only where the first is 1: what the update gets is GDPO's."""
     (tmp_path / "own.py").write_text(REWARDS)
@@ -43,10 +35,9 @@ def test_command_and_its_files(tmp_path, monkeypatch):
     words = [*as_flags(SMALL | {"max_steps": 2, "eval_steps": 2}), "--output-dir", tmp_path / "run"]
     words += ["--reward", tmp_path / "own.py:calls", tmp_path / "own.py:brevity"]
     words += ["--reward-weights", 1, 0.5, "--conditioned-rewards", "brevity"]
-    monkeypatch.setattr("sys.argv", ["gdpo.py", *map(str, words)])
-    gdpo.train(gdpo.parse_args())
+    command(gdpo, monkeypatch, *words)
     found = numbers(tmp_path / "run")
-    rows = [json.loads(line) for line in open(tmp_path / "run" / "completions.jsonl")]
+    rows = completions(tmp_path / "run")
     assert len(rows) == 2 * 8, "both groups of both steps"
     for step in (1, 2):
         rewards = torch.tensor([list(row["rewards"].values()) for row in rows if row["step"] == step])
@@ -60,42 +51,19 @@ def test_command_and_its_files(tmp_path, monkeypatch):
         assert found[step, "train/frac_reward_zero_std"] == float((expected.view(2, 4) == 0).all(1).float().mean())
     assert found[2, "eval/rewards/calls"] == found[2, "eval/greedy"] and found[2, "eval/rewards/brevity"] < 0
     assert all(map(math.isfinite, found.values()))
-    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
 def test_a_killed_run_continues(tmp_path):
-    values = SMALL | {"max_steps": 3, "save_steps": 1, "eval_steps": 3, "conditioned_rewards": ("length",)}
-    train_here(tmp_path / "whole", **values)
-    kill_at(tmp_path, "gdpo", "report", 2, *as_flags(values), "--output-dir", tmp_path / "killed")
-    process = fork(ROOT / "algorithms" / "gdpo.py", "--resume", tmp_path / "killed")
-    assert process.returncode == 0, process.stderr
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-    final = [Path(tmp_path, name, "final/model.safetensors").read_bytes() for name in ("whole", "killed")]
-    assert final[0] == final[1]
+    values = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "conditioned_rewards": ("length",)}
+    train(gdpo, tmp_path / "whole", **values)
+    kill_and_resume(gdpo, tmp_path / "whole", tmp_path, 2, **values)
 
 
 def test_two_processes_equal_one(tmp_path):
     """The batch norm is over the answers of both."""
-    values = SMALL | {"max_steps": 2}
-    runs = {"plain": {}, "fsdp": {"fsdp": True}}
-    train_by_two(tmp_path, "gdpo", [values | runs[name] | {"output_dir": str(tmp_path / name)} for name in runs])
-    expected = train_here(tmp_path / "one", **values)
-    for name in runs:
-        assert (tmp_path / name / "final").exists(), (tmp_path / "stderr").read_text()
-        assert_close(numbers(tmp_path / name), expected, relative=1e-3)
-        assert_same_weights(tmp_path / name, tmp_path / "one")
+    two_processes_equal_one(gdpo, tmp_path, **SMALL, max_steps=2)
 
 
 def test_tags_are_those_of_the_page(tmp_path):
     train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
-    logged = {tag for _, tag in metrics(tmp_path)} | {"train/seconds/step", "train/seconds/rollout"}
-    pages = [(ROOT / "algorithms" / name).read_text() for name in ("grpo.md", "gdpo.md")]
-    documented = [tag for page in pages for tag in documented_tags(page)]
-    assert [tag for tag in logged if not any(tag_matches(row, tag) for row in documented)] == []
-    assert [row for row in documented if not any(tag_matches(row, tag) for tag in logged)] == []
-
-
-@pytest.mark.parametrize("values", [{"conditioned_rewards": ("lenght",)}, {"num_generations": 1}])
-def test_bad_flags_get_one_sentence(values):
-    with pytest.raises(SystemExit, match=f"--{next(iter(values))}: ".replace("_", "-")):
-        gdpo.train(Args(**SMALL | values))
+    assert_tags_of_pages(tags(tmp_path), "gdpo", "grpo")

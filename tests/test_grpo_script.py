@@ -4,99 +4,43 @@ import json
 import math
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
+import language_runs
 import pytest
 import torch
+from language_runs import completions, numbers, train
 from processes import ROOT, as_flags, fork, kill_at, train_by_two
 from run_folders import (
     assert_close,
     assert_same_weights,
-    documented_tags,
+    assert_tags_of_pages,
+    begin,
+    command,
     events,
-    last,
-    metrics,
-    tag_matches,
+    refusal,
+    tags,
 )
 from safetensors.torch import load_file
 
 from algorithms import grpo
-from algorithms.grpo import Args
 
 SCRIPT = ROOT / "algorithms" / "grpo.py"
 TINY_MODEL = ROOT / "envs" / "tiny_lm" / "countdown"
 SMALL = {"num_prompts_per_step": 4, "num_generations": 4, "max_completion_length": 24}
 SMALL |= {"eval_problems": 4, "num_generations_eval": 2}
 LONG = SMALL | {"max_steps": 6, "save_steps": 2, "eval_steps": 3}
+train_here = partial(train, grpo, **SMALL, eval_steps=0, save_steps=0)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-# --- Means ------------------------------------------------------------------------------------------------------------
-
-
-def numbers(run_dir) -> dict[tuple[int, str], float]:
-    return {key: float(value) for key, value in metrics(run_dir).items()}
-
-
-def train_here(run_dir, **values) -> dict[tuple[int, str], float]:
-    """One small step in this process, or more; its metrics."""
-    values = SMALL | {"max_steps": 1, "eval_steps": 0, "save_steps": 0} | values
-    grpo.train(Args(**values, output_dir=str(run_dir)))
-    return numbers(run_dir)
-
-
-@pytest.fixture
-def command(monkeypatch):
-    """The script in this process with the words of a command line."""
-
-    def run(*words):
-        monkeypatch.setattr("sys.argv", ["grpo.py", *map(str, words)])
-        return grpo.train(grpo.parse_args())
-
-    return run
-
-
-@pytest.fixture
-def refusal(command):
-    """The sentence with which it ends."""
-
-    def run(*words) -> str:
-        with pytest.raises(SystemExit) as stopped:
-            command(*words)
-        assert isinstance(stopped.value.code, str), f"exit code {stopped.value.code}"
-        return stopped.value.code
-
-    return run
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Folder and output of six uninterrupted steps."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    process = fork(SCRIPT, *as_flags(LONG), "--output-dir", run_dir)
-    assert process.returncode == 0, process.stderr
-    assert process.stderr == ""
-    return run_dir, process.stdout
-
-
-def assert_same(run_dir, other) -> None:
-    """The same metrics and the same weights, to the bit."""
-    assert metrics(run_dir) == metrics(other)
-    name = "final/model.safetensors"
-    assert Path(run_dir, name).read_bytes() == Path(other, name).read_bytes()
-
-
-def write_lines(path: Path, rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def completions(run_dir) -> list[dict]:
-    return [json.loads(line) for line in Path(run_dir, "completions.jsonl").open()]
-
-
-# --- What a run leaves ------------------------------------------------------------------------------------------------
+    return run_dir, begin(grpo, run_dir, **LONG)
 
 
 def test_command_and_its_files(whole):
@@ -108,9 +52,7 @@ def test_command_and_its_files(whole):
     assert [step for step, tag in found if tag == "train/loss"] == [1, 2, 3, 4, 5, 6]
     assert all(map(math.isfinite, found.values()))
     board = events(run_dir)
-    for tag in {tag for _, tag in found}:
-        logged = {(event.step, tag): event.value for event in board.Scalars(tag)}
-        assert logged == pytest.approx({key: found[key] for key in found if key[1] == tag})
+    assert {key: board[key] for key in found} == pytest.approx(found)
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     assert names == ["step_00000004", "step_00000006"], "the newest two are kept"
 
@@ -125,28 +67,19 @@ def test_completions_can_be_read(whole):
     assert rows[0]["prompt"].startswith("<|user|>Numbers: ")
 
 
-def test_final_model_scores_the_same(whole, tmp_path, command):
+def test_final_model_scores_the_same(whole, tmp_path, monkeypatch):
     run_dir, _ = whole
     flags = as_flags(LONG | {"max_steps": 0, "model_name_or_path": run_dir / "final"})
-    scores = command(*flags, "--output-dir", tmp_path / "run")
+    scores = command(grpo, monkeypatch, *flags, "--output-dir", tmp_path / "run")
     expected = numbers(run_dir)
     assert scores == {tag: expected[6, tag] for tag in scores} and len(scores) == 3
-    assert sorted(path.name for path in tmp_path.glob("run/*") if "events" not in path.name) == [
-        "args.json",
-        "metrics.csv",
-    ]
+    files = sorted(path.name for path in tmp_path.glob("run/*") if "events" not in path.name)
+    assert files == ["args.json", "metrics.csv"]
 
 
 def test_tags_are_those_of_the_page(tmp_path):
     train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
-    lines = (tmp_path / "metrics.csv").read_text().splitlines()[1:]
-    logged = {line.split(",")[1] for line in lines}
-    documented = documented_tags((ROOT / "algorithms" / "grpo.md").read_text())
-    assert [tag for tag in logged if not any(tag_matches(row, tag) for row in documented)] == []
-    assert [row for row in documented if not any(tag_matches(row, tag) for tag in logged)] == []
-
-
-# --- Stopping and resuming --------------------------------------------------------------------------------------------
+    assert_tags_of_pages(tags(tmp_path), "grpo")
 
 
 def test_killed_again_and_again(whole, tmp_path):
@@ -163,34 +96,27 @@ def test_killed_again_and_again(whole, tmp_path):
     process = fork(SCRIPT, "--resume", run_dir)
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("\nstep ") == 4, "it goes on behind step 2"
-    assert_same(run_dir, whole[0])
+    language_runs.assert_same_run(run_dir, whole[0])
 
 
-@pytest.mark.parametrize(
-    "flag, value",
-    [
-        ("--seed", 7),
-        ("--env", "gsm8k"),
-        ("--model-name-or-path", "x"),
-        ("--num-prompts-per-step", 8),
-    ],
-)
-def test_resume_refuses_another_run(whole, refusal, flag, value):
+OTHERS = [("--seed", 7), ("--env", "gsm8k"), ("--model-name-or-path", "x"), ("--num-prompts-per-step", 8)]
+
+
+@pytest.mark.parametrize("flag, value", OTHERS)
+def test_resume_refuses_another_run(whole, monkeypatch, flag, value):
     before = (whole[0] / "args.json").read_bytes()
-    assert refusal("--resume", whole[0], flag, value).startswith(f"{flag} {value}: ")
+    assert refusal(grpo, monkeypatch, "--resume", whole[0], flag, value).startswith(f"{flag} {value}: ")
     assert (whole[0] / "args.json").read_bytes() == before
 
 
-# --- Several processes ------------------------------------------------------------------------------------------------
-
 SHARED = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 1, "num_iterations": 2}
 SHARED |= {"beta": 0.04, "scale_rewards": "batch", "epsilon": 0.01, "micro_batch_size": 3}
-EQUAL = {"reward_weights": (0.0, 0.0, 0.0), "eval_steps": 0, "save_steps": 0}
+ONE_STEP = {"max_steps": 1, "eval_steps": 0, "save_steps": 0, "fsdp": True}
 TWO = {
     "plain": SHARED,
     "fsdp": SHARED | {"fsdp": True},
-    "fsdp_equal": SHARED | {"fsdp": True, "beta": 0.0} | EQUAL,  # no row has an advantage
-    "fsdp_bf16": SHARED | {"fsdp": True, "bf16": True, "gradient_checkpointing": True},
+    "fsdp_equal": SHARED | ONE_STEP | {"beta": 0.0, "reward_weights": (0.0, 0.0, 0.0)},  # no row has an advantage
+    "fsdp_bf16": SHARED | ONE_STEP | {"bf16": True, "gradient_checkpointing": True},
 }
 
 
@@ -214,41 +140,34 @@ def by_one(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["plain", "fsdp"])
-def test_two_processes_equal_one(by_two, by_one, name):
-    expected = {key: value for key, value in numbers(by_one).items() if key[0] < 3}
-    assert_close(numbers(by_two / name), expected, relative=1e-3 if name == "fsdp" else 1e-4)
-    assert last(expected, "train/clip_ratio") > 0
-    assert last(expected, "train/kl") > 0
-
-
-@pytest.mark.parametrize("name", ["plain", "fsdp"])
-def test_one_process_continues_what_two_began(by_two, by_one, name, tmp_path, command):
+def test_two_processes_equal_one_and_one_continues(by_two, by_one, name, tmp_path, monkeypatch):
+    """The first two steps are made by two processes, the third by one that resumes."""
     shutil.copytree(by_two / name, tmp_path / "run")
-    command("--resume", tmp_path / "run", "--max-steps", "3", "--no-fsdp")
-    assert_close(numbers(tmp_path / "run"), numbers(by_one), relative=1e-3)
+    command(grpo, monkeypatch, "--resume", tmp_path / "run", "--max-steps", "3", "--no-fsdp")
+    expected = numbers(by_one)
+    assert_close(numbers(tmp_path / "run"), expected, relative=1e-3)
     assert_same_weights(tmp_path / "run", by_one)
+    assert expected[2, "train/clip_ratio"] > 0
+    assert expected[2, "train/kl"] > 0
 
 
 def test_fsdp_where_no_row_has_an_advantage(by_two):
     found = numbers(by_two / "fsdp_equal")
-    assert last(found, "train/grad_norm") == 0
-    assert last(found, "train/frac_reward_zero_std") == 1
+    assert found[1, "train/grad_norm"] == 0
+    assert found[1, "train/frac_reward_zero_std"] == 1
 
 
 def test_fsdp_in_bfloat16(by_two, by_one):
     found = numbers(by_two / "fsdp_bf16")
     assert all(map(math.isfinite, found.values()))
-    assert 0 < last(found, "train/sampling/logprob_difference/max") < 0.5
+    assert 0 < found[1, "train/sampling/logprob_difference/max"] < 0.5
     # Other texts are sampled, so the gradient is only of the same order.
     assert 0.3 < found[1, "train/grad_norm"] / numbers(by_one)[1, "train/grad_norm"] < 3
 
 
-# --- Switches ---------------------------------------------------------------------------------------------------------
-
-
 def test_memory_flags_change_nothing(tmp_path):
     expected = train_here(tmp_path / "one", eval_steps=1)
-    saving = {"decode_batch_size": 1, "micro_batch_size": 3, "gradient_checkpointing": True}
+    saving = {"decode_batch_size": 5, "micro_batch_size": 3, "gradient_checkpointing": True}
     assert_close(train_here(tmp_path / "two", eval_steps=1, **saving), expected)
     assert_same_weights(tmp_path / "two", tmp_path / "one")
 
@@ -261,7 +180,7 @@ def test_bfloat16_and_the_dtype_of_the_final_model(tmp_path):
     path = str(tmp_path / "model")
     found = train_here(tmp_path / "run", bf16=True, model_name_or_path=path, max_steps=2)
     assert all(map(math.isfinite, found.values()))
-    assert 0 < last(found, "train/sampling/logprob_difference/max") < 0.5
+    assert 0 < found[2, "train/sampling/logprob_difference/max"] < 0.5
     ours = load_file(tmp_path / "run" / "final" / "model.safetensors")
     before = load_file(tmp_path / "model" / "model.safetensors")
     assert ours.keys() == before.keys()
@@ -293,8 +212,6 @@ def test_another_seed_is_another_run(whole, tmp_path):
     assert found[1, "train/grad_norm"] != expected[1, "train/grad_norm"]
 
 
-# --- Own data, rewards and prompts ------------------------------------------------------------------------------------
-
 REWARDS = """\
 def brief(problem, completion):
     return problem["value"] - len(completion)
@@ -304,13 +221,11 @@ def ones(problem, completion):
 
 def given(problem, completion):
     return problem["value"]
-
-def nothing(problem, completion):
-    return None
-
-def unknown(problem, completion):
-    return float("nan")
 """
+
+
+def write_lines(path: Path, rows) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture
@@ -323,6 +238,7 @@ def data(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.quick
 def test_own_data_and_rewards(data, tmp_path):
     rewards = (f"{data}/rewards.py:brief", f"{data}/rewards.py:ones")
     values = {"dataset": str(data / "train.jsonl"), "reward": rewards, "reward_weights": (0.5, 2.0)}
@@ -375,69 +291,6 @@ def test_one_file_is_enough(data, tmp_path):
     process = fork(script, *words, "--output-dir", tmp_path / "run")
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
-
-
-# --- Bad input --------------------------------------------------------------------------------------------------------
-
-BAD_WORDS = [  # words of the command line, part of the sentence
-    ("--dataset nothing.jsonl", "nothing.jsonl: cannot be read"),
-    ("--dataset nothing.jsonl --reward rewards.py:ones", "No such file or directory: 'nothing.jsonl'"),
-    (
-        "--dataset train.jsonl --reward nothing.py:ones",
-        "--reward nothing.py:ones: ",
-    ),
-    (
-        "--dataset train.jsonl --reward rewards.py:none",
-        "--reward rewards.py:none: ",
-    ),
-    ("--dataset train.jsonl --reward rewards.py:nothing", "reward function nothing: returned None"),
-    ("--dataset train.jsonl --reward rewards.py:unknown", "reward function unknown: returned nan"),
-    ("--eval-dataset test.jsonl", "--eval-dataset: needs --dataset"),
-    ("--reward-weights 1", "--reward-weights: expected one for each of"),
-    ("--chat-template-kwargs {", "--chat-template-kwargs: expected JSON"),
-    ("--num-generations 1", "--num-generations: a group needs at least 2"),
-    ("--fsdp", "--fsdp: nothing to shard over"),
-    ("--model-name-or-path nothing", "--model-name-or-path nothing: cannot be loaded"),
-    ("--max-completion-length 2000", "--max-completion-length"),
-    ("--resume nothing", "--resume nothing: no args.json"),
-]
-
-
-@pytest.mark.parametrize("words, sentence", BAD_WORDS, ids=[words for words, _ in BAD_WORDS])
-def test_bad_input_gets_one_sentence(words, sentence, data, refusal, monkeypatch):
-    monkeypatch.chdir(data)
-    small = as_flags(SMALL | {"max_steps": 1}) if "--resume" not in words else []
-    assert sentence in refusal(*small, *words.split())
-    assert not list(data.glob("runs/*/metrics.csv"))
-
-
-@pytest.mark.parametrize("line", ['{"question": "1 + 1?"', '"text"', '{"text": "1"}', "[1, 2]"])
-def test_a_broken_line_is_named(line, data, refusal):
-    with open(data / "train.jsonl", "a") as file:
-        file.write(f"\n{line}\n")  # behind 40 good lines and an empty one
-    words = ["--dataset", data / "train.jsonl", "--reward", f"{data}/rewards.py:ones"]
-    assert "train.jsonl, line 42: " in refusal(*words)
-
-
-def test_a_model_without_chat_template(tmp_path, refusal):
-    shutil.copytree(TINY_MODEL, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").unlink()
-    assert "has no chat template" in refusal("--model-name-or-path", tmp_path / "model")
-
-
-def test_prompts_that_processes_do_not_divide(refusal, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "not divisible by the 3 processes" in refusal()
-
-
-def test_a_run_folder_in_use(whole, refusal):
-    before = (whole[0] / "metrics.csv").read_bytes()
-    words = [*as_flags(SMALL), "--output-dir", whole[0]]
-    assert f"holds a run; continue it with --resume {whole[0]}" in refusal(*words)
-    assert (whole[0] / "metrics.csv").read_bytes() == before
-
-
-# --- Learning ---------------------------------------------------------------------------------------------------------
 
 
 def test_learning(data, tmp_path):

@@ -7,27 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from test_grpo import Recorder, assert_close, flat, relative
 
 from algorithms import igpo
-from algorithms.igpo import (
-    Args,
-    Completion,
-    Episode,
-    information_gains,
-    pack,
-    play,
-    reply_ids,
-    turn_advantages,
-    update,
-)
+from algorithms.igpo import information_gains, pack, play, reply_ids, turn_advantages, update
 
 REFERENCE = json.loads((Path(__file__).parent / "reference" / "igpo.json").read_text())
 NORMALIZATIONS = ["separate", "joint"]
-
-
-def assert_close(actual, expected, tolerance: float = 1e-5) -> None:
-    expected = torch.as_tensor(expected, dtype=actual.dtype)
-    torch.testing.assert_close(actual.detach(), expected, rtol=tolerance, atol=tolerance)
 
 
 def assert_rows_close(actual, expected, tolerance: float = 1e-5) -> None:
@@ -56,8 +42,6 @@ def some_rows(groups: int = 4, size: int = 6, seed: int = 0) -> tuple[list, torc
 def gains_of(scores) -> list[torch.Tensor]:
     return [information_gains(score) for score in scores]
 
-
-# --- Reference: the output of the official code ----------------------------------------------------------------------
 
 # Not expressed: norm_adv_by_std_in_grpo False (here a standard deviation always divides); version feb2026, which drops
 # the boundary of a turn whose normalised reward is exactly 0; reward_placement and exact_zero_info_gain, because turns
@@ -102,9 +86,9 @@ def test_reference_loss_mask():
     read = [[[7, 8, 103, 101, 102]], [], [[8, 103, 101, 102]]]
     case = REFERENCE["loss_mask"]
     for turns, replies, response, mask in zip(written, read, case["responses"], case["mask"]):
-        episode = Episode(None, [101, 102])
+        episode = igpo.Episode(None, [101, 102])
         for number, ids in enumerate(turns):
-            episode.write(Completion([], ids, [-0.5] * len(ids), 0.1, 103 in ids))
+            episode.write(igpo.Completion([], ids, [-0.5] * len(ids), 0.1, 103 in ids))
             if number < len(replies):
                 episode.read(replies[number], "reply")
         padding = [0] * (len(response) - len(episode.ids))
@@ -126,31 +110,13 @@ def test_reference_worked_example():
     assert (torch.cat(advantages_of(gains, [0.0] * 4, parts="f1")) == 0).all(), "GRPO"
 
 
-# --- Properties ------------------------------------------------------------------------------------------------------
-
-
-def test_closed_form_of_the_return():
-    """gamma 1, separate: the return of turn t is what the answer gains until the last turn, less as many mean gains."""
-    scores, outcomes, groups = some_rows()
-    gains = gains_of(scores)
-    ours = advantages_of(gains, outcomes, groups)
-    for i, score in enumerate(scores):
-        same = [j for j, group in enumerate(groups) if group == groups[i]]
-        pooled, results = torch.cat([gains[j] for j in same]), outcomes[same]
-        spread, scale = (((x.var(correction=0) + 1e-8).sqrt() + 1e-6) for x in (pooled, results))
-        turns = torch.arange(len(score), 0, -1) - 1  # T - t
-        expected = (score[-1] - score - turns * pooled.mean()) / spread + (outcomes[i] - results.mean()) / scale
-        assert_close(ours[i], expected, 1e-9)
-
-
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_parts(normalization):
     """f1: every turn gets the discounted outcome; ig: the rest."""
     scores, outcomes, groups = some_rows()
     gains, options = gains_of(scores), (0.3, normalization)
-    both, outcome, gain = (
-        advantages_of(gains, outcomes, groups, *options, parts=parts) for parts in ("f1+ig", "f1", "ig")
-    )
+    parts = "f1+ig", "f1", "ig"
+    both, outcome, gain = (advantages_of(gains, outcomes, groups, *options, parts=part) for part in parts)
     for i, score in enumerate(scores):
         powers = torch.tensor([0.3**k for k in range(len(score))][::-1], dtype=torch.float64)
         assert_close(outcome[i], outcome[i][-1] * powers, 1e-12)
@@ -180,9 +146,7 @@ def test_equal_and_lone_values_give_exactly_zero(value, normalization):
     assert (torch.cat(advantages_of([[]], [0.3], None, 1.0, normalization)) == 0).all()
 
 
-# --- Episodes --------------------------------------------------------------------------------------------------------
-
-ARGS = Args(max_completion_length=32, num_generations=4, temperature=1.3, hops=(1, 2, 3), max_turns=4)
+ARGS = igpo.Args(max_completion_length=32, num_generations=4, temperature=1.3, hops=(1, 2, 3), max_turns=4)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +197,8 @@ def test_memory_gives_what_the_plain_forward_pass_gives(played):
         turns = torch.tensor(episode.turns)
         plain = plain_logprobs(model, episode.prompt, episode.ids)
         assert_close(torch.tensor(episode.logprobs), plain[turns >= 0], 1e-4)
-        before, answer = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in task.right_answer(episode.problem))
+        texts = task.right_answer(episode.problem)
+        before, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
         starts = [episode.turns.index(turn) for turn in range(turns.max() + 1)]
         contexts = [episode.prompt + episode.ids[:start] for start in starts]
         plain = [plain_logprobs(model, context + before, answer).mean() for context in contexts]
@@ -292,19 +257,6 @@ def test_replies_begin_behind_the_end_token(played, template):
             reply_ids(model, tokenizer, {"role": "user", "content": "Hi."}, ARGS)
 
 
-class Recorder:
-    """In place of an optimizer: keeps the gradient."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def step(self):
-        self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()])
-
-    def zero_grad(self):
-        self.model.zero_grad()
-
-
 def test_update_gradient_equals_the_written_out_one(played):
     """The policy gradient of eq. 7 at ratio 1, an episode at a time; what was read is not in it."""
     model, *_, episodes = played
@@ -320,6 +272,6 @@ def test_update_gradient_equals_the_written_out_one(played):
         logprobs = (logits / ARGS.temperature).log_softmax(1)
         terms = [row[turn] * x[token] for x, token, turn in zip(logprobs, episode.ids, episode.turns) if turn >= 0]
         (-torch.stack(terms).mean() / len(episodes)).backward()
-    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    expected = flat(p.grad for p in model.parameters())
     model.zero_grad()
-    assert expected.norm() > 1e-3 and (recorder.gradient - expected).norm() / expected.norm() < 1e-4
+    assert expected.norm() > 1e-3 and relative(recorder.gradient, expected) < 1e-4

@@ -2,50 +2,37 @@
 
 import json
 import math
-from pathlib import Path
+from functools import partial
 
+import language_runs
 import pytest
 import torch
-from processes import ROOT, as_flags, fork, kill_at, train_by_two
-from run_folders import assert_close, assert_same_weights, documented_tags, metrics, tag_matches
+from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
+from processes import ROOT, as_flags
+from run_folders import assert_tags_of_pages, command, tags
 
 from algorithms import igpo
 from algorithms.igpo import Args, load_task, turn_advantages
-from envs import search_qa
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 32}
 SMALL |= {"eval_problems": 4, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
-TINY = str(ROOT / "envs" / "tiny_lm" / "search_qa")
-CALCULATOR = {"env": str(ROOT / "envs" / "examples" / "calculator.py:Calculator"), "model_name_or_path": TINY}
+CALCULATOR = {"env": str(ROOT / "envs" / "examples" / "calculator.py:Calculator")}
+CALCULATOR |= {"model_name_or_path": str(ROOT / "envs" / "tiny_lm" / "search_qa")}
+train_here = partial(train, igpo, **SMALL)
 
 
-def numbers(run_dir) -> dict[tuple[int, str], float]:
-    return {key: float(value) for key, value in metrics(run_dir).items()}
-
-
-def train_here(run_dir, **values) -> dict[tuple[int, str], float]:
-    """One small step in this process, or more; its metrics."""
-    igpo.train(Args(**SMALL | {"max_steps": 1} | values, output_dir=str(run_dir)))
-    return numbers(run_dir)
-
-
-def rows_of(run_dir) -> list[dict]:
-    return [json.loads(line) for line in open(Path(run_dir, "completions.jsonl"))]
-
-
+@pytest.mark.quick
 def test_command_and_its_files(tmp_path, monkeypatch):
     """What the update gets is what completions.jsonl shows: IGPO's advantages of the episodes."""
     given, update = [], igpo.update
     monkeypatch.setattr(igpo, "update", lambda *words: given.append(words[4]) or update(*words))
     words = [*as_flags(SMALL | {"max_steps": 2, "eval_steps": 2}), "--output-dir", tmp_path / "run"]
-    monkeypatch.setattr("sys.argv", ["igpo.py", *map(str, words)])
-    igpo.train(igpo.parse_args())
+    command(igpo, monkeypatch, *words)
     found = numbers(tmp_path / "run")
     assert all(map(math.isfinite, found.values()))
-    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
-    rows = rows_of(tmp_path / "run")
+    rows = completions(tmp_path / "run")
     assert len(rows) == 2 * 8, "both groups of both steps"
     for step in (1, 2):
         batch = [row for row in rows if row["step"] == step]
@@ -62,26 +49,14 @@ def test_command_and_its_files(tmp_path, monkeypatch):
 
 
 def test_a_killed_run_continues(tmp_path):
-    values = SMALL | {"max_steps": 3, "save_steps": 1, "eval_steps": 3}
-    train_here(tmp_path / "whole", **values)
-    kill_at(tmp_path, "igpo", "report", 2, *as_flags(values), "--output-dir", tmp_path / "killed")
-    process = fork(ROOT / "algorithms" / "igpo.py", "--resume", tmp_path / "killed")
-    assert process.returncode == 0, process.stderr
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-    final = [Path(tmp_path, name, "final/model.safetensors").read_bytes() for name in ("whole", "killed")]
-    assert final[0] == final[1]
+    values = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2}
+    train(igpo, tmp_path / "whole", **values)
+    kill_and_resume(igpo, tmp_path / "whole", tmp_path, 2, **values)
 
 
 def test_two_processes_equal_one(tmp_path):
     """They play episodes of other lengths, and different numbers of turns."""
-    values = SMALL | {"max_steps": 2, "hops": (1, 3)}
-    runs = {"plain": {}, "fsdp": {"fsdp": True}}
-    train_by_two(tmp_path, "igpo", [values | runs[name] | {"output_dir": str(tmp_path / name)} for name in runs])
-    expected = train_here(tmp_path / "one", **values)
-    for name in runs:
-        assert (tmp_path / name / "final").exists(), (tmp_path / "stderr").read_text()
-        assert_close(numbers(tmp_path / name), expected, relative=1e-3)
-        assert_same_weights(tmp_path / name, tmp_path / "one")
+    two_processes_equal_one(igpo, tmp_path, **SMALL, max_steps=2, hops=(1, 3))
 
 
 def test_controls_see_the_same_episodes_and_have_advantages_of_their_own(tmp_path):
@@ -90,7 +65,7 @@ def test_controls_see_the_same_episodes_and_have_advantages_of_their_own(tmp_pat
     runs = []
     for number, values in enumerate(flags):
         train_here(tmp_path / str(number), **values, num_generations=8, hops=(1, 2, 3), temperature=1.3)
-        runs.append(rows_of(tmp_path / str(number)))
+        runs.append(completions(tmp_path / str(number)))
     assert len({json.dumps([row["turns"] for row in rows]) for rows in runs}) == 1
     assert len({json.dumps([row["advantages"] for row in rows]) for rows in runs[:6]}) == 6
     assert [min(row["rewards"]["outcome"] for row in runs[number]) for number in (0, 6)] == [-2, 0]
@@ -99,15 +74,9 @@ def test_controls_see_the_same_episodes_and_have_advantages_of_their_own(tmp_pat
 
 def test_own_questions_search_server_and_reward(tmp_path, monkeypatch):
     """Of the evaluation file all lines are scored, and the reward sees the whole episode."""
-    monkeypatch.setattr(search_qa, "HttpRetriever", lambda url: search_qa.world())
-    task, _ = load_task(Args(hops=(1,)))
-    for name, problems in (("train", range(12)), ("test", range(20, 25))):
-        rows = [task.train_problem(index, 1) for index in problems]
-        lines = [json.dumps({"question": row.question, "golden_answers": [*row.answers, "nobody"]}) for row in rows]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    files = language_runs.question_files(tmp_path, monkeypatch)
     (tmp_path / "own.py").write_text("def searches(problem, text):\n    return text.count('<result>')\n")
-    files = {"dataset": str(tmp_path / "train.jsonl"), "eval_dataset": str(tmp_path / "test.jsonl")}
-    reward = {"reward": (str(tmp_path / "own.py:searches"),), "retriever_url": "http://127.0.0.1:1/retrieve"}
+    reward = {"reward": (str(tmp_path / "own.py:searches"),)}
     found = train_here(tmp_path / "run", **files, **reward, eval_steps=1)
     assert found[1, "train/reward"] == found[1, "train/igpo/turns"] - 1
     assert found[1, "eval/greedy"] == pytest.approx(found[1, "eval/turns"] - 1)
@@ -144,25 +113,4 @@ def test_own_tools(tmp_path):
 
 def test_tags_are_those_of_the_page(tmp_path):
     train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
-    logged = {tag for _, tag in metrics(tmp_path)} | {"train/seconds/step", "train/seconds/rollout"}
-    pages = [(ROOT / "algorithms" / name).read_text() for name in ("grpo.md", "igpo.md")]
-    documented = [tag for page in pages for tag in documented_tags(page)]
-    assert [tag for tag in logged if not any(tag_matches(row, tag) for row in documented)] == []
-    assert [row for row in documented if not any(tag_matches(row, tag) for tag in logged)] == []
-
-
-BAD_FLAGS = [
-    ({"num_generations": 1}, "--num-generations"),
-    ({"env": "no_such.py:Task", "model_name_or_path": TINY}, "--env no_such.py:Task: expected"),
-    (CALCULATOR | {"env": CALCULATOR["env"] + "s"}, "no class 'Calculators'"),
-    (CALCULATOR | {"model_name_or_path": None}, "needs --model-name-or-path"),
-    ({"hops": (5,)}, "hops from 1 to 4"),
-    ({"dataset": "no/such.jsonl"}, "--retriever-url"),
-    ({"dataset": "no/such.jsonl", "retriever_url": "http://127.0.0.1:1/x"}, "no/such.jsonl: cannot be read"),
-]
-
-
-@pytest.mark.parametrize("values, words", BAD_FLAGS, ids=lambda value: str(value)[:40])
-def test_bad_flags_get_one_sentence(values, words):
-    with pytest.raises(SystemExit, match=words):
-        igpo.train(Args(**SMALL | values))
+    assert_tags_of_pages(tags(tmp_path), "igpo", "grpo")

@@ -1,75 +1,155 @@
-"""Mistakes that people make, and the one sentence that each of them gets. Those of grpo.py and unimodal_poisson.py
-are in their own files."""
+"""Mistakes that people make, and the one sentence that each of them gets."""
 
 import importlib
+import json
+import shutil
 import sys
 
 import pytest
+from processes import ROOT
 
-TEXT = "--max-steps 1 --eval-steps 0"
-MISTAKES = [
+LANGUAGE = "--max-steps 1 --eval-steps 0 --save-steps 0 --max-completion-length 8"
+OWN = "--dataset train.jsonl --reward own.py:"
+SERVER = "--retriever-url http://127.0.0.1:1/x"
+MISTAKES = [  # script, words of the command line, part of the sentence
+    ("grpo", "--dataset nothing.jsonl", "nothing.jsonl: cannot be read"),
+    ("grpo", "--dataset nothing.jsonl --reward own.py:ones", "No such file or directory: 'nothing.jsonl'"),
+    ("grpo", "--dataset broken.jsonl --reward own.py:ones", "broken.jsonl, line 3: "),
+    ("grpo", "--dataset keyless.jsonl --reward own.py:ones", "keyless.jsonl, line 1: "),
+    ("grpo", "--dataset list.json --reward own.py:ones", "list.json, line 1: "),
+    ("grpo", "--dataset questions.jsonl --reward own.py:ones", "--dataset: too few problems to hold some out"),
+    ("grpo", "--dataset train.jsonl --reward nothing.py:ones", "--reward nothing.py:ones: "),
+    ("grpo", OWN + "nowhere", "--reward own.py:nowhere: "),
+    ("grpo", OWN + "nothing --num-prompts-per-step 1", "reward function nothing: returned None"),
+    ("grpo", OWN + "unknown --num-prompts-per-step 1", "reward function unknown: returned nan"),
+    ("grpo", "--eval-dataset train.jsonl", "--eval-dataset: needs --dataset"),
+    ("grpo", "--reward-weights 1", "--reward-weights: expected one for each of"),
+    ("grpo", "--chat-template-kwargs {", "--chat-template-kwargs: expected JSON"),
+    ("grpo", "--num-generations 1", "--num-generations: a group needs at least 2"),
+    ("grpo", "--fsdp", "--fsdp: nothing to shard over"),
+    ("grpo", "--model-name-or-path nothing", "--model-name-or-path nothing: cannot be loaded"),
+    ("grpo", "--model-name-or-path model", "has no chat template"),
+    ("grpo", "--max-completion-length 2000", "--max-completion-length"),
+    ("grpo", "--resume nothing", "--resume nothing: no args.json"),
+    ("grpo", "--output-dir run", "--output-dir run: holds a run; continue it with --resume run"),
+    ("dapo", "--num-generations 1", "--num-generations: a group needs at least 2"),
     ("gdpo", "--dataset nothing.jsonl", "nothing.jsonl: "),
     ("gdpo", "--reward nothing.py:score", "--reward nothing.py:score: "),
-    ("gdpo", "--model-name-or-path nothing", "--model-name-or-path nothing: cannot be loaded"),
+    ("gdpo", "--conditioned-rewards lenght", "--conditioned-rewards: "),
     ("gdpo", "--num-generations 1", "--num-generations: a group needs at least 2"),
-    ("gdpo", "--resume nothing", "--resume nothing: no args.json"),
-    (
-        "igpo",
-        "--env nothing.py:Task --model-name-or-path m",
-        "--env nothing.py:Task: expected search_qa or FILE.py:ClassName",
-    ),
+    ("igpo", "--env nothing.py:Task --model-name-or-path m", "--env nothing.py:Task: expected search_qa or FILE.py:Cl"),
     ("igpo", "--env own.py:Nothing --model-name-or-path m", "own.py has no class 'Nothing'"),
     ("igpo", "--env own.py:Task", "--env own.py:Task: needs --model-name-or-path"),
-    ("igpo", "--dataset broken.jsonl", "broken.jsonl"),
-    ("igpo", "--output-dir run", "--output-dir run: holds a run; continue it with --resume run"),
+    ("igpo", "--num-generations 1", "--num-generations"),
+    ("igpo", "--hops 5", "hops from 1 to 4"),
+    ("igpo", "--dataset questions.jsonl", "--retriever-url"),
+    ("igpo", f"--dataset nothing.jsonl {SERVER}", "nothing.jsonl: cannot be read"),
+    ("igpo", f"--dataset broken.jsonl {SERVER}", "broken.jsonl"),
+    ("dr_mas", "--env nothing.py:Team", "--env nothing.py:Team: expected search_qa, countdown or FILE"),
     ("dr_mas", "--env own.py:Nothing", "own.py has no class 'Nothing'"),
     ("dr_mas", "--model-name-or-path nothing", "--model-name-or-path nothing: cannot be loaded"),
-    (
-        "dr_mas",
-        "--chat-template-kwargs enable_thinking=false",
-        "--chat-template-kwargs: expected JSON",
-    ),
-    ("spiral_rae", "--games chess", "chess"),
-    ("spiral_rae", "--max-prompt-length 8", "--max-prompt-length"),
+    ("dr_mas", "--agent-models a b", "--agent-models: expected one for each of router, searcher, responder"),
+    ("dr_mas", "--agent-models nothing nothing nothing", "--model-name-or-path nothing: cannot be loaded"),
+    ("dr_mas", "--num-generations 1", "--num-generations: a group needs"),
+    ("dr_mas", "--dataset questions.jsonl", "questions.jsonl: questions from a file need a retrieval server"),
+    ("dr_mas", "--env countdown --dataset nothing.jsonl", "nothing.jsonl: cannot be read"),
+    ("dr_mas", "--chat-template-kwargs enable_thinking=false", "--chat-template-kwargs: expected JSON"),
+    ("spiral_rae", "--games chess", "--games: there is no text game chess"),
+    ("spiral_rae", "--games nothing.py:Chess", "--games: text game nothing.py:Chess: there is no file"),
+    ("spiral_rae", '--games kuhn --game-options {"kuhn":{"rounds":3}}', "--games: kuhn has no option rounds"),
+    ("spiral_rae", "--game-options rounds=3", "--game-options: expected JSON"),
+    ("spiral_rae", "--games kuhn --max-prompt-length 10", "--max-prompt-length: kuhn begins with"),
     ("spiral_rae", "--fsdp", "--fsdp: nothing to shard over"),
     ("pi_play", "--dataset questions.jsonl", "--retriever-url"),
+    ("pi_play", f"--dataset nothing.jsonl {SERVER}", "nothing.jsonl: cannot be read"),
     ("pi_play", "--max-completion-length 5000", "--max-prompt-length + --max-completion-length"),
+    ("pi_play", "--max-prompt-length 1024", "the teacher, who reads twice this length"),
+    ("pi_play", "--max-completion-length 4 --examiner-steps 0", "no well-formed question in 31 draws"),
+    ("pi_play", "--hops 5", "hops from 1 to 4"),
     ("pi_play", "--resume nothing", "--resume nothing: no args.json"),
-    ("fm3q", "--env-id chess", "chess"),
+    ("fm3q", "--env-id chess", "such as mpe2.simple_tag_v3"),
+    ("fm3q", "--env-id nothing.py:make", "nothing.py"),
+    ("fm3q", "--env-id pong --num-ant 3 --mixer pairwise", "2 against 3"),
     ("fm3q", "--output-dir run", "run: holds a run"),
-    ("arac", "--graph heptagon_7", "heptagon_7"),
-    (
-        "arac",
-        "--env-id graph_confrontation --num-agents 5",
-        "cycle_8 has 8 nodes, 10 players need one each",
-    ),
+    ("fm3q", "--resume nothing", "no args.json"),
+    ("arac", "--graph heptagon_7", "names have the forms cycle_8"),
+    ("arac", "--graph town.graphml", "town.graphml: no such file"),
+    ("arac", "--graph complete_4", "no start at which the evader is not captured"),
+    ("arac", "--graph grid_30x30 --evader dp", "too many for exact capture times"),
+    ("arac", "--env-id graph_confrontation --reference dp", "only pursuit is solved"),
+    ("arac", "--env-id graph_confrontation --num-agents 5", "cycle_8 has 8 nodes, 10 players need one each"),
+    ("arac", "--evader learned --asynchronous", "moves at the same time"),
+    ("arac", "--output-dir run", "holds a run; continue it with --resume"),
+    ("arac", "--resume nothing", "nothing: no args.json, so not a run folder"),
+    ("unimodal_poisson", "--env-id Hoper-v5", "--env-id Hoper-v5: Environment"),
+    ("unimodal_poisson", "--env-id nothing.py:make", "there is no file nothing.py"),
+    ("unimodal_poisson", "--env-id CartPole-v1", "expected a Box"),
+    ("unimodal_poisson", "--temperature 0.5 --rate-init 0.693", "leave --rate-init out"),
+    ("unimodal_poisson", "--num-minibatches 7", "does not divide 2048"),
+    ("unimodal_poisson", "--total-timesteps 100", "fewer than the 2048 steps"),
+    ("unimodal_poisson", "--output-dir run", "holds a run"),
+    ("unimodal_poisson", "--resume nothing", "no args.json"),
 ]
+OWN_FILE = """\
+class Task:
+    pass
+
+def ones(problem, completion):
+    return completion.count("1")
+
+def nothing(problem, completion):
+    return None
+
+def unknown(problem, completion):
+    return float("nan")
+"""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The working folder, with a few files."""
-    (tmp_path / "broken.jsonl").write_text(
-        '{"question": "Who?", "answers": ["Ann"]}\n{"question": \n'
-    )
-    (tmp_path / "questions.jsonl").write_text('{"question": "Who?", "answers": ["Ann"]}\n')
-    (tmp_path / "own.py").write_text("class Task:\n    pass\n")
+    question = json.dumps({"question": "Who?", "answers": ["Ann"]}) + "\n"
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"question": "Who is {n}?"}}\n' for n in range(40)))
+    (tmp_path / "questions.jsonl").write_text(question)
+    (tmp_path / "broken.jsonl").write_text(f'{question}\n{{"question": \n')
+    (tmp_path / "keyless.jsonl").write_text('{"text": "Who?"}\n')
+    (tmp_path / "list.json").write_text('[{"question": "Who?"}]\n')
+    (tmp_path / "own.py").write_text(OWN_FILE)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "args.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("script, words, sentence", MISTAKES, ids=lambda value: str(value)[:40])
-def test_a_mistake_gets_one_sentence(script, words, sentence, folder, monkeypatch, capsys):
+def refuse(script: str, words: str, sentence: str, monkeypatch, capsys) -> None:
     module = importlib.import_module(f"algorithms.{script}")
-    is_control = script in ("fm3q", "arac")
-    more = [] if is_control or "--resume" in words else TEXT.split()
-    monkeypatch.setattr(sys, "argv", [script, *more, *words.split()])
+    is_control = script in ("fm3q", "arac", "unimodal_poisson")
+    more = "" if is_control or "--resume" in words else LANGUAGE
+    monkeypatch.setattr(sys, "argv", [script, *more.split(), *words.split()])
     with pytest.raises(SystemExit) as stop:
         module.train(module.parse_args())
     shown = f"{stop.value.code}\n{capsys.readouterr().err}"
     assert stop.value.code not in (0, None)
     assert sentence in shown
     assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("script, words, sentence", MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_mistake_gets_one_sentence(script, words, sentence, folder, monkeypatch, capsys):
+    if words == "--model-name-or-path model":
+        shutil.copytree(ROOT / "envs" / "tiny_lm" / "countdown", folder / "model")
+        (folder / "model" / "chat_template.jinja").unlink()
+    refuse(script, words, sentence, monkeypatch, capsys)
     assert not list(folder.glob("runs/*/metrics.csv"))
+
+
+@pytest.mark.parametrize(
+    "script, processes, words, sentence",
+    [
+        ("grpo", 3, "", "not divisible by the 3 processes"),
+        ("dr_mas", 2, "--fsdp", "--fsdp: shards one model, so it needs --share-model"),
+    ],
+)
+def test_a_mistake_of_several_processes(script, processes, words, sentence, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    refuse(script, words, sentence, monkeypatch, capsys)

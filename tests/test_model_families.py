@@ -8,17 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from algorithms.grpo import (
-    Args,
-    add_methods,
-    check_model,
-    generate,
-    logprob_gaps,
-    longest_text,
-    pack,
-    recompute_layers,
-    refuse_unsupported,
-)
+from algorithms import grpo
+from algorithms.grpo import Args, check_model, generate, longest_text, pack, refuse_unsupported
 
 ARGS = Args(max_completion_length=12)
 ONE_STEP = Args(max_completion_length=2)
@@ -155,7 +146,7 @@ def random_model(model_type: str, more: dict):
         else:
             parameter.data += 0.2 * noise  # norms, biases, attention sinks
     model.generation_config.eos_token_id = [2]
-    add_methods(model)
+    grpo.add_methods(model)
     return model.eval()
 
 
@@ -173,12 +164,12 @@ def test_family_is_right(family):
     refuse_unsupported(model)
     check_model(model, PROMPTS[0], ARGS)  # with a window of 4
     if "sliding_window" in more:
-        assert max(logprob_gaps(model, ROWS, ARGS).values()) < 1e-3  # with its own
+        assert max(grpo.logprob_gaps(model, ROWS, ARGS).values()) < 1e-3  # with its own
 
     completions = generate(model, ROWS, ONE_STEP, seeds=range(6))
     packed = pack(completions, list(range(6)), model.device)
     kept = gradients(model, packed)
-    recompute_layers(model)
+    grpo.recompute_layers(model)
     torch.testing.assert_close(gradients(model, packed), kept)
 
     bf16 = replace(ARGS, bf16=True)

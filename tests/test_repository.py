@@ -1,6 +1,7 @@
-"""The files around the code: citation, requirements, links, commands and flags on pages, no path of a machine."""
+"""The files around the code: citation, BibTeX, links, commands and flags on pages, no path of a machine."""
 
 import ast
+import importlib
 import itertools
 import re
 import shlex
@@ -8,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import tyro
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,12 +32,9 @@ def repository_files() -> list[Path]:
 
 FILES = repository_files()
 PAGES = [path for path in FILES if path.suffix == ".md"]
-LANGUAGE = ["grpo", "dapo", "gdpo", "dr_mas", "igpo", "spiral_rae", "pi_play"]
-NEW = [f"algorithms/{name}.md" for name in LANGUAGE]  # the pages of the control scripts follow
-NEW += ["envs/README.md", *(f"benchmarks/{name}.md" for name in LANGUAGE[2:])]
-GUIDES = ["README.md", "CONTRIBUTING.md", "algorithms/README.md", "benchmarks/README.md", *NEW]
-GUIDES = [ROOT / name for name in GUIDES if (ROOT / name).exists()]
-EXAMPLE = "rloo"  # the method that CONTRIBUTING.md adds; its files do not exist
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+for folder in ("algorithms", "benchmarks", "envs"):
+    GUIDES += [path for path in PAGES if path.parent == ROOT / folder]
 
 
 def name_of(path: Path) -> str:
@@ -45,11 +44,42 @@ def name_of(path: Path) -> str:
 def test_citation_file():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["cff-version"] == "1.2.0" and citation["license"] == "MIT"
+    version = citation["version"]
+    assert f"{{Version {version}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     for reference in citation["references"]:
         assert reference["title"] and all(author["family-names"] for author in reference["authors"])
         (arxiv,) = re.findall(r"^arXiv:(\d{4}\.\d{5})$", reference["identifiers"][0]["value"])
         assert reference["url"] == f"https://arxiv.org/abs/{arxiv}"
-    assert len(citation["references"]) == 11  # nine methods, Dr. GRPO and DAPO
+    cited = {reference["notes"].split()[-1] for reference in citation["references"]}
+    assert cited == {name_of(script) for script in SCRIPTS}
+
+
+def bibtex_entries() -> list:
+    """Every BibTeX block of a page, with the page's name."""
+    found = []
+    for page in PAGES:
+        blocks = re.findall(r"^```bibtex\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+        found += [pytest.param(block, id=name_of(page)) for block in blocks]
+    return found
+
+
+@pytest.mark.parametrize("block", bibtex_entries())
+def test_bibtex_parses(block):
+    """One entry, fields with a comma between two, authors as BibTeX splits them."""
+    assert block.count("{") == block.count("}")
+    body = re.fullmatch(r"@\w+\{[\w:-]+,\n(.*)\n\}\n", block, re.S)[1]
+    parts = re.split(r",\n(?=  \w+ *=)", body)
+    value = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # braces once inside the value's own
+    fields = dict(re.fullmatch(rf"  (\w+) *= {value}", part).groups() for part in parts)
+    assert {"title", "author", "year"} <= fields.keys()
+    for author in re.split(r"\s+and\s+", fields["author"]):
+        assert author == "others" or author.startswith("{") or author.count(",") == 1, author
+
+
+def test_every_method_page_has_bibtex():
+    pages = {entry.id for entry in bibtex_entries()}
+    assert {name_of(script.with_suffix(".md")) for script in SCRIPTS} <= pages
 
 
 def test_requirements_are_pinned():
@@ -57,27 +87,38 @@ def test_requirements_are_pinned():
         assert re.fullmatch(r"[a-z0-9-]+(\[[a-z0-9,-]+\])?==[0-9]+(\.[0-9]+)*", line), line
 
 
-def test_ci_runs_the_test_command_of_the_readme():
+def test_ci_runs_the_test_command_of_the_guide():
     command = "python -m pytest -n 2 --dist loadfile"
-    assert (
-        command in (ROOT / ".ci" / "run").read_text()
-        and command in (ROOT / "README.md").read_text()
-    )
+    assert command in (ROOT / ".ci" / "run").read_text()
+    assert command in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to the page may have behind #: its headings as GitHub writes them, and ids."""
+    text = page.read_text(encoding="utf-8")
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in titles]
+    slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return slugs | set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_relative_links_resolve(page):
-    text = re.sub(
-        r"^```.*?^```|`[^`\n]*`",
-        "",
-        page.read_text(encoding="utf-8"),
-        flags=re.DOTALL | re.MULTILINE,
-    )
+def test_links_and_anchors_resolve(page):
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
     links = re.findall(r"\]\(<?([^)\s>]+)", text) + re.findall(r"(?:src|href)=\"([^\"]+)\"", text)
     links += re.findall(r"^\[[^\]]+\]: *(\S+)", text, flags=re.MULTILINE)
-    local = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
-    missing = [link for link in local if link.startswith("/") or not (page.parent / link).exists()]
-    assert not missing, f"links of {page.name} that lead nowhere: {missing}"
+    wrong = []
+    for link in links:
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if path.startswith("/") or not target.exists():
+            wrong.append(link)
+        elif anchor and anchor not in anchors(target):
+            wrong.append(link)
+    assert not wrong, f"links of {page.name} that lead nowhere: {wrong}"
 
 
 # --- Flags and commands -----------------------------------------------------------------------------------------------
@@ -125,34 +166,40 @@ def shown_commands(text: str) -> list[list[str]]:
     ]
 
 
+def wrong_flags(program: Path, options: list[str]) -> str:
+    """Why a command does not parse: a script parses it, of other programs flags are compared."""
+    if program.parent.name != "algorithms":
+        known = flags_of(program)
+        flags = [word.partition("=")[0] for word in options if word.startswith("--")]
+        return " ".join(flag for flag in flags if known and flag not in known)
+    module = importlib.import_module(f"algorithms.{program.stem}")
+    try:
+        tyro.cli(module.Args, args=[word for word in options if word != "..."])
+    except SystemExit as stop:
+        return f"exit status {stop.code}" * bool(stop.code)
+    return ""
+
+
 @pytest.mark.parametrize("page", [*GUIDES, *SCRIPTS], ids=name_of)
-def test_commands_exist(page):
-    """Programs, their flags, and the studies named by --study."""
+def test_commands_parse(page):
+    """Programs exist and take these flags and values; study.py knows the studies."""
     text = page.read_text(encoding="utf-8")
-    found = shown_commands(ast.get_docstring(ast.parse(text)) if page.suffix == ".py" else text)
-    assert found
-    for words in found:
+    text = ast.get_docstring(ast.parse(text)) if page.suffix == ".py" else text
+    for words in shown_commands(text):
         programs = [word for word in words if word.endswith(".py") and not word.startswith("my_")]
-        if not programs or any(
-            "*" in program or Path(program).stem == EXAMPLE for program in programs
-        ):
+        if not programs or any("*" in program for program in programs):
             continue
-        paths = [
-            ROOT / program if "/" in program else ROOT / "benchmarks" / program
-            for program in programs
-        ]
-        assert all(path.is_file() for path in paths), shlex.join(words)
+        paths = [ROOT / name if "/" in name else ROOT / "benchmarks" / name for name in programs]
+        assert paths[0].is_file(), shlex.join(words)
+        if words[0] == "diff":
+            assert paths[1].is_file(), shlex.join(words)
+            continue
         options = words[words.index(programs[0]) + 1 :]
-        known = flags_of(paths[0])
-        unknown = [
-            word
-            for word in options
-            if word.startswith("--") and word.partition("=")[0] not in known
-        ]
-        assert not known or not unknown, f"{shlex.join(words)}: {unknown}"
-        if "--study" in options:
-            study = options[options.index("--study") + 1]
-            assert f'"{study}"' in paths[0].read_text(encoding="utf-8"), f"--study {study}"
+        assert not wrong_flags(paths[0], options), shlex.join(words)
+        if paths[0].name == "study.py":
+            names = itertools.takewhile(lambda word: not word.startswith("--"), options)
+            studies = paths[0].read_text(encoding="utf-8")
+            assert all(f'"{name}"' in studies for name in names), shlex.join(words)
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
@@ -168,7 +215,7 @@ def test_flags_and_files_in_backticks_exist(page):
         for span in spans
         for name in re.findall(r"\b(?:algorithms|benchmarks|envs|tests)/[\w/.]+\w", span)
     }
-    assert not [name for name in files if EXAMPLE not in name and not (ROOT / name).exists()]
+    assert not [name for name in files if not (ROOT / name).exists()]
 
 
 def test_no_file_names_a_path_of_a_machine():

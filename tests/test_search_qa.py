@@ -5,24 +5,17 @@ import json
 import random
 import re
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from envs import search_qa, search_text
-from envs.retriever import FIRST_NAMES, LAST_NAMES, RELATIONS, HttpRetriever, Retriever, World
-from envs.search_demonstrations import SHARES, demonstration
-from envs.search_qa import INSTRUCTIONS, Problem, SearchQA, Turn, result_message, world
+from envs.retriever import RELATIONS, HttpRetriever, Retriever, World
+from envs.search_qa import INSTRUCTIONS, Problem, SearchQA, Turn, world
 
 REFERENCE = Path(__file__).parent / "reference"
 DR_MAS, IGPO, PI_PLAY = (json.loads((REFERENCE / f"{name}.json").read_text()) for name in ("dr_mas", "igpo", "pi_play"))
-NILE = Problem("Which river is the longest?", ("Nile", "the Nile River"))
-
-
-# --- Grading -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", DR_MAS["output_validity"]["search_or_answer_agents"], ids=lambda case: case["in"])
@@ -75,34 +68,6 @@ def test_reference_examiner_format(case):
 
 
 @pytest.mark.parametrize(
-    "completion, exact, f1, well_formed",
-    [
-        ("<think>x</think><answer>Nile</answer>", 1, 1, 1),
-        ("<answer> the NILE. </answer>", 1, 4 / 5, 1),  # the, nile against the, nile, river
-        ("<answer>Nile River</answer>", 1, 4 / 5, 1),  # exact match drops the article, word F1 keeps it
-        ("<answer>Nile Nile Nile</answer>", 0, 1, 1),  # sets of words
-        ("<answer>river</answer>", 0, 1 / 2, 1),
-        ("<answer>Blue Nile</answer>", 0, 2 / 3, 1),
-        ("<answer>Amazon</answer>", 0, 0, 1),
-        ("<answer>Ni-le</answer>", 1, 0, 1),  # punctuation is dropped there and separates words here
-        ("<answer></answer>", 0, 0, 1),
-        ("<answer>Amazon</answer> no, <answer>Nile</answer>", 1, 0, 1),  # the last there, the first here
-        ("<answer>Nile", 0, 0, 0),
-        ("Nile</answer>", 0, 0, 0),
-        ("Nile", 0, 0, 0),
-        ("<think><answer>Nile</answer>", 1, 0, 0),
-        ("<search>longest river<answer>Nile</answer>", 1, 0, 0),
-        ("<think>x</think><search>q</search><think>y</think><answer>Nile</answer>", 1, 1, 1),
-        ("", 0, 0, 0),
-    ],
-)
-def test_grades(completion, exact, f1, well_formed):
-    assert search_text.exact_match(NILE, completion) == exact
-    assert search_text.f1(NILE, completion) == pytest.approx(f1)
-    assert search_text.format(NILE, completion) == well_formed
-
-
-@pytest.mark.parametrize(
     "text, turn",
     [
         ("<think>x</think><search> q </search>", ("search", "q")),
@@ -111,8 +76,6 @@ def test_grades(completion, exact, f1, well_formed):
         ("<answer>a</answer><search>q</search>", ("answer", "a")),
         ("<search>q<answer>a</answer>", ("answer", "a")),
         ("</search>q<search>", (None, "")),
-        ("q", (None, "")),
-        ("<search></search>", ("search", "")),
         (Turn("next: rival", "search", "rival of Aldra Bruby").text, ("search", "rival of Aldra Bruby")),
     ],
 )
@@ -120,21 +83,9 @@ def test_turns(text, turn):
     assert search_text.parse_turn(text) == turn
 
 
-def test_questions_of_an_examiner():
-    parse = search_text.parse_question
-    assert parse("<think>x</think><question> Who? </question><answer>Al</answer>") == ("Who?", "Al")
-    for text in ("<question>Who?</question>", "<question></question><answer>a</answer>", "<answer>a</answer>", ""):
-        assert parse(text) is None
-
-
-# --- Retrievers --------------------------------------------------------------------------------------------------
-
-
 def test_the_exact_sentence_comes_first():
-    facts = random.Random(0).sample(sorted(world().facts), 3000)
-    start = time.process_time()
+    facts = random.Random(0).sample(sorted(world().facts), 300)
     first = [world().search(f"{relation} of {person}")[0] for person, relation in facts]
-    assert time.process_time() - start < 3.0, "fewer than a thousand searches a second"
     assert first == [world().sentence(*fact) for fact in facts]
     results = world().search("teacher of Midra Oslen")
     assert len(results) == 3 and all(text.startswith("Midra Oslen's ") for text in results)
@@ -194,40 +145,30 @@ def test_http_client_gives_what_the_local_retriever_gives(server):
     assert task.search(queries) == SearchQA().search(queries)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [b"<html>", b'{"result": []}'],
-)
-def test_an_answer_of_another_protocol_is_one_sentence(server, answer):
-    server.answer = answer
+def test_a_server_that_is_broken_or_down_is_one_sentence(server):
+    client = HttpRetriever(server.url, pause=0.0)
+    server.answer = b"<html>"
     with pytest.raises(ValueError, match=r"^retriever http://.+: answered b.+, expected \{.+\} with 1 lists of .+$"):
-        HttpRetriever(server.url).search_batch(["q"])
-
-
-def test_a_server_that_is_down_or_broken_is_one_sentence(server):
+        client.search_batch(["q"])
     server.status = 500
     with pytest.raises(ConnectionError, match=r"no answer in three attempts \(HTTP Error 500: .+\)$"):
-        HttpRetriever(server.url, pause=0.0).search_batch(["q"])
-    assert len(server.requests) == 3
+        client.search_batch(["q"])
+    assert len(server.requests) == 1 + 3
     server.shutdown()
     server.server_close()
     with pytest.raises(ConnectionError, match=r"^retriever http://.+: no answer in three attempts \(.+refused.*\)$"):
-        HttpRetriever(server.url, pause=0.0).search_batch(["q"])
+        client.search_batch(["q"])
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/hosts"])
-def test_what_is_no_url_is_refused(url):
+def test_what_is_no_url_is_refused():
     with pytest.raises(ValueError, match="expected something like http"):
-        HttpRetriever(url)
-
-
-# --- Problems ----------------------------------------------------------------------------------------------------
+        HttpRetriever("localhost:8000")
 
 
 @pytest.mark.parametrize("hops", [1, 2, 3, 4])
 def test_questions_follow_a_chain(hops):
     task = SearchQA(hops=(hops,))
-    for index in range(200):
+    for index in range(50):
         problem = task.train_problem(index, seed=0)
         person = re.search(r"[A-Z]\w+ [A-Z]\w+(?=\?)", problem.question).group()
         relations = re.findall("|".join(RELATIONS), problem.question)
@@ -240,19 +181,6 @@ def test_questions_follow_a_chain(hops):
         assert [world().sentence(a, r) in text for (a, r, _), text in zip(problem.path, results)] == [True] * hops
 
 
-def test_the_evaluation_set_is_fixed_and_never_in_training():
-    task = SearchQA()
-    problems = task.evaluation_problems(512)
-    assert len(set(problems)) == 512 and problems[:64] == task.evaluation_problems(64)
-    assert problems[1] == Problem("Who is the friend of the friend of Cortta Holik?", ("Milis Varer",))
-    assert problems[511].question == "Who is the neighbour of the mother of the rival of Altta Tamer?"
-    drawn = {task.train_problem(index, seed) for seed in range(3) for index in range(3000)}
-    assert not drawn & set(problems) and len(drawn) > 5000
-    assert not any(problem.held_out for problem in drawn) and all(problem.held_out for problem in problems)
-    one_hop = SearchQA(hops=(1,)).evaluation_problems(2000)
-    assert 1300 < len(one_hop) < 1800  # ends, with what there is: one in 16 of the facts
-
-
 def test_steps_end_with_an_answer_without_a_tag_and_at_the_limit():
     task = SearchQA(max_turns=3)
     search, answer = "<search>friend of Aldra Bruby</search>", "<answer>x</answer>"
@@ -261,55 +189,6 @@ def test_steps_end_with_an_answer_without_a_tag_and_at_the_limit():
     assert replies[0] == {"role": "user", "content": f"<result>{task.search(['friend of Aldra Bruby'])[0]}</result>"}
     assert task.step([search], turn=3) == [None]
     assert task.step(["<search>unknown words</search>"], turn=1)[0]["content"] == "<result>nothing found</result>"
-
-
-# --- Questions from a file -----------------------------------------------------------------------------------------
-
-
-def write(path, rows) -> str:
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return str(path)
-
-
-def test_questions_from_a_file(tmp_path, server):
-    rows = [{"question": f"question {i}?", "golden_answers": [f"{i}", "x"]} for i in range(320)]
-    rows += [{"question": "QUESTION  7?", "answers": "7"}, {"question": "other", "answer": "o"}]
-    task = SearchQA(write(tmp_path / "nq.jsonl", rows), server.url)
-    evaluation, training = task.evaluation_problems(1000), set(task.train_rows)
-    assert len(evaluation) + len(training) == 321 and 5 < len(evaluation) < 40  # copies of a question are one
-    assert all(problem.held_out for problem in evaluation) and not any(problem.held_out for problem in training)
-    epoch = [task.train_problem(index, seed=0) for index in range(len(training))]
-    assert set(epoch) == training and epoch[5] == task.train_problem(5, seed=0)
-    assert task.train_problem(len(training), 0) != epoch[0] or task.train_problem(len(training) + 1, 0) != epoch[1]
-    generator = random.Random(0)
-    assert task.sample(generator) in training and task.sample(generator, held_out=True) in evaluation
-    problem = next(problem for problem in task.train_rows if len(problem.answers) == 2)
-    assert search_text.exact_match(problem, "<answer>X</answer>") == 1.0
-    assert task.document(generator) == "nothing found"
-    write(tmp_path / "nq.jsonl", rows[::-1])
-    assert SearchQA(str(tmp_path / "nq.jsonl"), server.url).evaluation_problems(9) == evaluation[:9]
-    with pytest.raises(ValueError, match="need a retrieval server"):
-        SearchQA(str(tmp_path / "nq.jsonl"))
-
-
-@pytest.mark.parametrize(
-    "line, sentence",
-    [
-        (b"question,answer", "found text that is not valid JSON, expected one JSON object"),
-        (b'{"answer": "1"}', "found no question, expected a key question"),
-        (b'{"question": "q"}', "found no answer, expected a key golden_answers or answers or answer"),
-        (b'{"question": "q", "answer": 5}', "found answer of type int, expected a string"),
-    ],
-)
-def test_a_broken_line_gives_its_sentence(tmp_path, line, sentence):
-    path = tmp_path / "broken.jsonl"
-    path.write_bytes(b'{"question": "first", "answer": "1"}\n\n' + line + b'\n{"question": "last", "answer": "2"}\n')
-    with pytest.raises(ValueError) as error:
-        search_qa.read_questions(str(path))
-    assert str(error.value) == f"{path}, line 3: {sentence}"
-
-
-# --- Prompts and demonstrations ------------------------------------------------------------------------------------
 
 
 def test_prompts_show_what_the_role_may_see():
@@ -330,49 +209,6 @@ def test_prompts_show_what_the_role_may_see():
     assert f"{document}\nSearches: 2\n" in task.prompt(search_qa.Request(document, 2))[0]["content"]
 
 
-def test_demonstrations_cover_every_role_and_are_short():
-    task, generator, seen = SearchQA(), random.Random(0), []
-    for _ in range(4000):
-        messages, completion = demonstration(task, generator)
-        assert messages[0]["role"] == messages[-1]["role"] == "user" and len(completion.split()) < 40
-        assert all(a["role"] != b["role"] for a, b in zip(messages, messages[1:]))
-        text = messages[0]["content"]
-        role = next(role for role, instruction in INSTRUCTIONS.items() if text.endswith(instruction))
-        seen.append("privileged" if text.startswith("How the question was made") else role)
-        tag = {"router": "verify", "searcher": "search", "responder": "answer"}.get(role)
-        assert tag is None or f"{tag}>" in completion
-    assert {role: seen.count(role) / 4000 for role in seen} == pytest.approx(SHARES, abs=0.03)
-    assert demonstration(task, random.Random(5)) == demonstration(task, random.Random(5))
-
-
-def test_demonstrations_never_show_a_held_out_question():
-    task, generator = SearchQA(hops=(1, 1, 1, 2, 2, 3)), random.Random(0)
-    for _ in range(2000):
-        messages, completion = demonstration(task, generator)
-        for question in re.findall(r"Who is the [^?\n]+\?", messages[0]["content"]):
-            assert not Problem(question, ()).held_out
-
-
-# --- The shipped model ---------------------------------------------------------------------------------------------
-
-
-def test_the_tokenizer_keeps_names_whole_and_chats_grow_by_appending():
-    """A multi-turn script appends to the sampled ids: what was written before must not be tokenised anew."""
-    folder = Path(__file__).parents[1] / "envs" / "tiny_lm" / "search_qa"
-    tokenizer, task = AutoTokenizer.from_pretrained(folder), SearchQA(hops=(2,))
-    for first, last in zip(FIRST_NAMES, LAST_NAMES[::-1]):
-        assert len(tokenizer.encode(f"{first} {last}")) == len(tokenizer.encode(f"is {first} {last}.")) - 2 == 2
-    assert all(len(tokenizer.encode(f"<{slash}{tag}>")) == 1 for tag in search_qa.TAGS for slash in ("", "/"))
-    problem = task.evaluation_problems(1)[0]
-    messages, ids = task.prompt(problem), []
-    for query, result in task.path_steps(problem):
-        for message in ({"role": "assistant", "content": Turn("next", "search", query).text}, result_message(result)):
-            longer = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
-            assert longer[: len(ids)] == ids and len(longer) > len(ids)
-            messages, ids = [*messages, message], longer
-    assert len(ids) < 150
-
-
 def test_a_retrieved_document_cannot_break_the_format():
     """IGPO's format check counts tags over the whole episode, results too: none may come from a document."""
     task = SearchQA()
@@ -381,10 +217,4 @@ def test_a_retrieved_document_cannot_break_the_format():
     assert "<" not in found
     turns = f"<think>a</think><search>b</search><result>{found}</result><think>c</think><answer>d</answer>"
     assert search_text.f1(Problem("q", ("d",)), turns, -2.0) == 1.0
-
-
-def test_a_server_that_is_gone_ends_a_run_with_one_sentence():
-    task = SearchQA(retriever_url="http://127.0.0.1:9/retrieve")
-    task.retriever.pause = 0.0
-    with pytest.raises(SystemExit, match="error: .*127.0.0.1:9"):
-        task.search(["anything"])
+    assert search_text.f1(Problem("q", ("d",)), turns.replace("</search>", ""), -2.0) == -2.0

@@ -28,6 +28,7 @@ GAMES = """
 group_advantages JsonLines epoch_order load_problems load_reward load_task model_path drop_long_prompts Completion
 complete micro_batches save_checkpoint log_completions report
 """  # not in spiral_rae.py, or with a text of its own there
+BOTH_TERMS = "token_weights load_problems logprob_gaps token_logprobs"  # not in hpt.py, or with a text of its own
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
 OFF_POLICY = "linear_schedule ReplayBuffer update_target"
 FAMILIES = [
@@ -38,6 +39,7 @@ FAMILIES = [
     (["grpo", "dapo"], ["evaluate"]),
     (["grpo", "gdpo"], ["update"]),
     (["grpo", "dr_mas"], [name for name in f"{SHARED} {ONE_TURN}".split() if name not in TEAM.split()]),
+    (["grpo", "hpt"], [name for name in f"{SHARED} {ONE_TURN} evaluate".split() if name not in BOTH_TERMS.split()]),
     (["grpo", "pi_play"], [name for name in SHARED.split() if name not in THREE_MODELS.split()]),
     (["grpo", "spiral_rae"], [name for name in f"{SHARED} {ONE_TURN}".split() if name not in GAMES.split()]),
     (["unimodal_poisson", "fm3q", "arac"], CONTROL.split()),

@@ -8,7 +8,7 @@ import pytest
 from envs.countdown import Countdown
 from envs.countdown import Problem as NumberProblem
 from envs.math_jsonl import MathJsonl
-from envs.search_qa import Problem, SearchQA
+from envs.search_qa import Problem
 from envs.teams import Episode, RouterSearcherResponder, SolverVerifier, verdict
 
 REFERENCE = json.loads((Path(__file__).parent / "reference" / "dr_mas.json").read_text())
@@ -38,17 +38,9 @@ class Recorder:
         return [f"found {query}" for query in queries]
 
 
-def score(team, episode) -> list[float]:
-    """What the reward functions of the task say about the answer."""
-    return [function(episode.problem, episode.answer) for function in team.task.reward_functions.values()]
-
-
 def drive(team, episode, *texts) -> list[bool]:
     """Let the agents of one episode write these texts; which of them were valid."""
     return [valid for text in texts for valid in team.advance([episode], [text])]
-
-
-# --- Reference: traces and verdicts of the official code -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trace", REFERENCE["math_orchestration_traces"]["traces"], ids=lambda t: t["max_loop_num"])
@@ -90,10 +82,7 @@ def test_reference_router_searcher_and_responder():
                 team.prompt(episodes[i])
                 seen = len(team.task.prompts[-1][2])
                 assert seen == (0 if agent == "responder" else call["sees_team_context"][i])
-            texts = {
-                "searcher": "<think>t</think><search>q</search>",
-                "responder": "<think>t</think><answer>x</answer>",
-            }
+            texts = {"searcher": QUERY, "responder": "<think>x</think><answer>x</answer>"}
             team.advance([episodes[i] for i in due], [texts.get(agent, trace["verdicts"][i]) for i in due])
         actions = ["" if episodes[i].calls[-1][0] == "router" else episodes[i].calls[-1][1] for i in items]
         assert actions == [step["actions"][i] for i in items]
@@ -110,17 +99,8 @@ def test_reference_math_approval():
     assert approved == list(map(bool, case["approved_after_from_all_false"]))
 
 
-def test_reference_search_routing():
-    case = REFERENCE["search_routing"]
-    sufficient = [
-        bool(active) and verdict(text.lower(), "yes", "no", "verify", missing=True)
-        for text, active in zip(case["in"], case["active"])
-    ]
-    assert sufficient == list(map(bool, case["sufficient"]))
-
-
 @pytest.mark.parametrize("case", REFERENCE["search_routing"]["in"])
-def test_reference_search_routing_by_the_team(case):
+def test_reference_search_routing(case):
     given = REFERENCE["search_routing"]
     team = RouterSearcherResponder(Recorder())
     episode = team.start(QUESTION)
@@ -128,41 +108,9 @@ def test_reference_search_routing_by_the_team(case):
     assert (episode.agent == "responder") == given["sufficient"][given["in"].index(case)]
 
 
-@pytest.mark.parametrize("case", REFERENCE["output_validity"]["search_or_answer_agents"], ids=lambda case: case["in"])
-def test_reference_validity_of_searcher_and_responder(case):
-    for agent, tag in (("searcher", "search"), ("responder", "answer")):
-        text, action = (case[key].replace("search>", f"{tag}>") for key in ("in", "out"))
-        team, episode = RouterSearcherResponder(Recorder()), Episode(QUESTION, agent)
-        assert drive(team, episode, text) == [bool(case["valid"])]
-        assert episode.calls == [(agent, action)]
-
-
-# --- Solver and verifier ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def pair() -> SolverVerifier:
     return SolverVerifier(Countdown())
-
-
-def test_approved_at_once(pair):
-    episode = pair.start(NUMBERS)
-    assert pair.agents == ("solver", "verifier") and episode.agent == "solver"
-    assert drive(pair, episode, RIGHT, APPROVE) == [True, True]
-    assert episode.agent is None and episode.answer == RIGHT and score(pair, episode) == [1.0, 1.0, 1.0]
-    assert episode.calls == [("solver", RIGHT), ("verifier", APPROVE)]
-
-
-def test_the_last_solution_is_never_judged(pair):
-    episode = pair.start(NUMBERS)
-    drive(pair, episode, RIGHT, REJECT)
-    assert episode.agent == "solver"
-    drive(pair, episode, WRONG)
-    assert episode.agent is None and episode.answer == WRONG and score(pair, episode)[0] == 0.0
-    one = SolverVerifier(Countdown(), max_rounds=1)
-    episode = one.start(NUMBERS)
-    drive(one, episode, RIGHT)
-    assert episode.agent is None, "with one round the verifier has nothing to do"
 
 
 def test_everybody_sees_all_that_was_written(pair):
@@ -176,31 +124,26 @@ def test_everybody_sees_all_that_was_written(pair):
     assert prompts[2].endswith(pair.task.prompt(NUMBERS)[-1]["content"].split("\n")[-1])
 
 
-@pytest.mark.parametrize("text", ["", "it is right", "<verdict>Approve</verdict>", "<verdict> approve </verdict>"])
-def test_missing_verdict(text):
-    for missing, agent in (("approve", None), ("reject", "solver")):
+VERDICTS = [  # what the verifier writes, whether that is valid, who is next if a missing verdict approves, or rejects
+    ("it is right", False, None, "solver"),
+    ("<verdict> approve </verdict>", True, None, "solver"),  # no verdict, with its spaces
+    (REJECT, True, "solver", "solver"),
+    (REJECT + APPROVE, True, None, None),  # an approval wins over a rejection beside it
+]
+
+
+@pytest.mark.parametrize("text, valid, approve, reject", VERDICTS)
+def test_verdicts(text, valid, approve, reject):
+    for missing, agent in (("approve", approve), ("reject", reject)):
         team = SolverVerifier(Countdown(), missing_verdict=missing)
         episode = team.start(NUMBERS)
-        assert drive(team, episode, RIGHT, text) == [True, "<verdict>" in text]
+        assert drive(team, episode, RIGHT, text) == [True, valid]
         assert episode.agent == agent
-        both = team.start(NUMBERS)
-        assert drive(team, both, RIGHT, REJECT + APPROVE) == [True, True]
-        assert both.agent is None, "an approval wins over a rejection beside it"
 
 
-@pytest.mark.parametrize(
-    "text, valid", [(RIGHT, True), ("<answer></answer>", True), ("2*3*4", False), ("<answer>2*3*4", False), ("", False)]
-)
+@pytest.mark.parametrize("text, valid", [("<answer></answer>", True), ("2*3*4", False), ("<answer>2*3*4", False)])
 def test_validity_of_a_solution(pair, text, valid):
     assert drive(pair, pair.start(NUMBERS), text) == [valid]
-
-
-def test_several_episodes_at_once(pair):
-    """`advance` takes episodes that wait for different agents, and keeps them apart."""
-    episodes = [pair.start(NUMBERS) for _ in range(3)]
-    pair.advance(episodes[:2], [RIGHT, WRONG])
-    assert pair.advance([episodes[1], episodes[2], episodes[0]], [REJECT, RIGHT, "?"]) == [True, True, False]
-    assert [episode.agent for episode in episodes] == [None, "solver", "verifier"]
 
 
 def test_questions_from_a_file(tmp_path):
@@ -212,11 +155,6 @@ def test_questions_from_a_file(tmp_path):
     drive(team, episode, "<answer>no</answer>", REJECT)
     prompt = team.prompt(episode)[-1]["content"]
     assert problem.question in prompt and f"Verifier: {REJECT}" in prompt
-    drive(team, episode, f"<answer>{problem.answer}</answer>")
-    assert episode.agent is None and score(team, episode)[0] == 1.0
-
-
-# --- Router, searcher, responder -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -231,7 +169,6 @@ def test_search_then_answer(trio):
     assert episode.agent is None and episode.answer == "<answer>Cid Dor</answer>"
     assert [agent for agent, _ in episode.calls] == ["router", "searcher", "router", "responder"]
     assert episode.history == (("q", "found q"),) and trio.task.batches == [["q"]]
-    assert score(trio, episode) == [1.0]
 
 
 def test_what_each_of_the_three_sees(trio):
@@ -256,16 +193,13 @@ def test_searches_of_a_round_are_one_batch(trio):
     assert [episode.agent for episode in episodes] == ["router", "responder", "router", "router"]
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("rounds", [1, 3])
 def test_step_limit(rounds):
-    """A `no` at the last step: nobody answers, the answer is empty and the reward 0."""
-    team = RouterSearcherResponder(SearchQA(), rounds)
+    """A `no` at the last step: nobody answers."""
+    team = RouterSearcherResponder(Recorder(), rounds)
     episode = team.start(QUESTION)
-    for _ in range(rounds - 1):
-        drive(team, episode, NO, QUERY)
-    assert episode.agent == "router" and len(episode.history) == rounds - 1
-    drive(team, episode, NO)
-    assert episode.agent is None and episode.answer == "" and score(team, episode) == [0.0, 0.0, 0.0]
+    drive(team, episode, *[NO, QUERY] * (rounds - 1), NO)
+    assert episode.agent is None and episode.answer == ""
     assert [agent for agent, _ in episode.calls] == ["router", "searcher"] * (rounds - 1) + ["router"]
 
 
@@ -278,38 +212,21 @@ def test_an_answer_without_its_tag_is_no_answer(trio):
     assert episode.agent is None and episode.answer == "", "at the last step that was the last chance"
 
 
-@pytest.mark.parametrize("text", ["", "enough", "<think>x</think><verify>maybe</verify>"])
-def test_missing_verdict_of_the_router(text):
-    for missing, agent in (("approve", "responder"), ("reject", "searcher")):
+ROUTES = [  # what the router writes, whether that is valid, who is next if a missing verdict approves, or rejects
+    (YES, True, "responder", "responder"),
+    ("<verify>yes</verify>", False, "responder", "responder"),
+    (YES + "\u4e2d", False, "responder", "responder"),
+    ("enough", False, "responder", "searcher"),
+    ("<think>x</think><verify>maybe</verify>", True, "responder", "searcher"),
+    ("<think>x</think><verify> No </verify>", True, "searcher", "searcher"),  # in any case, and with spaces
+]
+
+
+@pytest.mark.parametrize("text, valid, approve, reject", ROUTES)
+def test_routes(text, valid, approve, reject):
+    for missing, agent in (("approve", approve), ("reject", reject)):
         team = RouterSearcherResponder(Recorder(), missing_verdict=missing)
         episode = team.start(QUESTION)
-        drive(team, episode, text)
+        assert drive(team, episode, text) == [valid]
         assert episode.agent == agent
-
-
-@pytest.mark.parametrize(
-    "text, valid", [(YES, True), ("<verify>yes</verify>", False), (YES + "\u4e2d", False), ("<think>x</think>", False)]
-)
-def test_validity_of_the_router(trio, text, valid):
-    assert drive(trio, trio.start(QUESTION), text) == [valid]
-
-
-def test_the_router_writes_in_any_case_and_with_spaces(trio):
-    episode = trio.start(QUESTION)
-    assert drive(trio, episode, "<think>x</think><verify> No </verify>") == [True] and episode.agent == "searcher"
-    assert episode.calls == [("router", "<think>x</think><verify>No</verify>")], (
-        "spaces are taken out of what is passed on"
-    )
-
-
-def test_search_team_with_the_task_itself():
-    """The prompts of SearchQA and its rewards: exact match, word F1, format."""
-    team = RouterSearcherResponder(SearchQA())
-    problem = team.task.train_problem(0, 1)
-    episode = team.start(problem)
-    query = problem.path[0][1] + " of " + problem.path[0][0]
-    drive(team, episode, NO, f"<think>x</think><search>{query}</search>")
-    prompt = team.prompt(episode)[-1]["content"]
-    assert problem.question in prompt and f"<search>{query}</search><result>" in prompt
-    drive(team, episode, YES, f"<think>x</think><answer>{problem.answers[0]}</answer>")
-    assert episode.agent is None and score(team, episode) == [1.0, 1.0, 1.0]
+        assert episode.calls == [("router", text.replace("> ", ">").replace(" <", "<"))]

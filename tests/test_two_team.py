@@ -7,20 +7,10 @@ import pytest
 import torch
 
 from envs.pong import DOWN, STAY, UP, Pong, tracker
-from envs.two_team import (
-    TabularGame,
-    arat_game,
-    joint_actions,
-    matrix_game,
-    minimax_values,
-    random_arat_game,
-)
+from envs.two_team import TabularGame, arat_game, joint_actions, random_arat_game
 from envs.two_team_pettingzoo import PettingZooGame
 
 PARTS = ("paddles", "ball", "velocity", "pace", "clock")
-
-# --- Pong ---------------------------------------------------------------------------------------
-
 
 def mixed_play(game: Pong, generator: torch.Generator) -> torch.Tensor:
     """Every paddle follows the ball a third of the time, else it moves at random. (E,N)"""
@@ -131,30 +121,6 @@ def test_rallies_begin_to_both_sides():
     assert angles.std() == pytest.approx(80 / 12**0.5, abs=0.5)
 
 
-def test_tracker_wins_on_both_sides():
-    for side in (0, 1):
-        game, result = Pong((2, 2), 32, 0, "cpu"), torch.zeros(32)
-        mine = torch.arange(4) // 2 == side
-        for _ in range(120):
-            rewards, _, _, _ = game.step(torch.where(mine, tracker(game), game.random_actions()))
-            result = torch.where(result == 0, rewards, result)
-        assert (result == (1, -1)[side]).sum() > 20 and (result == (-1, 1)[side]).sum() < 4
-
-
-def test_picture():
-    game = Pong((1, 2), 2, 0, "cpu")
-    game.paddles, game.ball = torch.tensor([[100.0, 50, 150]] * 2), torch.tensor([[30.0, 70]] * 2)
-    picture = game.picture(1)
-    assert picture[100, 7].tolist() == [80, 160, 255] and picture[89, 7].tolist() == [0] * 3
-    heights = [picture[y, 192].tolist() for y in (50, 150, 100)]
-    assert heights == [[255, 160, 60], [255, 160, 60], [0, 0, 0]]
-    white = (picture == 255).all(-1).nonzero()
-    assert white.amin(0).tolist() == [68, 28] and white.amax(0).tolist() == [72, 32]
-
-
-# --- Tables -------------------------------------------------------------------------------------
-
-
 def cycle(horizon: int) -> TabularGame:
     """State s is followed by s + 1 of 5; reward 10 s + 2 a + b; 4 ends with joint action (1, 1)."""
     rewards = (10 * torch.arange(5).view(5, 1, 1) + torch.tensor([[0, 1], [2, 3]])).double()
@@ -212,15 +178,9 @@ def test_joint_actions():
 
 def test_random_additive_games():
     """The same for the same seed; every player matters, and none depends on another."""
-    assert all(
-        torch.equal(x, y)
-        for x, y in zip(arat_game("large"), random_arat_game(50, (3, 3), 0))
-        if torch.is_tensor(x)
-    )
-    rewards, transitions, teams = random_arat_game(5, (1, 2), 1)
-    assert teams == (1, 2) and rewards.shape == (5, 4, 16)
+    assert all(map(torch.equal, arat_game("large")[:2], random_arat_game(50, (3, 3), 0)[:2]))
+    rewards, transitions, _ = random_arat_game(5, (1, 2), 1)
     assert not torch.equal(random_arat_game(5, (1, 2), 2)[0], rewards)
-    assert transitions.min() >= 0
     torch.testing.assert_close(transitions.sum(-1), torch.ones_like(rewards))
     for table in (rewards.view(5, 4, 4, 4), transitions[..., 0].view(5, 4, 4, 4)):
         for player in (1, 2, 3):
@@ -228,18 +188,6 @@ def test_random_additive_games():
             assert change.abs().max() > 0.01
             for rival in {1, 2, 3} - {player}:
                 assert change.diff(dim=rival).abs().max() < 1e-9
-
-
-def test_minimax_values():
-    """Closed forms: the protagonists answer, and a reward for ever is worth r / (1 - gamma)."""
-    for name, value in (("pennies", 1), ("saddle", 1), ("climbing", 0), ("product", 5)):
-        rewards, transitions, _ = matrix_game(name)
-        once = minimax_values(rewards, transitions, 0.9)
-        forever = minimax_values(rewards, torch.ones_like(transitions), 0.999)
-        assert once.item() == pytest.approx(value) and forever.item() == pytest.approx(1000 * value)
-
-
-# --- PettingZoo ---------------------------------------------------------------------------------
 
 
 class Space:
@@ -265,34 +213,25 @@ class Duel:
 
     def reset(self, seed=None):
         self.agents, self.clock, self.seed = list(self.possible_agents), 0, seed
-        return {agent: self.see(agent) for agent in self.agents}, {
-            agent: {} for agent in self.agents
-        }
+        return {agent: self.see(agent) for agent in self.agents}, {agent: {} for agent in self.agents}
 
     def step(self, actions: dict):
         assert actions.keys() == set(self.agents)
         self.clock += 1
         last = {"adversary_0": 2, "runner_0": 1, "runner_1": 1}
         won = self.clock == 1 and all(actions[agent] == last[agent] for agent in self.agents)
-        rewards = {
-            agent: {"adversary_0": 1.0, "runner_0": 2.0, "runner_1": 6.0}[agent]
-            for agent in self.agents
-        }
+        rewards = {"adversary_0": 1.0, "runner_0": 2.0, "runner_1": 6.0}
+        rewards = {agent: rewards[agent] for agent in self.agents}
         ended = {agent: won or (agent == "runner_1" and self.clock == 2) for agent in self.agents}
         cut = {agent: self.clock == 3 for agent in self.agents}
-        seen, infos = (
-            {agent: self.see(agent) for agent in self.agents},
-            {agent: {} for agent in self.agents},
-        )
+        seen, infos = {agent: self.see(agent) for agent in self.agents}, {agent: {} for agent in self.agents}
         self.agents = [agent for agent in self.agents if not ended[agent] and not cut[agent]]
         return seen, rewards, ended, cut, infos
 
 
 @pytest.fixture
 def duel(tmp_path):
-    (tmp_path / "duel.py").write_text(
-        "from tests.test_two_team import Duel\n\ndef make():\n    return Duel()\n"
-    )
+    (tmp_path / "duel.py").write_text("from tests.test_two_team import Duel\n\ndef make():\n    return Duel()\n")
     return f"{tmp_path / 'duel.py'}:make"
 
 

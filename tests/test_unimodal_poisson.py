@@ -13,30 +13,11 @@ from torch.distributions import Beta, Categorical, Independent, Normal
 from torch.nn import functional as F
 
 from algorithms import unimodal_poisson
-from algorithms.unimodal_poisson import (
-    HEADS,
-    Agent,
-    Args,
-    RunningMeanStd,
-    act,
-    atom_metrics,
-    gae,
-    learning_batch,
-    load_checkpoint,
-    make_envs,
-    minibatch_loss,
-    ordinal_logits,
-    poisson_logits,
-    poisson_repo_logits,
-    ppo_loss,
-    start_episodes,
-    update,
-)
+from algorithms.unimodal_poisson import Args, poisson_logits, poisson_repo_logits, ppo_loss
 
 ATOMS = ["poisson", "poisson_repo", "categorical", "ordinal"]  # policies over atoms
-CASES = json.loads((Path(__file__).parent / "reference" / "unimodal_poisson.json").read_text())[
-    "cases"
-]
+REFERENCE = Path(__file__).parent / "reference" / "unimodal_poisson.json"
+CASES = json.loads(REFERENCE.read_text())["cases"]
 BY_NAME = {case["name"]: case for case in CASES}
 
 
@@ -71,20 +52,14 @@ def over_atoms(logits: torch.Tensor) -> Independent:
 
 def head_of(policy: str, **values):
     """The head of a policy for two action dimensions."""
-    return HEADS[policy](LOW, HIGH, Args(policy=policy, **values))
+    return unimodal_poisson.HEADS[policy](LOW, HIGH, Args(policy=policy, **values))
 
 
 LOW, HIGH = torch.tensor([-1.0, -3.0]), torch.tensor([1.0, 5.0])
 
-# --- Reference: the output of other people's code --------------------------------------------------------------------
-
 # Every number is from one of the sources that its case names in the file: udprl at 4d734da5db61 (the paper's code, run
 # in float32), onpolicybaselines at 58d401622b38 (the ordinal policy's authors) and torchrl 0.14.1.
-LOGITS, PROBABILITIES, GRADIENTS = (
-    2e-4,
-    1e-5,
-    1e-3,
-)  # what their float32 is good for; the last is relative
+LOGITS, PROBABILITIES, GRADIENTS = 2e-4, 1e-5, 1e-3  # what their float32 is good for; the last is relative
 
 
 @cases("poisson_head")
@@ -122,9 +97,7 @@ def test_reference_head_distribution(case):
     negated = -over_atoms(poisson_repo_logits(rate, num_atoms, temperature)).log_prob(actions)
     (found,) = torch.autograd.grad(negated.sum(), rate)
     p = poisson_logits(rate.detach(), num_atoms, temperature).softmax(-1)
-    rounding = 1.2e-7 / (
-        1 - p.max(-1).values
-    )  # relative error of ln(1 - p) in float32, most of it at rate 1e-6
+    rounding = 1.2e-7 / (1 - p.max(-1).values)  # relative error of ln(1 - p) in float32, most of it at rate 1e-6
     expected = tensor(outputs["dneglogp_dlambda_B_A"])
     assert found.isfinite().all() and (rounding < GRADIENTS).sum() >= 11, "of 14"
     assert not ((found - expected).abs() > 1e-6 + (GRADIENTS + rounding) * expected.abs()).any()
@@ -147,9 +120,7 @@ def test_reference_many_atoms(case):
             assert_close(plain, theirs[1], PROBABILITIES)
             assert_close(final, theirs[2], LOGITS)
         else:  # atom 34 stands for the count 35: ln(17^35 e^-17 / 35!) and so on
-            assert pmf[1].item() == pytest.approx(
-                35 * math.log(17) - 17 - math.lgamma(36), abs=1e-4
-            )
+            assert pmf[1].item() == pytest.approx(35 * math.log(17) - 17 - math.lgamma(36), abs=1e-4)
             assert (plain[1] / plain[0]).item() == pytest.approx((17 / 35) ** (1 / 2.5), abs=1e-5)
             assert final[1].item() > -10 > theirs[2][1].item()
 
@@ -157,13 +128,9 @@ def test_reference_many_atoms(case):
 def test_reference_learned_temperature():
     """The released code's other variant has a temperature for each state, clipped to [2, 2.5]; the head is the same."""
     case = BY_NAME["learned_tau_variant"]
-    rates, expected = (
-        tensor(case["inputs"]["lambda_B_A"]),
-        tensor(case["outputs"]["official_final_logits_B_A_K"]),
-    )
-    for rate, (learned,), logits in zip(
-        rates, case["inputs"]["tau_after_softplus_before_clip_B_1"], expected
-    ):
+    rates, temperatures = (case["inputs"][name] for name in ("lambda_B_A", "tau_after_softplus_before_clip_B_1"))
+    expected = tensor(case["outputs"]["official_final_logits_B_A_K"])
+    for rate, (learned,), logits in zip(tensor(rates), temperatures, expected):
         found = poisson_repo_logits(rate[None], case["inputs"]["K"], min(max(learned, 2.0), 2.5))
         assert_close(found[0], logits, LOGITS)
 
@@ -173,25 +140,21 @@ def test_reference_ordinal_is_that_of_the_paper():
     another axis, which no argument of ours expresses; here (K - i) ln s_i + i ln(1 - s_i) shows that it is theirs."""
     case = BY_NAME["ordinal_logits_three_codes"]
     scores, outputs = tensor(case["inputs"]["m_pre_sigmoid_B_A_K"]), case["outputs"]
-    assert_close(ordinal_logits(scores), outputs["c_paper_eq4_via_torchrl_logits"], LOGITS)
+    assert_close(unimodal_poisson.ordinal_logits(scores), outputs["c_paper_eq4_via_torchrl_logits"], LOGITS)
     below = torch.arange(5, dtype=torch.float64)
     slipped = (5 - below) * F.logsigmoid(scores) + below * F.logsigmoid(-scores)
     for name in ("a_tang_agrawal_code_logits", "b_udprl_code_logits"):
         assert_close(slipped, outputs[name], LOGITS)
-        difference = ordinal_logits(scores).softmax(-1) - tensor(outputs[name]).softmax(-1)
+        difference = unimodal_poisson.ordinal_logits(scores).softmax(-1) - tensor(outputs[name]).softmax(-1)
         assert difference.abs().max() > 0.1
 
 
 @cases("discretizing_wrapper")
 def test_reference_action_values(case):
     """The value of every atom: evenly spaced over the task's own range, both ends among them."""
-    low, high, num_atoms = (
-        tensor(case["inputs"]["low"]),
-        tensor(case["inputs"]["high"]),
-        case["inputs"]["K"],
-    )
+    low, high, num_atoms = tensor(case["inputs"]["low"]), tensor(case["inputs"]["high"]), case["inputs"]["K"]
     indices = torch.arange(num_atoms)[:, None].expand(-1, len(low))  # (K,A)
-    head = HEADS["poisson"](low, high, Args(num_atoms=num_atoms))
+    head = unimodal_poisson.HEADS["poisson"](low, high, Args(num_atoms=num_atoms))
     assert_close(head.to_env(indices), case["outputs"]["action_for_index_K_A"], 1e-6)
 
 
@@ -200,55 +163,18 @@ def test_reference_gae():
     case = BY_NAME["gae_returns"]
     inputs, outputs = case["inputs"], case["outputs"]
     names = ("rewards_T_N", "dones_after_step_T_N", "values_T_N", "last_values_N")
-    found = gae(*(tensor(inputs[name]) for name in names), inputs["gamma"], inputs["lam"])
+    found = unimodal_poisson.gae(*(tensor(inputs[name]) for name in names), inputs["gamma"], inputs["lam"])
     for ours, name in zip(found, ("advantages_envmajor_NT", "returns_envmajor_NT")):
         assert_close(ours.T.flatten(), outputs[name], 2e-6)
 
 
-# --- Properties of the policies ----------------------------------------------------------------------------------------
-
-
 def test_poisson_is_unimodal_for_every_rate():
-    """One local maximum, at the count floor(rate): what makes it the paper's policy."""
-    generator = np.random.default_rng(0)
-    for _ in range(400):
-        rate, temperature = 10 ** generator.uniform(-4, 4), generator.uniform(0.1, 20)
-        num_atoms = int(generator.integers(2, 201))
-        logits = poisson_logits(
-            torch.tensor([[rate]], dtype=torch.float64), num_atoms, temperature
-        )[0, 0]
-        mode = min(max(math.floor(rate), 1), num_atoms) - 1
-        steps = logits.diff()
-        assert (steps[:mode] > 0).all() and (steps[mode:] < 0).all(), (rate, temperature, num_atoms)
+    """In float32: what makes it the paper's policy."""
     rates = torch.logspace(-4, 4, 3000)[:, None]
-    for num_atoms, temperature in ((2, 1.0), (11, 2.5), (40, 2.5)):  # in float32
+    for num_atoms, temperature in ((2, 1.0), (11, 2.5), (40, 2.5)):
         steps = poisson_logits(rates, num_atoms, temperature).softmax(-1).diff()
         rises_after_a_fall = (steps > 0) & ((steps < 0).cumsum(-1) > 0)
         assert not rises_after_a_fall.any()
-
-
-MODES = [(11, 2.5, {0, 9, 10}), (11, 1.0, {0, 1, 9, 10}), (15, 2.5, {0, 13, 14})]
-
-
-@pytest.mark.parametrize("num_atoms, temperature, modes", MODES)
-def test_atoms_that_can_be_the_mode(num_atoms, temperature, modes):
-    """Those in the middle never are in the released code's policy; in `poisson` each of them can be."""
-    rates = torch.logspace(-4, 5, 4000, dtype=torch.float64)
-    assert set(poisson_repo_logits(rates, num_atoms, temperature).argmax(-1).tolist()) == modes
-    assert set(poisson_logits(rates, num_atoms, temperature).argmax(-1).tolist()) == set(
-        range(num_atoms)
-    )
-
-
-def test_a_large_rate_keeps_its_precision():
-    """At rate 1e6 the constant term of the log-PMF would cost 0.08 nats in float32."""
-    rate = torch.tensor([[1e6]])
-    single = poisson_logits(rate, 11, 1.0).log_softmax(-1)
-    double = poisson_logits(rate.double(), 11, 1.0).log_softmax(-1)
-    assert_close(single, double, 1e-3)
-
-
-# --- Heads -----------------------------------------------------------------------------------------
 
 
 def outputs_of(policy: str, count: int = 1) -> torch.Tensor:
@@ -285,7 +211,7 @@ def test_samples_of_a_gaussian():
     assert_close(samples.std(0), head.log_std.exp(), 0.05)
 
 
-@pytest.mark.parametrize("policy", HEADS)
+@pytest.mark.parametrize("policy", unimodal_poisson.HEADS)
 def test_log_prob_and_entropy(policy):
     """Against torch.distributions."""
     torch.manual_seed(0)
@@ -304,24 +230,10 @@ def test_log_prob_and_entropy(policy):
     assert_close(head.entropy(outputs), expected.entropy().detach(), 1e-5)
 
 
-IN_UNITS = [  # policy, sampled action, what the task gets
-    ("poisson", [1, 9], [-0.8, 4.2]),
-    ("gaussian", [0.3, 4.5], [0.3, 4.5]),
-    ("gaussian", [-7.0, 7.0], [-1.0, 5.0]),
-    ("beta", [0.5, 0.25], [0.0, -1.0]),
-]
+RATES = [({}, 6.0), ({"rate_link": "exp", "rate_init": 2.0}, 2.0), ({"policy": "poisson_repo"}, 0.693)]
 
 
-@pytest.mark.parametrize("policy, actions, expected", IN_UNITS)
-def test_actions_in_the_environments_units(policy, actions, expected):
-    found = head_of(policy).to_env(torch.tensor([actions]))
-    assert_close(found, torch.tensor([expected]), 1e-6)
-
-
-@pytest.mark.parametrize(
-    "values, rate",
-    [({}, 6.0), ({"rate_link": "exp", "rate_init": 2.0}, 2.0), ({"policy": "poisson_repo"}, 0.693)],
-)
+@pytest.mark.parametrize("values, rate", RATES)
 def test_first_rate(values, rate):
     agent = agent_of(**values)
     found = agent.head.rate(agent.outputs(torch.randn(20, 3)))
@@ -336,90 +248,39 @@ def test_second_activation():
     assert_close(agent.outputs(x)[..., 0], expected.detach(), 1e-6)
 
 
-# --- Advantages and loss ---------------------------------------------------------------------------------------------
+def plain_loss(row, advantage, clip_coef, ent_coef, vf_coef, clip_vloss) -> tuple[torch.Tensor, bool]:
+    """The loss of one row as PPO's paper and CleanRL have it, and whether its ratio is out of range."""
+    logprob, old_logprob, value, old_value, target, entropy = row
+    ratio = (logprob - old_logprob).exp()
+    gain = torch.min(ratio * advantage, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantage)
+    error = (value - target).square()
+    if clip_vloss:
+        clipped = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
+        error = torch.max(error, (clipped - target).square())
+    return -gain + vf_coef * error / 2 - ent_coef * entropy, (ratio - 1).abs() > clip_coef
 
 
-def loss_of(ratios, advantages, values=0.0, old_values=0.0, returns=0.0, entropy=0.0, **options):
-    """ppo_loss for these ratios, its metrics, and its gradient by log-probability, value and entropy."""
-    ratios = tensor(ratios)
-    columns = advantages, values, old_values, returns, entropy
-    columns = [torch.as_tensor(x, dtype=torch.float64).expand_as(ratios).clone() for x in columns]
-    advantages, values, old_values, returns, entropy = columns
-    old = torch.full_like(ratios, 0.7)
-    leaves = [x.requires_grad_() for x in (old + ratios.log(), values, entropy)]
-    options = {"clip_coef": 0.2, "ent_coef": 0.0, "vf_coef": 0.0, "norm_adv": False} | options
-    loss, metrics = ppo_loss(
-        leaves[0], old, advantages, values, old_values, returns, entropy, **options
-    )
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return loss.item(), {name: value.item() for name, value in metrics.items()}, gradients
+@pytest.mark.parametrize("norm_adv, clip_vloss", [(False, True), (True, False)])
+def test_loss_and_gradient_equal_those_of_a_plain_loop(norm_adv, clip_vloss):
+    """Advantages are normalised by the standard deviation of the population."""
+    rows = 0.4 * torch.randn(200, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows.requires_grad_()
+    advantages = 3 + 2 * torch.randn(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = (advantages - advantages.mean()) / advantages.std(correction=0) if norm_adv else advantages
+    options = {"clip_coef": 0.2, "ent_coef": 0.1, "vf_coef": 0.7, "clip_vloss": clip_vloss}
+    new, old, value, old_value, target, entropy = rows.unbind(1)
+    columns = new, old, advantages, value, old_value, target, entropy
+    loss, metrics = ppo_loss(*columns, norm_adv=norm_adv, **options)
+    losses, outside = zip(*(plain_loss(row, a, **options) for row, a in zip(rows, expected)))
+    plain = torch.stack(losses).mean()
+    assert_close(loss, plain.detach(), 1e-6)
+    assert_close(torch.autograd.grad(loss, rows)[0], torch.autograd.grad(plain, rows)[0], 1e-8)
+    assert metrics["clipfrac"].item() == pytest.approx(sum(outside).item() / 200)
+    ratios = (new - old).exp()
+    assert metrics["approx_kl"].item() == pytest.approx((ratios - 1 - ratios.log()).mean().item())
 
 
-BRANCHES = [  # ratio, advantage, loss, gradient by the log-probability
-    (1.5, 2.0, -2.4, 0.0),  # too far already in the good direction: 1.2 counts
-    (1.5, -2.0, 3.0, 3.0),  # the wrong direction: nothing is clipped
-    (0.5, 2.0, -1.0, -1.0),
-    (0.5, -2.0, 1.6, 0.0),  # 0.8 counts
-    (1.1, 2.0, -2.2, -2.2),  # between 0.8 and 1.2
-    (0.9, -2.0, 1.8, 1.8),
-]
-
-
-def test_policy_loss_by_hand():
-    ratios, advantages, losses, gradients = (tensor(list(column)) for column in zip(*BRANCHES))
-    found, metrics, (by_logprob, *_) = loss_of(ratios.tolist(), advantages)
-    assert found == pytest.approx(losses.mean().item()) and metrics["policy_loss"] == pytest.approx(
-        found
-    )
-    assert_close(by_logprob, gradients / 6, 1e-9)
-    assert metrics["clipfrac"] == pytest.approx(4 / 6)
-    assert metrics["approx_kl"] == pytest.approx((ratios - 1 - ratios.log()).mean().item())
-
-
-VALUES = [  # value, old value, return, half of the squared error that counts, gradient by the value
-    (
-        1.0,
-        0.0,
-        2.0,
-        0.5 * 1.8**2,
-        0.0,
-    ),  # towards the return, but more than 0.2: the clipped value 0.2 counts
-    (1.0, 0.0, -1.0, 0.5 * 2.0**2, 2.0),  # away from it: as it is
-    (0.1, 0.0, 2.0, 0.5 * 1.9**2, -1.9),  # less than 0.2
-    (-1.0, 0.0, -2.0, 0.5 * 1.8**2, 0.0),
-    (-1.0, 0.0, 1.0, 0.5 * 2.0**2, -2.0),
-    (3.0, 1.0, 2.0, 0.5 * 1.0**2, 1.0),  # beyond the return: |3 - 2| = 1 is more than |1.2 - 2|
-]
-
-
-def test_value_loss_by_hand():
-    value, old, target, losses, gradients = (tensor(list(column)) for column in zip(*VALUES))
-    found, metrics, (_, by_value, _) = loss_of([1.0] * 6, 0.0, value, old, target, vf_coef=0.5)
-    assert metrics["value_loss"] == pytest.approx(losses.mean().item()) == pytest.approx(2 * found)
-    assert_close(by_value, 0.5 * gradients / 6, 1e-9)
-    plain = loss_of([1.0] * 6, 0.0, value, old, target, vf_coef=0.5, clip_vloss=False)
-    assert plain[0] == pytest.approx(0.25 * (value - target).square().mean().item())
-    assert_close(plain[2][1], 0.5 * (value - target) / 6, 1e-9)
-
-
-def test_entropy_lowers_the_loss():
-    found, metrics, (_, _, by_entropy) = loss_of(
-        [1.0, 1.0], 0.0, entropy=tensor([1.0, 2.0]), ent_coef=0.1
-    )
-    assert found == pytest.approx(-0.15) and metrics["entropy"] == pytest.approx(1.5)
-    assert_close(by_entropy, [-0.05, -0.05], 1e-12)
-
-
-def test_advantages_are_normalised_by_the_population():
-    """Mean 3, squared deviations 4, 1, 1, 4: the standard deviation is sqrt(10 / 4)."""
-    advantages = tensor([1.0, 2.0, 4.0, 5.0])
-    _, _, (by_logprob, *_) = loss_of([1.0] * 4, advantages, norm_adv=True)
-    assert_close(by_logprob, -(advantages - 3) / math.sqrt(2.5) / 4, 1e-8)
-    _, _, (raw, *_) = loss_of([1.0] * 4, advantages)
-    assert_close(raw, -advantages / 4, 1e-12)
-
-
-def batch_of(agent: Agent, size: int = 16) -> dict[str, torch.Tensor]:
+def batch_of(agent: unimodal_poisson.Agent, size: int = 16) -> dict[str, torch.Tensor]:
     """A batch as learning_batch leaves it, of random observations and rewards."""
     generator = torch.Generator().manual_seed(5)
     observations = torch.randn(size, 3, generator=generator)
@@ -430,15 +291,8 @@ def batch_of(agent: Agent, size: int = 16) -> dict[str, torch.Tensor]:
         logprobs = agent.head.log_prob(outputs, actions)
         entropy = agent.head.entropy(outputs)
     advantages = torch.randn(size, generator=generator)
-    return {
-        "observations": observations,
-        "actions": actions,
-        "logprobs": logprobs,
-        "entropy": entropy,
-        "values": values,
-        "advantages": advantages,
-        "returns": advantages + values,
-    }
+    batch = {"observations": observations, "actions": actions, "logprobs": logprobs, "entropy": entropy}
+    return batch | {"values": values, "advantages": advantages, "returns": advantages + values}
 
 
 @pytest.mark.parametrize("policy, ent_coef", [("poisson", 0.05), ("gaussian", 0.0)])
@@ -449,7 +303,7 @@ def test_minibatch_loss(policy, ent_coef):
     for name in ("logprobs", "values"):
         batch[name] = batch[name] + 0.4 * torch.randn(16)
     flags = {"clip_coef": 0.3, "ent_coef": ent_coef, "vf_coef": 0.7, "norm_adv": False}
-    loss, _ = minibatch_loss(agent, batch, Args(policy=policy, **flags))
+    loss, _ = unimodal_poisson.minibatch_loss(agent, batch, Args(policy=policy, **flags))
     outputs = agent.outputs(batch["observations"])
     new = agent.head.log_prob(outputs, batch["actions"])
     values = agent.values(batch["observations"])
@@ -472,13 +326,11 @@ def test_update_takes_every_row_once_an_epoch():
     def spy(agent, rows, args):
         seen.append(rows["returns"].tolist())
         for name in batch:
-            assert torch.equal(rows[name], batch[name][rows["returns"].long()]), (
-                "rows stay together"
-            )
-        return minibatch_loss(agent, rows, args)
+            assert torch.equal(rows[name], batch[name][rows["returns"].long()]), "rows stay together"
+        return unimodal_poisson.minibatch_loss(agent, rows, args)
 
     args = Args(num_minibatches=4, update_epochs=3)
-    update(agent, torch.optim.Adam(agent.parameters(), 1e-3), batch, args, spy)
+    unimodal_poisson.update(agent, torch.optim.Adam(agent.parameters(), 1e-3), batch, args, spy)
     assert [len(rows) for rows in seen] == [4] * 12
     epochs = [sum(seen[i : i + 4], []) for i in (0, 4, 8)]
     assert all(sorted(epoch) == batch["returns"].tolist() for epoch in epochs), "each row once"
@@ -490,16 +342,14 @@ def test_update_limits_the_gradient():
     agent, other = agent_of(), agent_of()
     batch = batch_of(agent)
     args = Args(num_minibatches=1, update_epochs=1, max_grad_norm=0.01)
-    metrics = update(agent, torch.optim.SGD(agent.parameters(), 0.5), batch, args, minibatch_loss)
-    loss, _ = minibatch_loss(other, batch, args)
+    optimizer = torch.optim.SGD(agent.parameters(), 0.5)
+    metrics = unimodal_poisson.update(agent, optimizer, batch, args, unimodal_poisson.minibatch_loss)
+    loss, _ = unimodal_poisson.minibatch_loss(other, batch, args)
     gradients = torch.autograd.grad(loss, list(other.parameters()))
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
     assert norm > 0.02 and metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     for ours, theirs, gradient in zip(agent.parameters(), other.parameters(), gradients):
         assert_close(ours, (theirs - 0.5 * gradient * 0.01 / norm).detach(), 1e-6)
-
-
-# --- Environments and rollout ----------------------------------------------------------------------
 
 
 class Walk(gym.Env):
@@ -523,41 +373,36 @@ class Walk(gym.Env):
         return self.look(), reward, self.steps >= self.length, False, {}
 
 
-class Probe(gym.Env):
-    """One step, in which 0.6 times the sign that is seen is best; or, endless, always reward 1."""
+class Sign(gym.Env):
+    """One step, in which 0.6 times the sign that is seen is best."""
 
     action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
     observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
 
-    def __init__(self, endless: bool):
-        self.endless = endless
-
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.sign = 0.0 if self.endless else float(self.np_random.choice([-1, 1]))
-        return np.array([self.sign], np.float32), {}
+        self.sign = self.np_random.choice([-1, 1], 1).astype(np.float32)
+        return self.sign, {}
 
     def step(self, action):
-        reward = 1.0 if self.endless else -float((action[0] - 0.6 * self.sign) ** 2)
-        return np.array([self.sign], np.float32), reward, not self.endless, False, {}
+        return self.sign, -float((action[0] - 0.6 * self.sign[0]) ** 2), True, False, {}
 
 
 gym.register("test/Walk-v0", Walk, max_episode_steps=6)
-gym.register("test/sign-v0", Probe, kwargs={"endless": False})
-gym.register("test/endless-v0", Probe, kwargs={"endless": True}, max_episode_steps=5)
+gym.register("test/sign-v0", Sign)
 
 
-def agent_of(**values) -> Agent:
+def agent_of(**values) -> unimodal_poisson.Agent:
     """An agent for three observed numbers and two action dimensions, always the same."""
     args = Args(env_id="test/Walk-v0", **values)
     torch.manual_seed(0)
-    return Agent(make_envs(args, 1), args)
+    return unimodal_poisson.Agent(unimodal_poisson.make_envs(args, 1), args)
 
 
 def test_running_statistics():
     """The same as the mean and variance of all rows at once."""
     rows = np.random.default_rng(0).normal(3, 2, (50, 4))
-    stats = RunningMeanStd((4,))
+    stats = unimodal_poisson.RunningMeanStd((4,))
     for part in np.split(rows, [1, 7, 30]):
         stats.update(part)
     np.testing.assert_allclose(stats.mean, rows.mean(0), rtol=1e-4)
@@ -572,12 +417,10 @@ def test_act_and_learning_batch(policy, bootstrap):
     agent = agent_of(**flags)
     args = agent.args
     agent.observation_stats.update(np.random.default_rng(0).normal(2, 3, (100, 3)))
-    envs = make_envs(args, 3)
-    unfinished = start_episodes(envs, 4)
-    rollout = act(envs, agent, unfinished, args)
-    bare = SyncVectorEnv(
-        [lambda: gym.make(args.env_id)] * 3, autoreset_mode=AutoresetMode.SAME_STEP
-    )
+    envs = unimodal_poisson.make_envs(args, 3)
+    unfinished = unimodal_poisson.start_episodes(envs, 4)
+    rollout = unimodal_poisson.act(envs, agent, unfinished, args)
+    bare = SyncVectorEnv([lambda: gym.make(args.env_id)] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
     observations, _ = bare.reset(seed=4)
     totals, expected, cut = np.zeros(3), [], 0
     rewards, alive = np.zeros((40, 3)), np.ones((40, 3))
@@ -609,7 +452,7 @@ def test_act_and_learning_batch(policy, bootstrap):
     for t in reversed(range(40)):
         delta = rewards[t] + 0.9 * alive[t] * following[t + 1].numpy() - values[t].numpy()
         advantages[t] = delta + 0.9 * 0.8 * alive[t] * advantages[t + 1]
-    batch = learning_batch(rollout, agent, unfinished, args)
+    batch = unimodal_poisson.learning_batch(rollout, agent, unfinished, args)
     assert_close(batch["values"].view(40, 3), values, 1e-6)
     assert_close(batch["advantages"].view(40, 3), torch.from_numpy(advantages[:40]), 1e-4)
     assert_close(batch["returns"], batch["advantages"] + batch["values"], 1e-5)
@@ -622,7 +465,7 @@ def test_act_and_learning_batch(policy, bootstrap):
 def test_rewards_are_in_units_of_the_discounted_return():
     """As in gymnasium's NormalizeReward, but with all returns of a rollout at once."""
     agent = agent_of(num_envs=2, gamma=0.9)
-    unfinished = start_episodes(make_envs(agent.args, 2), 1)
+    unfinished = unimodal_poisson.start_episodes(unimodal_poisson.make_envs(agent.args, 2), 1)
     rewards = np.random.default_rng(0).normal(1, 3, (30, 2))
     dones = np.random.default_rng(1).random((30, 2)) < 0.2
     found = unimodal_poisson.scale_rewards(rewards, dones, agent, unfinished, agent.args)
@@ -634,42 +477,19 @@ def test_rewards_are_in_units_of_the_discounted_return():
     np.testing.assert_allclose(found, (rewards / np.std(sums)).clip(-10, 10), rtol=1e-3)
 
 
-# --- Probing tasks, each with one thing to learn -----------------------------------------------------
-
-QUICK = {"num_envs": 8, "num_steps": 16, "num_minibatches": 1, "update_epochs": 8}
+QUICK = {"env_id": "test/sign-v0", "num_envs": 8, "num_steps": 16, "num_minibatches": 1, "update_epochs": 8}
 QUICK |= {"hidden_size": 16, "learning_rate": 1e-2, "anneal_lr": False, "clip_vloss": False}
 QUICK |= {"norm_obs": False, "norm_reward": False, "eval_episodes": 0, "total_timesteps": 128 * 20}
 
 
-@pytest.fixture
-def learn(tmp_path):
-    """Trains on a task with small settings, and returns the agent of its last checkpoint."""
-
-    def trained(env_id: str, **values) -> Agent:
-        run_dir = str(tmp_path / "run")
-        args = Args(**QUICK | {"env_id": env_id, "output_dir": run_dir} | values)
-        unimodal_poisson.train(args)
-        agent = Agent(make_envs(args, 1), args)
-        agent.load_state_dict(load_checkpoint(run_dir, torch.device("cpu"))["agent"])
-        return agent
-
-    return trained
-
-
-@pytest.mark.parametrize("bootstrap, value, allowed", [(True, 10, 0.7), (False, 2.63, 0.3)])
-def test_probe_time_limit(learn, bootstrap, value, allowed):
-    """1 at every step without an end is worth 1 / (1 - 0.9) = 10. The time limit of 5 steps is not
-    the task's end. Taken for an end, a state is worth what is left of the 5 steps on average,
-    (1 + 1.9 + 2.71 + 3.439 + 4.0951) / 5 = 2.63."""
-    agent = learn("test/endless-v0", bootstrap_truncation=bootstrap, gamma=0.9)
-    assert agent.values(torch.zeros(1, 1)).item() == pytest.approx(value, abs=allowed)
-
-
-@pytest.mark.parametrize("policy", [policy for policy in HEADS if policy != "poisson_repo"])
-def test_probe_action(learn, policy):
+@pytest.mark.parametrize("policy", [policy for policy in unimodal_poisson.HEADS if policy != "poisson_repo"])
+def test_probe_action(policy, tmp_path):
     """The best action depends on what is seen. The Poisson policy needs a low temperature to be
     narrow around an atom in the middle; poisson_repo cannot be at any."""
-    agent = learn("test/sign-v0", policy=policy, temperature=0.25)
+    args = Args(**QUICK, policy=policy, temperature=0.25, output_dir=str(tmp_path / "run"))
+    unimodal_poisson.train(args)
+    agent = unimodal_poisson.Agent(unimodal_poisson.make_envs(args, 1), args)
+    agent.load_state_dict(unimodal_poisson.load_checkpoint(args.output_dir, torch.device("cpu"))["agent"])
     # A beta with alpha or beta at 1 has its mode at an end, while its mean is near 0.7.
     best, allowed = (1.0, 0.05) if policy == "beta" else (0.6, 0.25)
     for sign in (-1.0, 1.0):
@@ -681,9 +501,8 @@ def test_probe_action(learn, policy):
 def test_atom_metrics():
     """A policy of two peaks, and one with half of its mass at the ends."""
     agent = agent_of(policy="categorical", num_atoms=4)
-    agent.outputs = lambda observations: torch.tensor(
-        [[[0.4, 0.1, 0.4, 0.1], [0.1, 0.4, 0.4, 0.1]]]
-    ).log()
-    found = atom_metrics(agent, torch.zeros(1, 3))
+    probabilities = torch.tensor([[[0.4, 0.1, 0.4, 0.1], [0.1, 0.4, 0.4, 0.1]]])
+    agent.outputs = lambda observations: probabilities.log()
+    found = unimodal_poisson.atom_metrics(agent, torch.zeros(1, 3))
     assert found["train/extreme_mass"] == pytest.approx(0.35)
     assert found["train/frac_multimodal"] == pytest.approx(0.5)

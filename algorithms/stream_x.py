@@ -1,0 +1,440 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch>=2.6", "numpy>=2.0", "gymnasium[mujoco]>=1.1", "tyro>=1.0", "tensorboard>=2.18",
+# ]
+# ///
+"""Stream AC(lambda) and stream Q(lambda): deep reinforcement learning from one transition at a
+time. There is no replay buffer, no batch and no target network. The agent learns from a transition
+when it happens, and then forgets it.
+
+Elsayed, Vasan & Mahmood, Streaming Deep Reinforcement Learning Finally Works, arXiv 2410.14606.
+
+Four parts keep this from diverging: an optimizer that bounds its step (ObGD), sparse initial
+weights (sparse_init_), layer normalization (Network), and running normalization of observations
+and rewards (Stream). The errors of both methods and what they learn from them is in Agent.learn.
+
+Differs from the authors' code:
+1. An action is chosen and learned from with one forward pass, and both values of a transition are
+   computed in one. The gradients of the policy by the network's outputs are written out.
+2. The mean and the standard deviation of a continuous policy come from one layer, not two.
+3. Each episode starts from a seed made of --seed and the step, so that a resumed run is the same.
+4. At the end, the policy is evaluated with frozen statistics of observations.
+
+    python algorithms/stream_x.py                                    # Hopper-v5, CPU, 2 minutes
+    python algorithms/stream_x.py --env-id HalfCheetah-v5 --total-timesteps 2000000
+    python algorithms/stream_x.py --algorithm q --env-id CartPole-v1 --hidden-size 32
+    python algorithms/stream_x.py --optimizer sgd --lr 1e-3          # the same without the bound
+
+It runs on one CPU core: with one transition to compute at a time, a GPU has nothing to gain.
+Shapes: O numbers of an observation and the time, A action dimensions or actions.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class Args:
+    env_id: str = "Hopper-v5"
+    """gymnasium task, with a time limit; my_tasks:Reach-v0 imports my_tasks first"""
+    algorithm: Literal["ac", "q"] = "ac"
+    """stream AC(lambda), or stream Q(lambda) for discrete actions"""
+    total_timesteps: int = 50_000
+    """environment steps (paper: 2,000,000 for MuJoCo)"""
+    lr: float = 1.0
+    """alpha, the step size; it cancels while the bound is active"""
+    gamma: float = 0.99
+    """discount"""
+    lamda: float = 0.8
+    """lambda: the traces decay by gamma x lambda"""
+    kappa_policy: float = 3.0
+    """bounds the step of the policy; more is stricter"""
+    kappa_value: float = 2.0
+    """bounds the step of the values; more is stricter"""
+    entropy_coef: float = 0.01
+    """ac: weight of the entropy"""
+    end_e: float = 0.01
+    """q: probability of a random action at the end; it begins with 1"""
+    exploration_fraction: float = 0.05
+    """q: share of the steps in which that probability falls"""
+    hidden_size: int = 128
+    """width of the two hidden layers (paper: 32 for small tasks with discrete actions)"""
+    optimizer: Literal["obgd", "adaptive_obgd", "sgd"] = "obgd"
+    """sgd is the control: traces without a bound, which needs a small --lr"""
+    layer_norm: bool = True
+    """normalize the hidden layers"""
+    sparse_init: bool = True
+    """start with nine of ten weights at zero, not with PyTorch's default"""
+    seed: int = 1
+    """seed of environment, networks and sampling"""
+    save_steps: int = 2_000
+    """steps between rows of metrics and checkpoints, at ends of episodes; 0: no checkpoints"""
+    eval_episodes: int = 10
+    """episodes of the evaluation at the end; 0 disables it"""
+    output_dir: str | None = None
+    """run folder; None is runs/<script>__<task>__<seed>__<time>"""
+    resume: str | None = None
+    """run folder to continue; its flags are used unless given anew"""
+
+
+# --- The method: a bounded step, sparse weights, running statistics -----------------------------
+
+
+class ObGD:
+    """Overshooting-bounded gradient descent with eligibility traces.
+
+    .grad of each parameter is the gradient of what is to grow. The step size is lr / max(M, 1) with
+    M = lr kappa max(|delta|, 1) ||z||_1, the norm over the traces z of all parameters. While M > 1,
+    the absolute changes add up to 1 / kappa at most. With kappa = 0 this is SGD.
+    """
+
+    adaptive = False
+    trace = 0  # z, a vector as long as the weights
+    square = 0
+    power = 1.0  # 0.999 to the power of the number of steps
+
+    def __init__(self, params, lr=1.0, gamma=0.99, lamda=0.8, kappa=2.0):
+        self.params = list(params)
+        self.weights = parameters_to_vector(self.params).detach()
+        vector_to_parameters(self.weights, self.params)  # from now on, they are views of it
+        self.lr = lr
+        self.decay = gamma * lamda
+        self.kappa = kappa
+
+    def step(self, delta, reset):
+        """Add step size x delta x z to the weights; then empty z if reset. -> step size"""
+        self.trace *= self.decay
+        self.trace += parameters_to_vector(param.grad for param in self.params)
+        direction = self.trace
+        if self.adaptive:
+            self.power *= 0.999
+            self.square = 0.999 * self.square + 0.001 * (delta * self.trace).square()
+            direction = self.trace / (self.square / (1 - self.power) + 1e-8).sqrt()
+        bound = self.lr * self.kappa * max(abs(delta), 1) * direction.abs().sum().item()
+        step_size = self.lr / max(bound, 1)
+        self.weights.add_(direction, alpha=step_size * delta)
+        if reset:
+            self.trace = 0
+        return step_size
+
+
+class AdaptiveObGD(ObGD):
+    """Divides z by sqrt(v + 1e-8), where v is Adam's mean of (delta z)^2."""
+
+    adaptive = True
+
+
+def sparse_init_(weight, sparsity=0.9):
+    """Uniform weights, but each output unit has ceil(sparsity x inputs) zeros. (outputs,...)
+
+    So a layer with fewer than 10 inputs starts at zero, as in the authors' code.
+    """
+    rows = weight.data.flatten(1)  # a view; each channel of a convolution is a row
+    num_inputs = rows.shape[1]
+    bound = num_inputs**-0.5
+    rows.uniform_(-bound, bound)
+    rows[torch.rand_like(rows).argsort(1) < math.ceil(sparsity * num_inputs)] = 0
+
+
+class RunningMeanVar:
+    """Mean and sample variance of all x so far; after one x the variance is 1. Welford, float64."""
+
+    count = 0
+    mean = 0.0
+    squares = 0.0
+    var = 1.0
+
+    def update(self, x):
+        """x: a number or an array"""
+        x = np.float64(x)
+        self.count += 1
+        difference = x - self.mean
+        self.mean += difference / self.count
+        self.squares += difference * (x - self.mean)
+        if self.count > 1:
+            self.var = self.squares / (self.count - 1)
+
+
+class ScaleReward(RunningMeanVar):
+    """Divides rewards by the std of their discounted sum. The mean is not subtracted."""
+
+    sum = 0.0
+
+    def __init__(self, gamma):
+        self.gamma = gamma
+
+    def __call__(self, reward, done):
+        """done: the episode ends with this reward, which then begins the next sum"""
+        self.sum = self.gamma * (1 - done) * self.sum + reward
+        self.update(self.sum)
+        return reward / math.sqrt(self.var + 1e-8)
+
+
+def epsilon_schedule(step, start, end, fraction, total_steps):
+    """Linear from start to end in this fraction of the steps; the first step is 1."""
+    slope = (end - start) / (fraction * total_steps)
+    return max(start + slope * step, end)
+
+
+# --- What the agent sees ------------------------------------------------------------------------
+
+
+class Stream:
+    """A task whose observations are normalized and have the time, with scaled rewards."""
+
+    frozen = False  # the statistics of observations
+
+    def __init__(self, args):
+        env = gym.make(args.env_id, disable_env_checker=True)
+        self.is_discrete = isinstance(env.action_space, gym.spaces.Discrete)
+        if not self.is_discrete:
+            env = gym.wrappers.ClipAction(env)
+        self.env = gym.wrappers.FlattenObservation(env)
+        self.time_limit = env.spec.max_episode_steps or math.inf
+        self.stats = RunningMeanVar()
+        self.scale_reward = ScaleReward(args.gamma)
+
+    def observe(self, observation):
+        """(O-1,) -> tensor (1,O)"""
+        if not self.frozen:
+            self.stats.update(observation)
+        normalized = (observation - self.stats.mean) / np.sqrt(self.stats.var + 1e-8)
+        clock = max(self.length - 1, 0) / self.time_limit - 0.5
+        return torch.from_numpy(np.float32([np.append(normalized, clock)]))
+
+    def reset(self, seed):
+        """Begin an episode; all that is random in it follows from the seed. -> observation (1,O)"""
+        torch.manual_seed(seed)
+        self.length = 0
+        self.episodic_return = 0.0
+        return self.observe(self.env.reset(seed=seed)[0])
+
+    def step(self, action):
+        """-> next observation (1,O), scaled reward, whether the episode ended"""
+        observation, reward, terminated, truncated, _ = self.env.step(action)
+        done = terminated or truncated  # the time is observed, so its limit is an end like others
+        self.length += 1
+        self.episodic_return += reward
+        return self.observe(observation), self.scale_reward(reward, done), done
+
+
+# --- Networks and agent -------------------------------------------------------------------------
+
+
+class Network(nn.Sequential):
+    """Two hidden layers, with the optimizer of their weights."""
+
+    def __init__(self, inputs, outputs, kappa, args):
+        width = args.hidden_size
+        norm = nn.LayerNorm(width, elementwise_affine=False) if args.layer_norm else nn.Identity()
+        super().__init__(
+            nn.Linear(inputs, width),
+            norm,
+            nn.LeakyReLU(),
+            nn.Linear(width, width),
+            norm,
+            nn.LeakyReLU(),
+            nn.Linear(width, outputs),
+        )
+        for layer in list(self)[::3]:
+            nn.init.zeros_(layer.bias)
+            if args.sparse_init:
+                sparse_init_(layer.weight)
+        if args.optimizer == "sgd":
+            kappa = 0
+        optimizer = AdaptiveObGD if args.optimizer == "adaptive_obgd" else ObGD
+        self.optimizer = optimizer(self.parameters(), args.lr, args.gamma, args.lamda, kappa)
+
+    def learn(self, name, outputs, gradient, delta, reset):
+        """A step for what is to grow: the outputs, or what has this gradient by them. -> metrics"""
+        for param in self.optimizer.params:
+            param.grad = None  # faster than zero_grad()
+        outputs.backward(gradient)
+        step_size = self.optimizer.step(delta, reset)
+        return {
+            f"train/step_size_{name}": step_size,
+            f"train/bound_active_{name}": float(step_size < self.optimizer.lr),
+        }
+
+
+def sample_softmax(outputs):
+    """An action, gradients by the outputs of its log-probability and of the entropy, metrics."""
+    logprobs = outputs.log_softmax(-1)
+    probs = logprobs.exp()
+    entropy = -(probs * logprobs).sum()
+    action = (probs / torch.empty_like(probs).exponential_()).argmax()
+    by_logprob = -probs
+    by_logprob[action] += 1
+    return action, by_logprob, -probs * (logprobs + entropy), {"losses/entropy": entropy.item()}
+
+
+def sample_gaussian(outputs):
+    """The same for a Gaussian. Half of the outputs are means, softplus of the others are stds."""
+    mean, spread = outputs.chunk(2)
+    std = F.softplus(spread)
+    noise = torch.randn_like(mean)
+    slope = spread.sigmoid() / std  # of ln std
+    by_logprob = torch.cat([noise / std, (noise**2 - 1) * slope])
+    by_entropy = torch.cat([0 * mean, slope])
+    entropy = (std.log() + 1.4189).sum().item()  # 1.4189 is that of a standard normal
+    metrics = {"losses/entropy": entropy, "train/policy_std": std.mean().item()}
+    return mean + std * noise, by_logprob, by_entropy, metrics
+
+
+class Agent:
+    """Stream AC(lambda); or stream Q(lambda), with a value for each action and an unused actor."""
+
+    def __init__(self, stream, args):
+        self.args = args
+        self.is_q = args.algorithm == "q"
+        space = stream.env.action_space
+        if self.is_q and not stream.is_discrete:
+            sys.exit(f"--algorithm q: the actions of {args.env_id} are not discrete: {space}")
+        num_inputs = stream.env.observation_space.shape[0] + 1
+        self.num_values = space.n if self.is_q else 1
+        num_outputs = space.n if stream.is_discrete else 2 * space.shape[0]
+        self.critic = Network(num_inputs, self.num_values, args.kappa_value, args)
+        self.actor = Network(num_inputs, num_outputs, args.kappa_policy, args)
+        self.sample = sample_softmax if stream.is_discrete else sample_gaussian
+
+    def act(self, observation, epsilon):
+        """(1,O) -> an action for the environment"""
+        self.observation = observation
+        if not self.is_q:
+            self.outputs = self.actor(observation)
+            self.action, *self.gradients, self.metrics = self.sample(self.outputs.detach()[0])
+        elif torch.rand(()) < epsilon:
+            self.action = torch.randint(self.num_values, ())
+        else:
+            self.action = self.critic(observation).argmax()
+        return self.action.tolist()
+
+    def learn(self, reward, next_observation, done):
+        """One step of each network, for the last action. -> metrics"""
+        values = self.critic(torch.cat([self.observation, next_observation]))
+        value = values[0, self.action if self.is_q else 0]
+        delta = reward + self.args.gamma * (1 - done) * values[1].max().item() - value.item()
+        metrics = {"losses/td_error": abs(delta)}
+        reset = done
+        if self.is_q:
+            reset = done or values[0].argmax() != self.action
+        else:
+            # the step is multiplied by delta: with its sign, the entropy always grows
+            by_logprob, by_entropy = self.gradients
+            gradient = by_logprob + self.args.entropy_coef * np.sign(delta) * by_entropy
+            metrics |= self.metrics | self.actor.learn(
+                "policy", self.outputs, gradient[None], delta, done
+            )
+        return metrics | self.critic.learn("value", value, None, delta, reset)
+
+
+# --- Training -----------------------------------------------------------------------------------
+
+
+def train(args):
+    """Train as the flags say, and evaluate."""
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    stream = Stream(args)
+    agent = Agent(stream, args)
+    name = f"stream_x__{args.env_id}__{args.seed}__{time.time():.0f}"
+    run_dir = args.resume or args.output_dir or f"runs/{name}"
+    if os.path.exists(f"{run_dir}/args.json") and not args.resume:
+        sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+    step = 0
+    if os.path.exists(f"{run_dir}/checkpoint.pt"):
+        step, agent, stream.stats, stream.scale_reward = torch.load(
+            f"{run_dir}/checkpoint.pt", weights_only=False
+        )
+    board = SummaryWriter(run_dir)
+    Path(run_dir, "args.json").write_text(json.dumps(vars(args)))
+    print(f"{run_dir}: stream {args.algorithm}, {args.optimizer}")
+
+    def log(values):  # of a step that is repeated after a resume, the last rows count
+        with open(f"{run_dir}/metrics.csv", "a") as file:
+            if file.tell() == 0:
+                file.write("step,tag,value\n")
+            for tag, value in values.items():
+                file.write(f"{step},{tag},{value}\n")
+                board.add_scalar(tag, value, step)
+
+    done = True
+    is_window_over = True
+    while step < args.total_timesteps:
+        if is_window_over:
+            sums = Counter()
+            returns = []
+            first = step
+            began = time.perf_counter()
+        if done:
+            observation = stream.reset(args.seed + 10_000 * step)
+        step += 1
+
+        # 1. act
+        epsilon = epsilon_schedule(
+            step, 1, args.end_e, args.exploration_fraction, args.total_timesteps
+        )
+        observation, reward, done = stream.step(agent.act(observation, epsilon))
+
+        # 2. learn from this one transition, and forget it
+        sums.update(agent.learn(reward, observation, done))
+        if not math.isfinite(sum(sums.values())):
+            sys.exit(f"step {step}: the TD error is not finite; the last checkpoint is kept")
+
+        # 3. log and save
+        if done:
+            returns.append(stream.episodic_return)
+        is_window_over = done and step - first >= (args.save_steps or 2_000)
+        if is_window_over:
+            metrics = {tag: value / (step - first) for tag, value in sums.items()}
+            metrics["charts/episodic_return"] = np.mean(returns)
+            metrics["charts/SPS"] = (step - first) / (time.perf_counter() - began)
+            log(metrics)
+            print(
+                f"step {step:>9,}/{args.total_timesteps:,}  return {np.mean(returns):9.1f}"
+                f"  {metrics['charts/SPS']:6,.0f} steps/s",
+                flush=True,
+            )
+            if args.save_steps:
+                torch.save(
+                    (step, agent, stream.stats, stream.scale_reward), f"{run_dir}/checkpoint.tmp"
+                )
+                os.replace(f"{run_dir}/checkpoint.tmp", f"{run_dir}/checkpoint.pt")
+
+    # 4. evaluate
+    stream.frozen = True
+    returns = []
+    for episode in range(args.eval_episodes):
+        observation = stream.reset(10_000 + episode)
+        done = False
+        while not done:
+            observation, _, done = stream.step(agent.act(observation, args.end_e))
+        returns.append(stream.episodic_return)
+    if returns:
+        print(f"{len(returns)} episodes: return {np.mean(returns):.1f} +- {np.std(returns):.1f}")
+        log({"eval/sampled/return_mean": np.mean(returns)})
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    if args.resume:  # the flags of that run are the defaults
+        saved = json.loads(Path(args.resume, "args.json").read_text())
+        args = tyro.cli(Args, default=Args(**saved))
+    train(args)

@@ -1,0 +1,339 @@
+"""Stream AC(lambda) and stream Q(lambda): numbers of the authors' code, closed forms, properties."""
+
+import json
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Categorical, Normal
+from torch.nn import functional as F
+
+from algorithms.stream_x import (
+    AdaptiveObGD,
+    Agent,
+    Args,
+    ObGD,
+    RunningMeanVar,
+    ScaleReward,
+    Stream,
+    epsilon_schedule,
+    sample_gaussian,
+    sample_softmax,
+    sparse_init_,
+)
+
+FILE = Path(__file__).parent / "reference" / "stream_x.json"
+BY_NAME = {case["case"]: case for case in json.loads(FILE.read_text())["vectors"]}
+OBGD = [name for name in BY_NAME if name.startswith("obgd")]
+
+
+def parameters(seed: int = 0) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    return [torch.randn(3, 2, requires_grad=True), torch.randn(3, requires_grad=True)]
+
+
+def set_gradients(params, scale: float = 1.0) -> None:
+    for param in params:
+        param.grad = scale * torch.randn_like(param)
+
+
+def flat(tensors) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
+
+
+# --- Reference: the output of the authors' code ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OBGD)
+def test_reference_obgd(name):
+    """Its gradients are those of the negated objective."""
+    case = BY_NAME[name]
+    params = [torch.tensor(values, requires_grad=True) for values in case["params0"]]
+    optimizer = ObGD(params, **case["config"])
+    for step in case["steps"]:
+        before = flat(params)
+        for param, gradient in zip(params, step["grads"]):
+            param.grad = -torch.tensor(gradient)
+        optimizer.step(step["delta"], step["reset"])
+        torch.testing.assert_close(flat(params), flat(map(torch.tensor, step["params"])), rtol=0, atol=2e-6)
+        assert (flat(params) - before).abs().sum().item() == pytest.approx(step["update_l1"], abs=3e-6)
+        trace = torch.zeros_like(before) if step["reset"] else optimizer.trace
+        torch.testing.assert_close(-trace, flat(map(torch.tensor, step["trace_after"])), rtol=0, atol=2e-6)
+
+
+def test_reference_sparse_init():
+    case = BY_NAME["sparse_init_counts"]
+    for layer in case["linear"]:
+        weight = torch.empty(50, layer["fan_in"])
+        sparse_init_(weight)
+        assert set((weight == 0).sum(1).tolist()) == set(layer["zeros_per_row"])
+        assert weight.abs().max() <= layer["bound"]
+        if layer["max_abs"]:
+            assert weight.abs().max() > 0.8 * layer["bound"]
+    weight = torch.empty(case["conv"]["shape"])
+    sparse_init_(weight)
+    assert (weight == 0).flatten(1).sum(1).tolist() == case["conv"]["zeros_per_out_channel"]
+
+
+class Script(gym.Env):
+    """Gives the rows of the reference."""
+
+    action_space = gym.spaces.Box(-1, 1, (1,))
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    rows = BY_NAME["observation_reward_time_wrappers"]["rows"]
+
+    def reset(self, *, seed=None, options=None):
+        return np.array(next(self.left)["raw_obs"]), {}
+
+    def step(self, action):
+        row = next(self.left)
+        return np.array(row["raw_obs"]), row["raw_reward"], row["terminated"], False, {}
+
+
+gym.register("test/Script-v0", Script, max_episode_steps=10)  # the clock advances by 0.1
+
+
+def test_reference_observations_rewards_and_time():
+    stream = Stream(Args(env_id="test/Script-v0"))
+    stream.env.unwrapped.left = iter(Script.rows)
+    for row in Script.rows:
+        if row["call"] == "reset":
+            observation = stream.reset(0)
+        else:
+            observation, reward, done = stream.step(np.zeros(1))
+            assert reward == pytest.approx(row["out_reward"], abs=1e-9)
+            assert stream.scale_reward.sum == pytest.approx(row["reward_trace"], abs=1e-9)
+            assert stream.scale_reward.var == pytest.approx(row["reward_var"], abs=1e-9)
+            assert done == row["terminated"]
+        assert observation[0].tolist() == pytest.approx(row["out_obs"], abs=1e-6)
+
+
+def test_reference_epsilon():
+    for step, value in BY_NAME["epsilon_schedule"]["values"]:
+        assert epsilon_schedule(step, 1.0, 0.01, 0.05, 500_000) == pytest.approx(value, abs=1e-12)
+
+
+class Given(gym.Env):
+    """Has the sizes of the reference's networks; the third observation is the time."""
+
+    action_space = gym.spaces.Box(-9, 9, (2,))
+    observation_space = gym.spaces.Box(-9, 9, (2,))
+
+
+gym.register("test/Given-v0", Given)
+
+
+def layers(params: dict, network: str) -> list[torch.Tensor]:
+    """A network of the reference; its two heads of the policy are one layer here."""
+    found = {name: torch.tensor(values) for name, values in params.items()}
+    heads = ["linear_mu", "linear_std"] if network == "policy_net" else ["linear_layer"]
+    first = [found[f"{network}.{layer}.{kind}"] for layer in ("fc_layer", "hidden_layer") for kind in ("weight", "bias")]
+    return first + [torch.cat([found[f"{network}.{head}.{kind}"] for head in heads]) for kind in ("weight", "bias")]
+
+
+def test_reference_updates_of_actor_and_critic(monkeypatch):
+    """Three whole updates of stream AC(lambda), the last one at the end of an episode."""
+    case = BY_NAME["stream_ac_continuous_updates"]
+    args = Args(env_id="test/Given-v0", hidden_size=4)
+    agent = Agent(Stream(args), args)
+    networks = {"policy_net": agent.actor, "value_net": agent.critic}
+    with torch.no_grad():
+        for name, network in networks.items():
+            for param, values in zip(network.parameters(), layers(case["params0"], name)):
+                param.copy_(values)
+    for step in case["steps"]:
+        state, next_state = torch.tensor([step["s"]]), torch.tensor([step["s_next"]])
+        mean, spread = agent.actor(state).detach()[0].chunk(2)
+        std = F.softplus(spread)
+        torch.testing.assert_close(torch.stack([mean, std]), torch.tensor(step["policy_out"]), rtol=0, atol=5e-6)
+        noise = (torch.tensor(step["a"]) - mean) / std
+        monkeypatch.setattr(torch, "randn_like", lambda _, noise=noise: noise)
+        assert agent.act(state, 0) == pytest.approx(step["a"], abs=1e-6)
+        assert agent.critic(state).item() == pytest.approx(step["v"][0], abs=5e-6)
+        agent.learn(step["r"], next_state, step["done"])
+        for name, network in networks.items():
+            torch.testing.assert_close(flat(network.parameters()), flat(layers(step["params"], name)), rtol=0, atol=1e-5)
+
+
+# --- The optimizer -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delta", [-7.0, -0.3, 0.3, 7.0])
+def test_a_step_is_bounded(delta):
+    """The sum of changes is |delta| / (kappa max(|delta|, 1)) while the bound is active, for any learning rate."""
+    for lr in (1.0, 10.0):
+        params = parameters()
+        before = flat(params)
+        optimizer = ObGD(params, lr=lr, kappa=2.0)
+        set_gradients(params)
+        optimizer.step(delta, False)
+        expected = abs(delta) / (2 * max(abs(delta), 1))
+        assert (flat(params) - before).abs().sum().item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_without_an_error_only_the_trace_moves_and_reset_comes_after_the_step():
+    params = parameters()
+    optimizer = ObGD(params)
+    before = flat(params)
+    set_gradients(params)
+    optimizer.step(0.0, False)
+    assert torch.equal(flat(params), before)
+    expected = 0.99 * 0.8 * optimizer.trace.clone()
+    set_gradients(params)
+    optimizer.step(1.0, True)  # the old trace still counts in this step
+    expected += torch.cat([param.grad.flatten() for param in params])
+    direction = flat(params) - before
+    torch.testing.assert_close(direction / direction.norm(), expected / expected.norm())
+    before = flat(params)
+    set_gradients(params)
+    optimizer.step(1.0, False)  # and in the next one it does not
+    direction = flat(params) - before
+    gradient = torch.cat([param.grad.flatten() for param in params])
+    torch.testing.assert_close(direction / direction.norm(), gradient / gradient.norm(), rtol=1e-3, atol=1e-5)
+
+
+def test_kappa_zero_is_sgd_with_traces():
+    params = parameters()
+    before = flat(params)
+    optimizer = ObGD(params, lr=0.1, kappa=0.0)
+    set_gradients(params)
+    assert optimizer.step(50.0, False) == 0.1
+    gradient = torch.cat([param.grad.flatten() for param in params])
+    torch.testing.assert_close(flat(params) - before, 5 * gradient)
+
+
+def test_adaptive_obgd_by_hand():
+    """Two steps by the equations, in NumPy. The count of steps goes on after a reset."""
+    params = parameters()
+    optimizer = AdaptiveObGD(params, lr=1.0, kappa=3.0)
+    weights, trace, square = flat(params).numpy().astype(np.float64), 0.0, 0.0
+    for count, (delta, reset) in enumerate([(2.0, True), (-0.4, False), (0.7, False)], 1):
+        set_gradients(params)
+        trace = 0.99 * 0.8 * trace + torch.cat([param.grad.flatten() for param in params]).numpy()
+        square = 0.999 * square + 0.001 * (delta * trace) ** 2
+        direction = trace / np.sqrt(square / (1 - 0.999**count) + 1e-8)
+        bound = 3 * max(abs(delta), 1) * np.abs(direction).sum()
+        weights = weights + delta * direction / max(bound, 1)
+        optimizer.step(delta, reset)
+        trace = 0.0 if reset else trace
+        np.testing.assert_allclose(flat(params).numpy(), weights, atol=1e-5)
+
+
+# --- Statistics, policies, agent ---------------------------------------------------------------------------------------
+
+
+def test_running_statistics_are_those_of_numpy():
+    rows = np.random.default_rng(0).normal(1e4, 1e-2, (50, 3)).astype(np.float32)
+    stats = RunningMeanVar()
+    for row in rows:
+        stats.update(row)
+    np.testing.assert_allclose(stats.mean, rows.astype(np.float64).mean(0), rtol=1e-12)
+    np.testing.assert_allclose(stats.var, rows.astype(np.float64).var(0, ddof=1), rtol=1e-6)
+
+
+def test_the_last_reward_begins_the_next_sum():
+    scale = ScaleReward(0.5)
+    for reward, done in [(1.0, False), (1.0, False), (3.0, True)]:
+        scale(reward, done)
+    assert scale.sum == 3.0
+    scale(1.0, False)
+    assert scale.sum == 2.5
+
+
+@pytest.mark.parametrize("sample", [sample_softmax, sample_gaussian])
+def test_gradients_of_the_policy_are_those_of_autograd(sample):
+    torch.manual_seed(3)
+    outputs = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    action, by_logprob, by_entropy, metrics = sample(outputs.detach())
+    if sample is sample_softmax:
+        policy = Categorical(logits=outputs)
+    else:
+        policy = Normal(outputs[:3], F.softplus(outputs[3:]))
+        assert metrics["train/policy_std"] == pytest.approx(policy.stddev.mean().item())
+    entropy = policy.entropy().sum()
+    assert metrics["losses/entropy"] == pytest.approx(entropy.item(), abs=1e-3)
+    logprob = policy.log_prob(action).sum()
+    torch.testing.assert_close(by_logprob, torch.autograd.grad(logprob, outputs, retain_graph=True)[0])
+    torch.testing.assert_close(by_entropy, torch.autograd.grad(entropy, outputs)[0])
+
+
+@pytest.mark.parametrize("sample", [sample_softmax, sample_gaussian])
+def test_actions_have_the_distribution_of_the_policy(sample):
+    torch.manual_seed(0)
+    outputs = torch.tensor([0.5, -1.0, 1.5, 0.0])
+    actions = torch.stack([sample(outputs)[0] for _ in range(4000)])
+    if sample is sample_softmax:
+        found = torch.bincount(actions, minlength=4) / 4000
+        torch.testing.assert_close(found, outputs.softmax(0), rtol=0, atol=0.03)
+    else:
+        torch.testing.assert_close(actions.mean(0), outputs[:2], rtol=0, atol=0.08)
+        torch.testing.assert_close(actions.std(0), F.softplus(outputs[2:]), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("reward", [-1.0, 1.0])
+def test_entropy_grows_whatever_the_sign_of_the_error(reward):
+    """With a huge weight of the entropy, a step makes it larger after good and after bad surprises."""
+    args = Args(env_id="test/Given-v0", hidden_size=16, entropy_coef=1e4)
+    torch.manual_seed(0)
+    agent = Agent(Stream(args), args)
+    agent.act(torch.ones(1, 3), 0)
+    before = agent.metrics["losses/entropy"]
+    agent.learn(reward, torch.ones(1, 3), True)
+    agent.act(torch.ones(1, 3), 0)
+    assert agent.metrics["losses/entropy"] > before + 0.01
+
+
+def q_agent(**values):
+    args = Args(env_id="CartPole-v1", algorithm="q", hidden_size=16, sparse_init=False, **values)
+    torch.manual_seed(0)
+    return Agent(Stream(args), args)
+
+
+def test_stream_q_learns_the_target():
+    """Of a one-step task with reward 1, and with the next state's best value where the episode goes on."""
+    agent = q_agent()
+    state, end = torch.ones(1, 5), -torch.ones(1, 5)
+    agent.act(state, 0.0)
+    value, best = agent.critic(state).max().item(), agent.critic(end).max().item()
+    assert agent.learn(1.0, end, True)["losses/td_error"] == pytest.approx(abs(1 - value), abs=1e-5)
+    for _ in range(200):
+        agent.act(state, 0.0)
+        agent.learn(1.0, end, True)
+    assert agent.critic(state).max().item() == pytest.approx(1.0, abs=0.05)
+    agent = q_agent()
+    agent.act(state, 0.0)
+    expected = abs(1 + 0.99 * best - value)
+    assert agent.learn(1.0, end, False)["losses/td_error"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_only_an_action_that_is_not_greedy_ends_the_trace():
+    """Exploring may draw the greedy action, which keeps the trace."""
+    agent = q_agent()
+    state, kept = torch.ones(1, 5), {True: set(), False: set()}
+    for _ in range(40):
+        greedy = agent.critic(state).argmax().item()
+        is_greedy = agent.act(state, 1.0) == greedy
+        agent.learn(0.1, state, False)
+        kept[is_greedy].add(torch.is_tensor(agent.critic.optimizer.trace))
+    assert kept == {True: {True}, False: {False}}
+
+
+def test_weights_of_a_network_and_its_optimizer_are_the_same():
+    agent = q_agent()
+    before = [param.clone() for param in agent.critic.parameters()]
+    agent.act(torch.ones(1, 5), 0.0)
+    agent.learn(1.0, torch.ones(1, 5), True)
+    assert torch.equal(flat(agent.critic.parameters()), agent.critic.optimizer.weights)
+    assert not torch.equal(flat(before), agent.critic.optimizer.weights)
+
+
+def test_frozen_statistics_do_not_move():
+    stream = Stream(Args(env_id="CartPole-v1"))
+    stream.reset(0)
+    stream.step(0)
+    stream.frozen = True
+    mean = stream.stats.mean.copy()
+    stream.step(0)
+    assert (stream.stats.mean == mean).all() and stream.stats.count == 2
