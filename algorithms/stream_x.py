@@ -12,7 +12,7 @@ Elsayed, Vasan & Mahmood, Streaming Deep Reinforcement Learning Finally Works, a
 
 Four parts keep this from diverging: an optimizer that bounds its step (ObGD), sparse initial
 weights (sparse_init_), layer normalization (Network), and running normalization of observations
-and rewards (Stream). The errors of both methods and what they learn from them is in Agent.learn.
+and rewards (Stream). Agent.learn has the errors of both methods and what is learned from them.
 
 Differs from the authors' code:
 1. An action is chosen and learned from with one forward pass, and both values of a transition are
@@ -181,7 +181,7 @@ class ScaleReward(RunningMeanVar):
         self.gamma = gamma
 
     def __call__(self, reward, done):
-        """done: the episode ends with this reward, which then begins the next sum"""
+        """done: the old sum is dropped before the last reward is added, as in the official code"""
         self.sum = self.gamma * (1 - done) * self.sum + reward
         self.update(self.sum)
         return reward / math.sqrt(self.var + 1e-8)
@@ -216,6 +216,7 @@ class Stream:
         if not self.frozen:
             self.stats.update(observation)
         normalized = (observation - self.stats.mean) / np.sqrt(self.stats.var + 1e-8)
+        # The time is one step late, as in the authors' code.
         clock = max(self.length - 1, 0) / self.time_limit - 0.5
         return torch.from_numpy(np.float32([np.append(normalized, clock)]))
 
@@ -263,7 +264,7 @@ class Network(nn.Sequential):
         self.optimizer = optimizer(self.parameters(), args.lr, args.gamma, args.lamda, kappa)
 
     def learn(self, name, outputs, gradient, delta, reset):
-        """A step for what is to grow: the outputs, or what has this gradient by them. -> metrics"""
+        """Make an objective grow. gradient: its derivative by the outputs; None: they are it."""
         for param in self.optimizer.params:
             param.grad = None  # faster than zero_grad()
         outputs.backward(gradient)
@@ -275,7 +276,7 @@ class Network(nn.Sequential):
 
 
 def sample_softmax(outputs):
-    """An action, gradients by the outputs of its log-probability and of the entropy, metrics."""
+    """-> action, d log-probability / d outputs, d entropy / d outputs, metrics"""
     logprobs = outputs.log_softmax(-1)
     probs = logprobs.exp()
     entropy = -(probs * logprobs).sum()
@@ -336,7 +337,7 @@ class Agent:
         if self.is_q:
             reset = done or values[0].argmax() != self.action
         else:
-            # the step is multiplied by delta: with its sign, the entropy always grows
+            # ObGD multiplies by delta; the sign cancels delta's, so the entropy always grows.
             by_logprob, by_entropy = self.gradients
             gradient = by_logprob + self.args.entropy_coef * np.sign(delta) * by_entropy
             metrics |= self.metrics | self.actor.learn(
@@ -367,7 +368,7 @@ def train(args):
     Path(run_dir, "args.json").write_text(json.dumps(vars(args)))
     print(f"{run_dir}: stream {args.algorithm}, {args.optimizer}")
 
-    def log(values):  # of a step that is repeated after a resume, the last rows count
+    def log(values):  # a step may be repeated after a resume: its last rows count
         with open(f"{run_dir}/metrics.csv", "a") as file:
             if file.tell() == 0:
                 file.write("step,tag,value\n")
