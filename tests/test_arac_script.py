@@ -148,11 +148,12 @@ def test_contract_of_the_weight(tmp_path):
     """A cycle of 8, where the reference never wins: its pull goes, and the team wins.
 
     Sampled success of seeds 1, 2, 3: 0.08 to 0.12 at 12,000 steps, the reference's; 1.00 from
-    25,000, 30,000 and 16,000 on. The third is run here. When the policy leaves the reference, the
-    weight stops to fall as exp(-0.005 updates), which would be at 0.017 after 18,000 steps.
+    25,000, 30,000 and 16,000 on. The third is run here, with half of the batch, which does the same. When
+    the policy leaves the reference, the weight stops to fall as exp(-0.005 updates), which would be at
+    0.017 after 18,000 steps.
     """
     assert make_graph("cycle_8").num_slots == 3
-    flags = {"total_timesteps": 18_000, "save_steps": 0, "seed": 3, "eval_steps": 6_000}
+    flags = {"total_timesteps": 18_000, "save_steps": 0, "seed": 3, "eval_steps": 6_000, "batch_size": 64}
     metrics = train(arac, tmp_path / "run", **flags)
     beta = column(metrics, "train/arac/beta")
     assert max(beta) <= 0.2 * (1 + 1e-6) and beta[0] == pytest.approx(0.2) and 0.02 < beta[-1] < 0.05

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 TINY = ROOT / "envs" / "tiny_lm" / "search_qa"
 SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 48, "max_steps": 1}
-SMALL |= {"eval_problems": 2, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
+SMALL |= {"eval_problems": 2, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0, "max_rounds": 2}
 SMALL |= {"reward": (f"{Path(__file__).resolve()}:parity",)}  # few answers of the tiny models are right
 train_here = partial(train, dr_mas, **SMALL)
 AGENTS = ("router", "searcher", "responder")

@@ -134,10 +134,9 @@ def test_a_run_that_diverges(tmp_path):
         train(stream_x, tmp_path, **values)
 
 
-@pytest.mark.parametrize("algorithm, num_steps", [("ac", 5000), ("q", 12_000)])
-def test_learning(algorithm, num_steps, tmp_path):
+def test_learning(tmp_path):
     """Balancing a pole from 20 steps to hundreds, from single transitions."""
-    values = {"env_id": "CartPole-v1", "algorithm": algorithm, "hidden_size": 32, "save_steps": 1000}
-    metrics = train(stream_x, tmp_path, **values, total_timesteps=num_steps, eval_episodes=0)
+    values = {"env_id": "CartPole-v1", "hidden_size": 32, "save_steps": 1000}
+    metrics = train(stream_x, tmp_path, **values, total_timesteps=5000, eval_episodes=0)
     returns = column(metrics, "charts/episodic_return")
     assert returns[0] < 100 and max(returns) > 150
