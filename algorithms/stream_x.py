@@ -121,7 +121,7 @@ class ObGD:
     def step(self, delta, reset):
         """Add step size x delta x z to the weights; then empty z if reset. -> step size"""
         self.trace *= self.decay
-        self.trace += parameters_to_vector(param.grad for param in self.params)
+        self.trace += torch.cat([param.grad.flatten() for param in self.params])
         direction = self.trace
         if self.adaptive:
             self.power *= 0.999
@@ -239,22 +239,15 @@ class Stream:
 # --- Networks and agent -------------------------------------------------------------------------
 
 
-class Network(nn.Sequential):
+class Network(nn.Module):
     """Two hidden layers, with the optimizer of their weights."""
 
     def __init__(self, inputs, outputs, kappa, args):
-        width = args.hidden_size
-        norm = nn.LayerNorm(width, elementwise_affine=False) if args.layer_norm else nn.Identity()
-        super().__init__(
-            nn.Linear(inputs, width),
-            norm,
-            nn.LeakyReLU(),
-            nn.Linear(width, width),
-            norm,
-            nn.LeakyReLU(),
-            nn.Linear(width, outputs),
-        )
-        for layer in list(self)[::3]:
+        super().__init__()
+        self.layer_norm = args.layer_norm
+        widths = [inputs, args.hidden_size, args.hidden_size, outputs]
+        self.layers = nn.ModuleList(map(nn.Linear, widths, widths[1:]))
+        for layer in self.layers:
             nn.init.zeros_(layer.bias)
             if args.sparse_init:
                 sparse_init_(layer.weight)
@@ -263,27 +256,26 @@ class Network(nn.Sequential):
         optimizer = AdaptiveObGD if args.optimizer == "adaptive_obgd" else ObGD
         self.optimizer = optimizer(self.parameters(), args.lr, args.gamma, args.lamda, kappa)
 
-    def learn(self, name, outputs, gradient, delta, reset):
-        """Make an objective grow. gradient: its derivative by the outputs; None: they are it."""
-        for param in self.optimizer.params:
-            param.grad = None  # faster than zero_grad()
-        outputs.backward(gradient)
-        step_size = self.optimizer.step(delta, reset)
-        return {
-            f"train/step_size_{name}": step_size,
-            f"train/bound_active_{name}": float(step_size < self.optimizer.lr),
-        }
+    def forward(self, x):
+        """(...,inputs) -> (...,outputs)"""
+        *hidden, output = self.layers
+        for layer in hidden:
+            x = layer(x)
+            if self.layer_norm:
+                x = F.layer_norm(x, x.shape[-1:])
+            x = F.leaky_relu(x)
+        return output(x)
 
 
 def sample_softmax(outputs):
-    """-> action, d log-probability / d outputs, d entropy / d outputs, metrics"""
+    """-> action, d log-probability / d outputs, d entropy / d outputs, entropy"""
     logprobs = outputs.log_softmax(-1)
     probs = logprobs.exp()
     entropy = -(probs * logprobs).sum()
     action = (probs / torch.empty_like(probs).exponential_()).argmax()
     by_logprob = -probs
     by_logprob[action] += 1
-    return action, by_logprob, -probs * (logprobs + entropy), {"losses/entropy": entropy.item()}
+    return action, by_logprob, -probs * (logprobs + entropy), entropy
 
 
 def sample_gaussian(outputs):
@@ -294,15 +286,17 @@ def sample_gaussian(outputs):
     slope = spread.sigmoid() / std  # of ln std
     by_logprob = torch.cat([noise / std, (noise**2 - 1) * slope])
     by_entropy = torch.cat([0 * mean, slope])
-    entropy = (std.log() + 1.4189).sum().item()  # 1.4189 is that of a standard normal
-    metrics = {"losses/entropy": entropy, "train/policy_std": std.mean().item()}
-    return mean + std * noise, by_logprob, by_entropy, metrics
+    entropy = (std.log() + 1.4189).sum()  # 1.4189 is that of a standard normal
+    return mean + std * noise, by_logprob, by_entropy, entropy
 
 
-class Agent:
+class Agent(nn.Module):
     """Stream AC(lambda); or stream Q(lambda), with a value for each action and an unused actor."""
 
+    chosen = 0  # column of the value to learn: stream Q's action
+
     def __init__(self, stream, args):
+        super().__init__()
         self.args = args
         self.is_q = args.algorithm == "q"
         space = stream.env.action_space
@@ -320,30 +314,35 @@ class Agent:
         self.observation = observation
         if not self.is_q:
             self.outputs = self.actor(observation)
-            self.action, *self.gradients, self.metrics = self.sample(self.outputs.detach()[0])
-        elif torch.rand(()) < epsilon:
-            self.action = torch.randint(self.num_values, ())
+            action, *self.derivatives = self.sample(self.outputs.detach()[0])
+            return action.tolist()
+        if torch.rand(()) < epsilon:
+            self.chosen = torch.randint(self.num_values, ()).item()
         else:
-            self.action = self.critic(observation).argmax()
-        return self.action.tolist()
+            self.chosen = self.critic(observation).argmax().item()
+        return self.chosen
 
     def learn(self, reward, next_observation, done):
         """One step of each network, for the last action. -> metrics"""
         values = self.critic(torch.cat([self.observation, next_observation]))
-        value = values[0, self.action if self.is_q else 0]
-        delta = reward + self.args.gamma * (1 - done) * values[1].max().item() - value.item()
+        now, then = values.tolist()
+        delta = reward + self.args.gamma * (1 - done) * max(then) - now[self.chosen]
+        reset = done or self.is_q and now.index(max(now)) != self.chosen
+        by_values = torch.zeros_like(values)
+        by_values[0, self.chosen] = 1
+        self.zero_grad()
         metrics = {"losses/td_error": abs(delta)}
-        reset = done
         if self.is_q:
-            reset = done or values[0].argmax() != self.action
+            values.backward(by_values)
         else:
             # ObGD multiplies by delta; the sign cancels delta's, so the entropy always grows.
-            by_logprob, by_entropy = self.gradients
-            gradient = by_logprob + self.args.entropy_coef * np.sign(delta) * by_entropy
-            metrics |= self.metrics | self.actor.learn(
-                "policy", self.outputs, gradient[None], delta, done
-            )
-        return metrics | self.critic.learn("value", value, None, delta, reset)
+            by_logprob, by_entropy, entropy = self.derivatives
+            metrics["losses/entropy"] = entropy.item()
+            by_outputs = by_logprob + math.copysign(self.args.entropy_coef, delta) * by_entropy
+            torch.autograd.backward([values, self.outputs], [by_values, by_outputs[None]])
+            metrics["train/step_size_policy"] = self.actor.optimizer.step(delta, done)
+        metrics["train/step_size_value"] = self.critic.optimizer.step(delta, reset)
+        return metrics
 
 
 # --- Training -----------------------------------------------------------------------------------
@@ -355,8 +354,8 @@ def train(args):
     torch.manual_seed(args.seed)
     stream = Stream(args)
     agent = Agent(stream, args)
-    name = f"stream_x__{args.env_id}__{args.seed}__{time.time():.0f}"
-    run_dir = args.resume or args.output_dir or f"runs/{name}"
+    new_dir = f"runs/stream_x__{args.env_id}__{args.seed}__{time.time():.0f}"
+    run_dir = args.resume or args.output_dir or new_dir
     if os.path.exists(f"{run_dir}/args.json") and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
     step = 0

@@ -2,10 +2,9 @@
 
     python benchmarks/speed_stream.py --env-id CartPole-v1      # one or two minutes on one core
 
-The plain loop has the structure in which the method is usually written: a wrapper for the normalization, the policy
-computed once to act and once to learn, two passes for the two values, torch.distributions, and an optimizer that goes
-from tensor to tensor. Task and networks are the same. The two loops take turns in one process, and the clock is its CPU
-time; the first turn is not counted. Our loop is that of `train` without logs and checkpoints.
+The plain loop is how the method is usually written: a wrapper for the normalization, the policy computed once to act and
+once to learn, two passes for the two values, torch.distributions, an optimizer that goes from tensor to tensor. The loops
+take turns in one process, whose CPU time is the clock; the first turn is not counted.
 """
 
 import sys

@@ -93,6 +93,8 @@ ARITHMETIC = """algorithms/grpo.py --model-name-or-path smollm2 --bf16 --env rea
  --system-prompt "Think briefly, then end with the answer."
  --num-prompts-per-step 6 --max-completion-length 32 --micro-batch-size 16
  --max-steps 30 --eval-steps 30 --eval-problems 128 --num-generations-eval 2"""
+PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
+ --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
 MIXERS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 LEARNERS = {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 SCRIPTS = "grpo dapo gdpo dr_mas igpo spiral_rae pi_play hpt unimodal_poisson stream_x fm3q arac"
@@ -154,6 +156,7 @@ STUDIES = {
         arms={
             "stream": Arm("algorithms/stream_x.py"),
             "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4"),
+            "ppo_batch_1": Arm(PPO_BATCH_1, ("1e-6", "3e-6", "1e-5", *CONTROL), "3e-5"),
         },
         scores={
             "train_return": ("charts/episodic_return", "late"),
@@ -349,7 +352,8 @@ def train(args: Args, run: Run) -> None:
     study = STUDIES[args.study]
     if is_done(finished(args), run):
         return
-    words = [*shlex.split(command_of(args.study, run)), "--seed", str(run.seed), "--save-steps", "0"]
+    words = shlex.split(command_of(args.study, run))
+    words += ["--seed", str(run.seed), "--save-steps", "0"]
     words += shlex.split(args.extra)
     made = commit()
     start = time.perf_counter()

@@ -23,6 +23,11 @@ class Problem:
     solution: str = field(default="", compare=False)  # for demonstrations only: prompts and rewards never use it
 
     @property
+    def demonstration(self) -> str:
+        """A right answer, in the words of `Countdown.demonstration`."""
+        return f"{self.solution}={self.target} yes\n<answer>{self.solution}</answer>"
+
+    @property
     def held_out(self) -> bool:
         """One in 16 belongs to evaluation, by a hash, so that neither pretraining nor training can ever meet it."""
         return zlib.crc32(f"{sorted(self.numbers)}{self.target}".encode()) % 16 == 0

@@ -30,6 +30,7 @@ LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]+)\}\{([0-9.,]+)\}")
 class Problem:
     question: str
     answer: str  # the final answer alone
+    demonstration: str | None = None  # the text of a right answer, for scripts that learn from it
 
 
 def extract_answer(text: str) -> str | None:
@@ -127,7 +128,7 @@ def read_line(raw: bytes, where: str) -> Problem:
         check(canonical(texts[-1]) != "", f"an empty {key}", "some text")
         half = re.search("[\ud800-\udfff]", texts[-1])  # legal JSON, but no tokenizer takes it
         check(not half, f"half a surrogate pair in {key}", "whole characters")
-    return Problem(*texts)
+    return Problem(*texts, row.get("demonstration"))
 
 
 class MathJsonl:
