@@ -1,8 +1,10 @@
 """What the tests of the language scripts share: a small run in this process, a killed one, two processes."""
 
+import contextlib
 import json
 from pathlib import Path
 
+import pytest
 from processes import as_flags, fork, kill_at, train_by_two
 from run_folders import assert_close, assert_same_weights, final_models, metrics, name_of, path_of
 
@@ -18,6 +20,15 @@ def train(script, run_dir, **values) -> dict[tuple[int, str], float]:
     """The metrics of a run of one step in this process, or of more."""
     script.train(script.Args(**{"max_steps": 1} | values, output_dir=str(run_dir)))
     return numbers(run_dir)
+
+
+@contextlib.contextmanager
+def spy(script):
+    """A list of what every call of update() is given."""
+    given, update = [], script.update
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "update", lambda *words: given.append(words) or update(*words))
+        yield given
 
 
 def completions(run_dir) -> list[dict]:

@@ -1,7 +1,9 @@
 """The programs of benchmarks/, everything tiny: they run, and compare what they say they compare."""
 
 import importlib
+import json
 import shlex
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -25,6 +27,8 @@ from benchmarks import (
 from envs.teams import Episode
 from envs.two_team import arat_game
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 @pytest.mark.parametrize(
     "program, flags, rows",
@@ -41,20 +45,16 @@ def test_programs_in_small(program, flags, rows, tmp_path):
     assert len(table) == rows and table.commit.notna().all()
 
 
-def test_spiral_with_tables_of_logits(tmp_path):
-    """The exact variance is that of many sampled hands; a handicap matters without a baseline."""
+def test_reference_gradient_variance_of_handicap_kuhn(tmp_path):
+    """6.43 without a baseline; 1.18 with the exact mean of the role, to which a moving average adds a little."""
     tabular_spiral.main(tabular_spiral.Args(seeds=1, steps=2, out=str(tmp_path / "out")))
-    exact = pd.read_csv(tmp_path / "out_variance.csv").set_index(["baseline", "handicap"]).variance
-    assert exact["none", 3] > 5 * exact["role", 3] > 5 * exact["none", 0]
-    torch.manual_seed(1)
-    hands = 200_000
-    deals = torch.randint(6, (hands, 1))
-    uniform = torch.rand(hands, 1, 3)
-    sets, acted, chips = tabular_spiral.play(torch.full((hands, 12), 0.5), deals, uniform)
-    returns = torch.stack([chips + 3, -chips - 3], -1)
-    logits = torch.zeros(hands, 12).double()
-    sampled = tabular_spiral.gradient(logits, sets, acted, returns).var(0).sum().item()
-    assert sampled == pytest.approx(exact["none", 3], rel=0.02)
+    found = pd.read_csv(tmp_path / "out_variance.csv").set_index(["baseline", "handicap"]).variance
+    reference = json.loads((ROOT / "tests/reference/spiral_rae.json").read_text())
+    exact = reference["kuhn_exact"]["handicap_kuhn_gradient_moments"]
+    for handicap in (0, 3):
+        none, role = (exact[f"c{handicap}_{name}"]["trace_cov"] for name in ("no_baseline", "perfect_role_baseline"))
+        assert found["none", handicap] == pytest.approx(none, abs=1e-5)
+        assert role < found["role", handicap] < 1.03 * role
 
 
 def test_refiner_team():
@@ -83,11 +83,6 @@ def test_speed_grpo(tmp_path):
 def test_speed_ppo_flags(arm):
     args = tyro.cli(unimodal_poisson.Args, args=speed_ppo.command(arm, "8 x 256", 4096)[1:])
     assert (args.num_envs, args.num_steps, args.compile) == (8, 256, arm == "compile")
-
-
-def test_speed_of_the_bare_simulator():
-    seconds, cpu, steps = speed_ppo.limit("mj_step", "8 x 256", 64, "")
-    assert steps == 64 and 0 < cpu and 0 < seconds
 
 
 def test_timed_lines(tmp_path):
@@ -125,9 +120,7 @@ def test_gpu_in_small(tmp_path):
     pd.DataFrame([{"part": "models", "run": "small, 16 x 16"}, {"part": "games"}]).to_csv(path)
     gpu.main(gpu.Args("models", device="cpu", small=True, csv=str(path)))
     games, model = pd.read_csv(path).to_dict("records")
-    assert (games["part"], model["part"]) == ("games", "models") and model["error"] != model[
-        "error"
-    ]
+    assert (games["part"], model["part"]) == ("games", "models") and pd.isna(model["error"])
     for name in ("decode_tokens_per_second", "update_tokens_per_second", "peak_memory_gb"):
         assert model[name] > 0
 
@@ -137,8 +130,7 @@ def test_gpu_runs_without_a_result(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys; sys.exit('one line')")
     assert gpu.in_child([str(script)], 60, "cpu")["error"] == "one line"
-    script.write_text("import time; time.sleep(60)")
-    assert gpu.in_child([str(script)], 2, "cpu")["error"] == "stopped after 2 s"
+    assert gpu.in_child([str(script)], 0, "cpu")["error"] == "stopped after 0 s"
     run = gpu.runs_of("two", "cuda", False)[0]
     assert gpu.measure(run, "", 60, "cuda")["error"].startswith("skipped: needs 2 GPUs")
     assert gpu.measure(run, "", 5, "cpu")["error"].endswith("s of a part are over")

@@ -6,15 +6,7 @@ from dataclasses import replace
 import pytest
 import test_grpo
 import torch
-from test_grpo import (
-    ADVANTAGES,
-    Recorder,
-    assert_close,
-    flat,
-    plain_chosen,
-    relative,
-    written_out_loss,
-)
+from test_grpo import ADVANTAGES, Recorder, assert_close, flat, relative, written_out_loss
 
 from algorithms import dapo
 from algorithms.dapo import Args, kl_estimate, policy_loss, soft_overlong_penalty, update
@@ -70,7 +62,7 @@ def test_masked_completions_do_not_count(model, truncated, beta):
     assert relative(gradient, flat(parameter.grad for parameter in plain.parameters())) < 1e-5
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
     if beta:
-        pairs = [[plain_chosen(one, row, 0.9) for row in rows] for one in (model, reference)]
+        pairs = [[test_grpo.plain_chosen(one, row, 0.9) for row in rows] for one in (model, reference)]
         mean = kl_estimate(*map(torch.cat, pairs)).mean().item()
         assert metrics["kl"] == pytest.approx(mean, rel=1e-4)
 

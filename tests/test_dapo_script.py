@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SMALL = {"num_prompts_per_step": 4, "num_generations": 4, "max_completion_length": 24}
 SMALL |= {"eval_problems": 4, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
-LONG = SMALL | {"max_steps": 3, "save_steps": 2, "eval_steps": 3}
+LONG = SMALL | {"max_steps": 3, "save_steps": 2, "eval_steps": 3, "beta": 0.04}
 train_here = partial(train, dapo, **SMALL)
 
 
@@ -25,16 +25,14 @@ def whole(tmp_path_factory):
     return run_dir
 
 
-def test_dynamic_sampling_trains_on_groups_with_right_and_wrong_answers(whole, tmp_path):
+def test_dynamic_sampling_trains_on_groups_with_right_and_wrong_answers(whole):
+    assert_tags_of_pages(tags(whole), "dapo", "grpo")
     found = numbers(whole)
     assert all(map(math.isfinite, found.values()))
     assert max(found[step, "train/dynamic_sampling/rounds"] for step in (1, 2, 3)) > 1
     rows = completions(whole)
     for group in (rows[i : i + 4] for i in range(0, len(rows), 4)):
         assert {row["rewards"]["correctness"] for row in group} == {0.0, 1.0}
-    off = train_here(tmp_path, dynamic_sampling=False)
-    assert off[1, "train/dynamic_sampling/rounds"] == 1
-    assert off[1, "train/dynamic_sampling/frac_useful"] < 1
 
 
 def test_a_resume_draws_the_prompts_that_come_next(whole, tmp_path):
@@ -47,23 +45,20 @@ def test_two_processes_equal_one(tmp_path):
 
 @pytest.mark.quick
 def test_overlong_penalty_lowers_the_reward(tmp_path):
-    found = train_here(tmp_path / "with", overlong_buffer_len=16)
-    without = train_here(tmp_path / "without", overlong_buffer_len=0)
+    found = train_here(tmp_path / "with", dynamic_sampling=False)
+    without = train_here(tmp_path / "without", dynamic_sampling=False, overlong_buffer_len=0)
     assert -1 < found[1, "train/reward"] - without[1, "train/reward"] < 0
     assert found[1, "train/num_tokens"] == without[1, "train/num_tokens"]
+    assert found[1, "train/dynamic_sampling/rounds"] == 1
+    assert found[1, "train/dynamic_sampling/frac_useful"] < 1
 
 
 def test_groups_that_only_fill_the_batch_add_no_gradient(tmp_path):
     """No answer is right, so no group is useful; the length penalty alone still tells them apart."""
     (tmp_path / "wrong.py").write_text("def score(problem, completion):\n    return 0.0\n")
-    values = {"reward": (f"{tmp_path}/wrong.py:score",), "overlong_buffer_len": 23}
+    values = {"reward": (f"{tmp_path}/wrong.py:score",), "overlong_buffer_len": 23, "num_prompts_per_step": 2}
     filled = train_here(tmp_path / "filled", **values)
     assert filled[1, "train/dynamic_sampling/rounds"] == 10
     assert filled[1, "train/grad_norm"] == 0
     plain = train_here(tmp_path / "plain", **values, dynamic_sampling=False)
     assert plain[1, "train/grad_norm"] > 0
-
-
-def test_tags_are_those_of_the_page(tmp_path):
-    train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
-    assert_tags_of_pages(tags(tmp_path), "dapo", "grpo")

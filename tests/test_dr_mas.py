@@ -1,6 +1,5 @@
 """Dr. MAS: what dr_mas.py has beside grpo.py, whose tests hold for the functions that both share."""
 
-import itertools
 import json
 import math
 import random
@@ -27,7 +26,8 @@ def numbered(names: list[str]) -> torch.Tensor:
 
 
 # In other files: validity, verdicts and traces (test_teams.py), exact match (test_search_qa.py). Left out: the official
-# code without the std, which no flag expresses, ppo_kl, and derived_overall_gains, arithmetic on the paper's tables.
+# code without the std, which no flag expresses, ppo_kl, derived_overall_gains, arithmetic on the paper's tables, and
+# derived_simulations, which show what the inflation factor means.
 
 
 @pytest.mark.parametrize("normalization", ["agent", "global"])
@@ -102,46 +102,6 @@ def test_reference_inflation_factor(case):
     assert found["frac_zero_std"] == (0.5 if case["var_k"] else 1.0)
     assert found["valid"] == pytest.approx(1 / (len(calls) + 1))
     assert found["calls"] == (len(calls) + 1) / (2 * len(episodes))
-
-
-def refiner_groups(episodes: int, p1: float, p2: float) -> tuple[torch.Tensor, ...]:
-    """All groups of a team whose refiner is called after 5 % of the right and 90 % of the wrong first answers: those
-    with unequal rewards and a call of it. Probability, inflation factor, whether its own rewards differ."""
-    called = 0.05 * p1 + 0.9 * (1 - p1)
-    outcomes = [0.95 * p1, 0.1 * (1 - p1), called * p2, called * (1 - p2)]  # approved: right, wrong; refined: the same
-    counts = [c for c in itertools.product(range(episodes + 1), repeat=4) if sum(c) == episodes]
-    ways = [math.factorial(episodes) // math.prod(map(math.factorial, c)) for c in counts]
-    weights = [n * math.prod(p**k for p, k in zip(outcomes, c)) for n, c in zip(ways, counts)]
-    counts, weights = torch.tensor(counts).double(), torch.tensor(weights, dtype=torch.float64)
-    mean, own = (counts[:, 0] + counts[:, 2]) / episodes, counts[:, 2] + counts[:, 3]
-    usable = (mean > 0) & (mean < 1) & (own > 0)
-    mean, own_mean = mean[usable], (counts[:, 2] / own)[usable]
-    std, own_std = (torch.sqrt(x * (1 - x)) for x in (mean, own_mean))
-    return weights[usable], inflation_factor(own_mean, own_std, mean, std), own_std > 0
-
-
-ROWS = REFERENCE["derived_simulations"]["refiner_called_only_after_rejection"]["rows"]
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"N {row[0]}, first answer right {row[1]}")
-def test_reference_refiner_factors(row):
-    """The reference simulated 20,000 groups, of which it left out those without unequal rewards or without a call."""
-    *setting, mean_factor, _, largest, share_varied, share_skipped = row
-    weights, factor, varied = refiner_groups(*setting)
-    used = weights.sum().item()
-    assert (weights * factor).sum().item() / used == pytest.approx(mean_factor, rel=0.01)
-    assert weights[varied].sum().item() / used == pytest.approx(share_varied, abs=0.006)
-    assert 1 - used == pytest.approx(share_skipped, abs=0.006)
-    assert largest <= factor.max().item() + 5e-4 <= setting[0] - 1 + 1e-3
-
-
-def test_reference_score_function_check():
-    """What the reference measured with a softmax policy in 2113 groups is what the enumeration says."""
-    check = REFERENCE["derived_simulations"]["score_function_check"]
-    weights, factor, varied = refiner_groups(8, 0.9, 0.2)
-    mean = (weights * factor)[varied].sum().item() / weights[varied].sum().item()
-    assert check["lemma_prediction"] == pytest.approx(mean, rel=0.05)
-    assert check["measured_global_over_score_second_moment"] == pytest.approx(mean, rel=0.05)
 
 
 def test_the_five_normalisations_by_hand():

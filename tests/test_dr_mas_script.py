@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
-from processes import ROOT, as_flags
-from run_folders import assert_close, assert_tags_of_pages, command, tags
+from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
+from processes import ROOT
+from run_folders import assert_close, assert_tags_of_pages, tags
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -23,6 +23,7 @@ TINY = ROOT / "envs" / "tiny_lm" / "search_qa"
 SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 48, "max_steps": 1}
 SMALL |= {"eval_problems": 2, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0, "max_rounds": 2}
 SMALL |= {"reward": (f"{Path(__file__).resolve()}:parity",)}  # few answers of the tiny models are right
+LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04, "num_iterations": 2}
 train_here = partial(train, dr_mas, **SMALL)
 AGENTS = ("router", "searcher", "responder")
 TEAM = """\
@@ -67,85 +68,76 @@ def moved(ours: dict, theirs: dict) -> float:
     return max((ours[name] - theirs[name]).abs().max().item() for name in theirs)
 
 
-def spy_on_update(monkeypatch) -> list[tuple]:
-    """(agent, prompt, completion, advantage) of every call, as the update gets them, and the model."""
-    given, update = [], dr_mas.update
-
-    def spy(model, reference, optimizer, calls, advantages, args):
-        rows = zip(calls, advantages.tolist())
-        given.append((model, [(c.agent, c.prompt, c.text, advantage) for c, advantage in rows]))
-        return update(model, reference, optimizer, calls, advantages, args)
-
-    monkeypatch.setattr(dr_mas, "update", spy)
-    return given
+def written(given) -> list[tuple]:
+    """(agent, prompt, completion) of the calls that an update was given."""
+    return [(call.agent, call.prompt, call.text) for call in given[3]]
 
 
-def expected_advantages(rows: list[dict], normalization: str = "agent") -> torch.Tensor:
+def expected_advantages(rows: list[dict], normalization: str) -> list[float]:
     """From completions.jsonl of one step, in which all groups are shown."""
     calls = []
     for i, row in enumerate(rows):
         for call in row["calls"]:
             score = row["rewards"]["parity"] - 0.1 * (not call["valid"])
             calls.append((score, i // 4, AGENTS.index(call["agent"]), i))
-    return agent_advantages(*map(torch.tensor, zip(*calls)), normalization)
+    return agent_advantages(*map(torch.tensor, zip(*calls)), normalization).tolist()
 
 
-@pytest.mark.parametrize("normalization", ["agent", "global"])
-def test_command_and_its_files(tmp_path, monkeypatch, normalization):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Folder of two uninterrupted steps, and what the updates were given."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    with spy(dr_mas) as given:
+        train(dr_mas, run_dir, **LONG)
+    return run_dir, given
+
+
+def test_command_and_its_files(whole):
     """A model for each agent: it gets the agent's calls with their advantages, and nothing else."""
-    given = spy_on_update(monkeypatch)
-    words = as_flags(SMALL | {"eval_steps": 1, "normalization": normalization})
-    command(dr_mas, monkeypatch, *words, "--output-dir", tmp_path / "run")
-    rows = completions(tmp_path / "run")
+    run_dir, given = whole
+    assert len(given) == 6 and len({id(words[0]) for words in given}) == 3
+    rows = [row for row in completions(run_dir) if row["step"] == 1]
     assert len(rows) == 8 and len({row["rewards"]["parity"] for row in rows}) == 2
-    expected = expected_advantages(rows, normalization).tolist()
     calls = [call for row in rows for call in row["calls"]]
-    assert [call["advantage"] for call in calls] == pytest.approx(expected)
+    assert [call["advantage"] for call in calls] == pytest.approx(expected_advantages(rows, "agent"))
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    shown = [(call["agent"], call["prompt"], call["completion"], call["advantage"]) for call in calls]
-    trained = [(a, tokenizer.decode(prompt), c, x) for _, found in given for a, prompt, c, x in found]
-    assert sorted(trained) == sorted(shown)
-    assert [{row[0] for row in found} for _, found in given] == [{agent} for agent in AGENTS]
-    assert len({id(model) for model, _ in given}) == 3
-
-    found, base = numbers(tmp_path / "run"), load_file(TINY / "model.safetensors")
-    assert all(map(math.isfinite, found.values())) and {(0, "eval/greedy"), (1, "eval/pass_at_2")} <= found.keys()
-    for agent in AGENTS:
-        count = sum(call["agent"] == agent for call in calls)
-        assert found[1, f"train/dr_mas/{agent}/calls"] == pytest.approx(count / 8)
-        change = moved(weights(tmp_path / "run", agent), base)
-        assert (change > 1e-5) == (found[1, f"train/dr_mas/{agent}/grad_norm"] > 0)
+    found, base = numbers(run_dir), load_file(TINY / "model.safetensors")
+    for agent, words in zip(AGENTS, given):
+        shown = [call for call in calls if call["agent"] == agent]
+        texts = [(agent, tokenizer.encode(call["prompt"]), call["completion"]) for call in shown]
+        assert written(words) == texts and words[4].tolist() == [call["advantage"] for call in shown]
+        assert found[1, f"train/dr_mas/{agent}/calls"] == pytest.approx(len(shown) / 8)
+        norms = [found[step, f"train/dr_mas/{agent}/grad_norm"] for step in (1, 2)]
+        assert (moved(weights(run_dir, agent), base) > 1e-5) == (max(norms) > 0)
     assert found[1, "train/reward"] == pytest.approx(sum(row["rewards"]["parity"] for row in rows) / 8)
+    assert all(map(math.isfinite, found.values())) and {(0, "eval/greedy"), (2, "eval/pass_at_2")} <= found.keys()
+    assert_tags_of_pages(tags(run_dir), "dr_mas", "grpo")
 
 
-def test_a_shared_model_gets_all_calls_with_the_advantages_of_each_agent(tmp_path, monkeypatch):
-    given = spy_on_update(monkeypatch)
-    train_here(tmp_path / "own")
-    own = [row for _, found in given for row in found]
-    given.clear()
-    found = train_here(tmp_path / "shared", share_model=True)
-    assert len(given) == 1 and sorted(given[0][1]) == sorted(own)
-    assert [path.name for path in (tmp_path / "shared" / "final").iterdir()] == ["team"]
+def test_a_shared_model_gets_all_calls(whole, tmp_path):
+    """Here with the advantages of the control."""
+    with spy(dr_mas) as given:
+        found = train_here(tmp_path, share_model=True, normalization="global")
+    assert sorted(written(given[0])) == sorted(sum(map(written, whole[1][:3]), []))
+    assert given[0][4].tolist() == pytest.approx(expected_advantages(completions(tmp_path), "global"))
+    assert len(given) == 1 and [path.name for path in (tmp_path / "final").iterdir()] == ["team"]
     assert (1, "train/dr_mas/team/grad_norm") in found and (1, "train/dr_mas/router/calls") in found
 
 
-def test_decoding_in_chunks_changes_nothing(tmp_path):
+def test_decoding_in_chunks_changes_nothing(whole, tmp_path):
     """Not the episodes, and not what is learned from them."""
-    values = {"eval_steps": 1, "beta": 0.1, "num_iterations": 2}
-    expected = train_here(tmp_path / "all", **values)
-    assert_close(train_here(tmp_path / "few", **values, decode_batch_size=5, micro_batch_size=5), expected)
+    found = train(dr_mas, tmp_path, **LONG, decode_batch_size=5, micro_batch_size=5)
+    assert_close(found, numbers(whole[0]))
 
 
-def test_a_killed_run_continues(tmp_path):
-    values = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "max_completion_length": 24}
-    train(dr_mas, tmp_path / "whole", **values)
-    kill_and_resume(dr_mas, tmp_path / "whole", tmp_path, 2, **values)
+def test_a_killed_run_continues(whole, tmp_path):
+    kill_and_resume(dr_mas, whole[0], tmp_path, 2, **LONG)
 
 
 @pytest.mark.parametrize("kind, more", [("plain", {}), ("fsdp", {"share_model": True, "beta": 0.1})])
 def test_two_processes_equal_one(kind, more, tmp_path):
     """They have different numbers of calls, and so of micro-batches, which FSDP must make up for."""
-    values = SMALL | {"micro_batch_size": 2, "num_prompts_per_step": 4} | more
+    values = SMALL | {"micro_batch_size": 2} | more
     two_processes_equal_one(dr_mas, tmp_path, (kind,), **values)
 
 
@@ -187,16 +179,8 @@ def test_a_dataset_and_a_whole_file_for_evaluation(tmp_path):
     path = str(tmp_path / "sums.jsonl")
     team, problems = dr_mas.load_task(Args(env="countdown", dataset=path, eval_dataset=path))
     assert len(problems) == len(team.task.train_rows) == 20
+    episode = team.start(problems[0])
+    team.advance([episode], ["<answer>no</answer>"])
+    assert f"{problems[0].question}\nSolver: <answer>no</answer>\n" in team.prompt(episode)[-1]["content"]
     team, problems = dr_mas.load_task(Args(env="countdown", dataset=path))
     assert len(problems) + len(team.task.train_rows) == 20 and problems
-
-
-def test_tags_are_those_of_the_page(tmp_path):
-    train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
-    assert_tags_of_pages(tags(tmp_path), "dr_mas", "grpo")
-
-
-def test_fsdp_needs_one_model(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="--fsdp: shards one model, so it needs --share-model"):
-        dr_mas.train(Args(**SMALL, fsdp=True))

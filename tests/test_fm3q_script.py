@@ -71,10 +71,8 @@ def test_tags_are_those_of_the_page(whole, pong, tmp_path):
     assert_tags_of_pages(tags(whole[0]) | tags(pong) | tags(tmp_path), "fm3q")
 
 
-@pytest.mark.parametrize("number", [2, 23])
-def test_kill_and_resume(number, whole, tmp_path, monkeypatch):
-    """Without a checkpoint yet the run begins anew."""
-    kill_and_resume(fm3q, number, whole[0], tmp_path / "run", monkeypatch, LONG)
+def test_kill_and_resume(whole, tmp_path, monkeypatch):
+    kill_and_resume(fm3q, 23, whole[0], tmp_path / "run", monkeypatch, LONG)
 
 
 def test_kill_and_resume_of_pong(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ games of loops."""
 import itertools
 import json
 import math
-from collections import deque
 from pathlib import Path
 
 import networkx
@@ -19,7 +18,6 @@ VECTORS = json.loads((Path(__file__).parent / "reference" / "arac_graphs.json").
 CASES = {case["case"]: case for case in VECTORS}
 CAPTURES = CASES["adjacency_capture_dp"]
 GRID = CASES["published_number_shortest_path_vs_asynchronous_dp_evader"]
-SWEEP = CASES["fixed_divergence_weight_sweep_cycle8"]
 
 
 def ids(row: dict) -> str:
@@ -27,28 +25,15 @@ def ids(row: dict) -> str:
 
 
 class PlainGraph:
-    """The same graph from its edges alone."""
+    """The same graph from its edges alone, by networkx."""
 
     def __init__(self, graph: Graph):
-        self.near = {node: {node} for node in range(graph.num_nodes)}
-        for a, b in graph.edges.tolist():
-            self.near[a].add(b)
-            self.near[b].add(a)
-        self.near = {node: sorted(near) for node, near in self.near.items()}
-        self.hops = {(a, b): hops for a in self.near for b, hops in self.search(a).items()}
-
-    def search(self, start: int) -> dict[int, int]:
-        found, queue = {start: 0}, deque([start])
-        while queue:
-            node = queue.popleft()
-            for other in self.near[node]:
-                if other not in found:
-                    found[other] = found[node] + 1
-                    queue.append(other)
-        return found
+        plain = networkx.Graph(graph.edges.tolist())
+        self.near = {node: sorted({node, *plain[node]}) for node in plain}
+        self.hops = dict(networkx.all_pairs_shortest_path_length(plain))
 
     def captured(self, pursuers, evader: int, num_captors: int) -> bool:
-        return sum(self.hops[p, evader] <= 1 for p in pursuers) >= num_captors
+        return sum(self.hops[p][evader] <= 1 for p in pursuers) >= num_captors
 
     def joint(self, pursuers) -> list[tuple]:
         return list(itertools.product(*(self.near[p] for p in pursuers)))
@@ -59,7 +44,7 @@ class PlainGraph:
             return evader
         seen = moved if asynchronous else pursuers
         if kind == "maxdist":
-            scores = [min(self.hops[p, e] for p in seen) for e in self.near[evader]]
+            scores = [min(self.hops[p][e] for p in seen) for e in self.near[evader]]
         elif asynchronous:
             scores = [times[(*moved, e)] for e in self.near[evader]]
         else:
@@ -72,7 +57,7 @@ class PlainGraph:
         for number, node in enumerate(positions):
             balance = 0
             for other, place in enumerate(positions):
-                if node >= 0 and place >= 0 and self.hops[node, place] <= 1:
+                if node >= 0 and place >= 0 and self.hops[node][place] <= 1:
                     balance += 1 if (other < k) == (number < k) else -1
             left.append(node if node >= 0 and balance >= 0 else -1)
         first, second = (any(node >= 0 for node in part) for part in (left[:k], left[k:]))
@@ -116,7 +101,7 @@ def test_tables(name, nodes, edges, slots, diameter):
         assert graph.slots[node].tolist() == near + [node] * (K - len(near))
         assert graph.slot_mask[node].tolist() == [False] * len(near) + [True] * (K - len(near))
         assert graph.log_slots[node].item() == pytest.approx(math.log(len(near)))
-        hops = [plain.hops[node, other] for other in range(nodes)]
+        hops = [plain.hops[node][other] for other in range(nodes)]
         assert graph.distances[node].tolist() == hops + [2 * diameter]
     assert graph.slots[-1].tolist() == [-1] * K and graph.log_slots[-1] == 0
     assert graph.slot_mask[-1].tolist() == [False] + [True] * (K - 1)
@@ -289,7 +274,7 @@ def test_scripts_of_both_teams_are_those_of_a_plain_game(side):
         own, others = (row[:3], row[3:]) if side == 0 else (row[3:], row[:3])
         for node, slot in zip(own, slots):
             near = plain.near[node] if node >= 0 else [0]
-            gaps = [min(plain.hops[place, other] for other in others if other >= 0) for place in near]
+            gaps = [min(plain.hops[place][other] for other in others if other >= 0) for place in near]
             assert slot == gaps.index(min(gaps)), "the nearest of those that are left"
 
 
@@ -308,38 +293,3 @@ def test_starts(name, start, m):
         assert (game.starts[:, :-1] == game.starts[:, :1]).all()
     counts = torch.bincount(game.starts[:, 0], minlength=game.graph.num_nodes)
     assert (counts > 0).double().mean() > 0.99, "every node is somebody's start"
-
-
-def test_reference_cost_of_a_fixed_weight():
-    """Exact soft value iteration on the cycle of 8, with transitions, rewards, reference and evader
-    of the game itself."""
-    config = SWEEP["config"]
-    alpha, eps, gamma = config["alpha"], config["eps"], config["gamma"]
-    game = GraphPursuit(make_graph("cycle_8"), "cpu")
-    slots = game.graph.slots
-    states = torch.cartesian_prod(*[torch.arange(8)] * 3)  # (S,3)
-    joint = torch.cartesian_prod(torch.arange(3), torch.arange(3))  # (A,2)
-    evaders = slots[states[:, -1:], game.scripted("maxdist", states, 1)]  # (S,1)
-    moved = slots[states[:, :2].repeat_interleave(9, 0), joint.repeat(512, 1)]  # (S*A,2)
-    after = torch.cat([moved, evaders.repeat_interleave(9, 0)], 1)  # (S*A,3)
-    rewards, ends = (values.view(512, 9).double() for values in game.outcome(after))  # (S,A) each
-    following = (after @ torch.tensor([64, 8, 1])).view(512, 9)  # (S,A)
-    chosen = torch.nn.functional.one_hot(game.scripted("shortest", states), 3).double()
-    reference = chosen * (1 - eps) + eps / 3  # (S,2,3)
-    log_rho = (reference[:, 0, :, None] * reference[:, 1, None]).flatten(1).log()  # (S,A)
-    starts = game.starts @ torch.tensor([64, 8, 1])  # (40,)
-    for row in SWEEP["table"]:
-        weight = alpha + row["beta"]
-        values = torch.zeros(512, dtype=torch.float64)
-        for _ in range(1500):
-            q = rewards + gamma * (1 - ends) * values[following]  # (S,A)
-            values = weight * ((q + row["beta"] * log_rho) / weight).logsumexp(1)
-        policy = ((q + row["beta"] * log_rho) / weight).softmax(1)  # (S,A)
-        mass = torch.bincount(starts, minlength=512).double() / len(starts)  # (S,)
-        success = 0.0
-        for _ in range(config["T"]):
-            flow = mass[:, None] * policy  # (S,A)
-            success += (flow * ends).sum().item()
-            mass = torch.zeros_like(mass).index_add(0, following.flatten(), (flow * (1 - ends)).flatten())
-        assert success == pytest.approx(row["success_T"], abs=6e-5)
-        assert values[starts].mean().item() == pytest.approx(row["soft_value_mean"], abs=6e-5)

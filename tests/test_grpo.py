@@ -495,16 +495,6 @@ def test_gradient_is_scaled_down_to_max_grad_norm(model, batch):
     assert_close(gradient, expected * 1e-3 / whole["grad_norm"], 1e-7)
 
 
-def test_groups_that_are_all_equal_leave_the_weights_to_momentum(model, batch):
-    """A step without any advantage is a step whose gradient is 0."""
-    learner = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(learner.parameters(), lr=1.0)
-    before = flat(learner.parameters())
-    metrics = update(learner, None, optimizer, batch, torch.zeros(24), BASE)
-    assert torch.equal(flat(learner.parameters()), before)
-    assert metrics["grad_norm"] == metrics["loss"] == 0
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_stops_the_run(model, batch, value):
     learner = copy.deepcopy(model)

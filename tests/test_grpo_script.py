@@ -30,7 +30,7 @@ SCRIPT = ROOT / "algorithms" / "grpo.py"
 TINY_MODEL = ROOT / "envs" / "tiny_lm" / "countdown"
 SMALL = {"num_prompts_per_step": 4, "num_generations": 4, "max_completion_length": 24}
 SMALL |= {"eval_problems": 4, "num_generations_eval": 2}
-LONG = SMALL | {"max_steps": 6, "save_steps": 2, "eval_steps": 3}
+LONG = SMALL | {"max_steps": 6, "save_steps": 2, "eval_steps": 3, "beta": 0.04}
 train_here = partial(train, grpo, **SMALL, eval_steps=0, save_steps=0)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -51,6 +51,7 @@ def test_command_and_its_files(whole):
     assert {step for step, tag in found if tag.startswith("eval/")} == {0, 3, 6}
     assert [step for step, tag in found if tag == "train/loss"] == [1, 2, 3, 4, 5, 6]
     assert all(map(math.isfinite, found.values()))
+    assert_tags_of_pages(tags(run_dir), "grpo")
     board = events(run_dir)
     assert {key: board[key] for key in found} == pytest.approx(found)
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
@@ -75,11 +76,6 @@ def test_final_model_scores_the_same(whole, tmp_path, monkeypatch):
     assert scores == {tag: expected[6, tag] for tag in scores} and len(scores) == 3
     files = sorted(path.name for path in tmp_path.glob("run/*") if "events" not in path.name)
     assert files == ["args.json", "metrics.csv"]
-
-
-def test_tags_are_those_of_the_page(tmp_path):
-    train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
-    assert_tags_of_pages(tags(tmp_path), "grpo")
 
 
 def test_killed_again_and_again(whole, tmp_path):

@@ -7,9 +7,9 @@ from functools import partial
 import language_runs
 import pytest
 import torch
-from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
-from processes import ROOT, as_flags
-from run_folders import assert_tags_of_pages, command, tags
+from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
+from processes import ROOT
+from run_folders import assert_tags_of_pages, tags
 
 from algorithms import igpo
 from algorithms.igpo import Args, load_task, turn_advantages
@@ -18,28 +18,35 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 32}
 SMALL |= {"eval_problems": 4, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
+LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04}
 CALCULATOR = {"env": str(ROOT / "envs" / "examples" / "calculator.py:Calculator")}
 CALCULATOR |= {"model_name_or_path": str(ROOT / "envs" / "tiny_lm" / "search_qa")}
 train_here = partial(train, igpo, **SMALL)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Folder of two uninterrupted steps, and what the updates were given."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    with spy(igpo) as given:
+        train(igpo, run_dir, **LONG)
+    return run_dir, given
+
+
 @pytest.mark.quick
-def test_command_and_its_files(tmp_path, monkeypatch):
-    """What the update gets is what completions.jsonl shows: IGPO's advantages of the episodes."""
-    given, update = [], igpo.update
-    monkeypatch.setattr(igpo, "update", lambda *words: given.append(words[4]) or update(*words))
-    words = [*as_flags(SMALL | {"max_steps": 2, "eval_steps": 2}), "--output-dir", tmp_path / "run"]
-    command(igpo, monkeypatch, *words)
-    found = numbers(tmp_path / "run")
+def test_what_the_update_gets_is_what_completions_show(whole):
+    """IGPO's advantages of the episodes."""
+    run_dir, given = whole
+    found, rows = numbers(run_dir), completions(run_dir)
     assert all(map(math.isfinite, found.values()))
-    rows = completions(tmp_path / "run")
+    assert_tags_of_pages(tags(run_dir), "igpo", "grpo")
     assert len(rows) == 2 * 8, "both groups of both steps"
     for step in (1, 2):
         batch = [row for row in rows if row["step"] == step]
         gains = [torch.tensor(row["gains"]) for row in batch]
         outcomes = torch.tensor([row["rewards"]["outcome"] for row in batch])
         expected = turn_advantages(gains, outcomes, torch.arange(8) // 4)
-        for row, advantages, own in zip(batch, expected, given[step - 1]):
+        for row, advantages, own in zip(batch, expected, given[step - 1][4]):
             assert len(row["turns"]) == 2 * len(advantages) - 1
             torch.testing.assert_close(own[: len(advantages)], advantages)
             torch.testing.assert_close(torch.tensor(row["advantages"]), advantages)
@@ -48,10 +55,8 @@ def test_command_and_its_files(tmp_path, monkeypatch):
         assert found[step, "train/igpo/turns"] == pytest.approx(1 + sum(map(len, gains)) / 8)
 
 
-def test_a_killed_run_continues(tmp_path):
-    values = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2}
-    train(igpo, tmp_path / "whole", **values)
-    kill_and_resume(igpo, tmp_path / "whole", tmp_path, 2, **values)
+def test_a_killed_run_continues(whole, tmp_path):
+    kill_and_resume(igpo, whole[0], tmp_path, 2, **LONG)
 
 
 def test_two_processes_equal_one(tmp_path):
@@ -109,8 +114,3 @@ def test_own_tools(tmp_path):
     assert all(len(episode.answer_logprobs) == 2 for episode in episodes)
     found = train_here(tmp_path, **CALCULATOR, eval_steps=1, learning_rate=1e-4)
     assert all(map(math.isfinite, found.values())) and (1, "eval/rewards/right") in found
-
-
-def test_tags_are_those_of_the_page(tmp_path):
-    train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
-    assert_tags_of_pages(tags(tmp_path), "igpo", "grpo")

@@ -5,17 +5,13 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from test_problems import write
 
 from envs import math_jsonl
 from envs.math_jsonl import MathJsonl, Problem
 
 REFERENCE = json.loads((Path(__file__).parent / "reference/gdpo.json").read_text())["vectors"]
 GSM8K = [vector for vector in REFERENCE if vector["id"].startswith("gsm8k_rewards/")]
-
-
-def write(path, rows) -> str:
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return str(path)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import tyro
 from algorithms import grpo, igpo
 from benchmarks import count_memory, memory
 from benchmarks.count_memory import Tracker, counted_update, random_model
-from benchmarks.memory import PUBLIC_MODELS, Model, memory_model, parameters, shape_of
+from benchmarks.memory import PUBLIC_MODELS, Model, memory_model, parameters
 
 LANGUAGE = "grpo dapo gdpo hpt dr_mas igpo spiral_rae pi_play".split()
 # From the model cards and the weights' files.
@@ -47,24 +47,15 @@ def test_sizes_are_those_of_the_models_that_people_use(name):
     assert parameters(PUBLIC_MODELS[name]) == pytest.approx(KNOWN[name], rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-7B-Instruct", "Qwen3-4B", "Llama-3.2-1B-Instruct"])
-def test_number_of_parameters(name):
-    with torch.device("meta"):
-        model = random_model(PUBLIC_MODELS[name])
-    assert parameters(PUBLIC_MODELS[name]) == sum(x.numel() for x in model.parameters())
-
-
 # --- Update ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "shape, given, processes",
     [
-        (LONG, "", 1),
         (LONG, "--bf16", 1),
         (LONG, "--gradient-checkpointing --beta 0.1", 1),
         (WIDE, "--bf16 --gradient-checkpointing", 1),
-        (UNTIED, "--bf16", 1),
         (WIDE, "--fsdp --bf16 --gradient-checkpointing", 4),
         (UNTIED, "--fsdp", 4),
     ],
@@ -76,14 +67,6 @@ def test_update_of_small_models(shape, given, processes, monkeypatch):
     args = flags(given)
     counted = counted_update(shape, args, processes) / 1e9
     assert memory_model(shape, args, processes)["update"] == pytest.approx(counted, rel=0.1)
-
-
-def test_update_of_a_large_model():
-    """Half a billion parameters; count_memory.py counts more of them."""
-    args = count_memory.args_of("512 512 8", "--bf16 --gradient-checkpointing")
-    counted = counted_update(shape_of("Qwen2.5-0.5B-Instruct"), args) / 1e9
-    expected = memory_model("Qwen2.5-0.5B-Instruct", args)["update"]
-    assert expected == pytest.approx(counted, rel=0.05)
 
 
 def test_rows_of_the_csv():
@@ -133,8 +116,7 @@ def added(model, work) -> int:
     return tracker.peak - sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
 
 
-@pytest.mark.parametrize("bf16", ["", "--bf16"])
-@pytest.mark.parametrize("length, shape", [(30, LONG), (4, LONG), (30, WIDE)])
+@pytest.mark.parametrize("length, shape, bf16", [(30, LONG, ""), (4, LONG, "--bf16"), (30, WIDE, "--bf16")])
 def test_rollout(length, shape, bf16):
     """The cache, the forward pass of the prompts, and sampling, within 15 %."""
     args = flags(f"--max-prompt-length 100 --max-completion-length {length} {bf16}")

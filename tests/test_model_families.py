@@ -99,20 +99,11 @@ REFUSED_BY_CONFIGURATION = {
     "llama4_text": "chunked_attention",
     "deepseek_v32": "indexed_attention",
     "lfm3": "conv",
-    "falcon_h1": "hybrid",
-    "zamba2": "hybrid",
-    "rwkv": "is recurrent",
-    "xlstm": "is recurrent",
-    "mamba2": "linear_attention",
-    "qwen3_next": "linear_attention",
-    "qwen3_5_text": "linear_attention",
-    "jamba": "linear_attention",
-    "bamba": "linear_attention",
-    "granitemoehybrid": "linear_attention",
-    "nemotron_h": "linear_attention",
-    "minimax": "linear_attention",
-    "recurrent_gemma": "linear_attention",
 }
+REFUSED_BY_CONFIGURATION |= dict.fromkeys(["falcon_h1", "zamba2"], "hybrid")
+REFUSED_BY_CONFIGURATION |= dict.fromkeys(["rwkv", "xlstm"], "is recurrent")
+LINEAR = "mamba2 qwen3_next qwen3_5_text jamba bamba granitemoehybrid nemotron_h minimax recurrent_gemma"
+REFUSED_BY_CONFIGURATION |= dict.fromkeys(LINEAR.split(), "linear_attention")
 
 
 def configuration(model_type: str, **more):

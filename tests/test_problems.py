@@ -21,8 +21,7 @@ INVENTED = {
     "search_qa": SearchQA,
     "reasoning_gym": partial(ReasoningGym, "chain_sum", SUMS),
 }
-FEW = [(partial(Countdown, num_numbers=2), 256), (partial(SearchQA, hops=(1,)), 2000)]
-FEW += [(partial(ReasoningGym, "chain_sum", DIGITS), 128)]
+FEW = [partial(Countdown, num_numbers=2), partial(ReasoningGym, "chain_sum", DIGITS)]
 FROM_FILES = {
     "math_jsonl": MathJsonl,
     "tool_calls": ToolCalls,
@@ -59,9 +58,9 @@ def test_the_evaluation_set_is_that_of_the_studies():
     assert last.question == "Who is the neighbour of the mother of the rival of Altta Tamer?"
 
 
-@pytest.mark.parametrize("make, count", FEW)
-def test_the_evaluation_set_ends_with_what_there_is(make, count):
-    assert 0 < len(make().evaluation_problems(count)) < count
+@pytest.mark.parametrize("make", FEW)
+def test_the_evaluation_set_ends_with_what_there_is(make):
+    assert 0 < len(make().evaluation_problems(32)) < 32
 
 
 @pytest.mark.parametrize("name", INVENTED)
@@ -75,7 +74,7 @@ def test_a_problem_depends_on_its_number_and_the_seed_alone(name):
 
 
 def write(path, rows) -> str:
-    path.write_text("\n".join(json.dumps(row) for row in rows))
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
     return str(path)
 
 

@@ -37,18 +37,15 @@ def test_the_last_number_is_the_answer(completion, answer):
     assert extract_answer(completion, numeric=True) == answer
 
 
-@pytest.mark.parametrize(
-    "completion, answer",
-    [
-        ("It lies there.\n\n off \n\n", "off"),
-        ("<answer>\n1 2\n3 4\n</answer> is it", "1 2\n3 4"),
-        ("\\boxed{\\frac{1}{2}} is it", "\\frac{1}{2}"),
-        ("no end \\boxed{off", "no end \\boxed{off"),
-        ("", ""),
-    ],
-)
-def test_a_text_answer(completion, answer):
-    assert extract_answer(completion, numeric=False) == answer
+def test_a_text_answer():
+    answers = {
+        "It lies there.\n\n off \n\n": "off",
+        "<answer>\n1 2\n3 4\n</answer> is it": "1 2\n3 4",
+        "\\boxed{\\frac{1}{2}} is it": "\\frac{1}{2}",
+        "no end \\boxed{off": "no end \\boxed{off",
+        "": "",
+    }
+    assert {text: extract_answer(text, numeric=False) for text in answers} == answers
 
 
 @pytest.mark.parametrize(
@@ -82,16 +79,6 @@ def test_every_task_gives_problems():
     for name in sorted(OFFERED - SLOW):
         problem = ReasoningGym(name).train_problem(0, seed=1)
         assert problem["question"].strip() and "metadata" in problem, name
-
-
-@pytest.mark.parametrize("task", ["survo", "gsm_symbolic", "acre"])
-def test_a_problem_depends_on_index_and_seed_alone(task):
-    one, other = ReasoningGym(task), ReasoningGym(task)
-    first = [one.train_problem(index, seed=1)["question"] for index in range(8)]
-    one.evaluation_problems(2)
-    again = [other.train_problem(index, seed=1)["question"] for index in reversed(range(8))]
-    assert again[::-1] == first and len(set(first)) > 4
-    assert [one.train_problem(index, seed=2)["question"] for index in range(8)] != first
 
 
 def test_the_prompt_is_the_question_and_the_reward_its_correctness():

@@ -24,9 +24,7 @@ def repository_files() -> list[Path]:
         files = [ROOT / name for name in listing.stdout.split("\0") if name]
     else:
         hidden = re.compile(r"(^|/)(\.(?!ci/|gitignore)|runs/|__pycache__/)")
-        files = [
-            path for path in ROOT.rglob("*") if not hidden.search(path.relative_to(ROOT).as_posix())
-        ]
+        files = [path for path in ROOT.rglob("*") if not hidden.search(path.relative_to(ROOT).as_posix())]
     return sorted(path for path in files if path.is_file())
 
 
@@ -126,13 +124,10 @@ def test_links_and_anchors_resolve(page):
 
 def fields(path: Path) -> dict[str, str]:
     """Fields of a program's Args with the docstring under each."""
-    body = [
-        node.body
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if getattr(node, "name", "") == "Args"
-    ]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    body = [node for kind in tree.body if getattr(kind, "name", "") == "Args" for node in kind.body]
     found = {}
-    for node, after in itertools.pairwise([*itertools.chain(*body), ast.Pass()]):
+    for node, after in itertools.pairwise([*body, ast.Pass()]):
         if isinstance(node, ast.AnnAssign):
             documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             found[node.target.id] = after.value.value if documented else ""
@@ -142,9 +137,7 @@ def fields(path: Path) -> dict[str, str]:
 def flags_of(path: Path) -> set[str]:
     """Flags of a program that has Args, as they are typed."""
     names = [name.replace("_", "-") for name in fields(path)]
-    return {f"--{no}{name}" for name in names for no in ("", "no-")} | (
-        {"--help"} if names else set()
-    )
+    return {f"--{no}{name}" for name in names for no in ("", "no-")} | ({"--help"} if names else set())
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
@@ -155,15 +148,9 @@ def test_every_flag_has_a_docstring(script):
 def shown_commands(text: str) -> list[list[str]]:
     """Words of the commands of a text that run a program of the repository: in blocks, or in backticks."""
     text = re.sub(r"\\\n\s*", " ", text)
-    spans = re.findall(r"^(?: {4,})?(\S.*)$", text, flags=re.MULTILINE) + re.findall(
-        r"`([^`\n]+)`", text
-    )
+    spans = re.findall(r"^(?: {4,})?(\S.*)$", text, flags=re.MULTILINE) + re.findall(r"`([^`\n]+)`", text)
     parts = [part.strip() for span in spans for part in re.split(r" +# ", span)[0].split("&&")]
-    return [
-        shlex.split(part)
-        for part in parts
-        if re.match(r"(python|torchrun|uv run|diff) [^|`]*\w\.py\b", part)
-    ]
+    return [shlex.split(part) for part in parts if re.match(r"(python|torchrun|uv run|diff) [^|`]*\w\.py\b", part)]
 
 
 def wrong_flags(program: Path, options: list[str]) -> str:
@@ -210,27 +197,17 @@ def test_flags_and_files_in_backticks_exist(page):
     spans = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
     flags = {flag for span in spans for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", span)}
     assert flags <= known, flags - known
-    files = {
-        name
-        for span in spans
-        for name in re.findall(r"\b(?:algorithms|benchmarks|envs|tests)/[\w/.]+\w", span)
-    }
+    files = re.findall(r"\b(?:algorithms|benchmarks|envs|tests)/[\w/.]+\w", "\n".join(spans))
     assert not [name for name in files if not (ROOT / name).exists()]
 
 
 def test_no_file_names_a_path_of_a_machine():
-    machine = re.compile(
-        r"(?<![\w.:/])/(?:home|root|work|tmp|mnt|opt|scratch|Users)/\w|[A-Z]:\\Users"
-    )
+    machine = re.compile(r"(?<![\w.:/])/(?:home|root|work|tmp|mnt|opt|scratch|Users)/\w|[A-Z]:\\Users")
     found = []
     for path in FILES:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError:  # weights and pictures
             continue
-        found += [
-            f"{name_of(path)}:{number}"
-            for number, line in enumerate(lines, 1)
-            if machine.search(line)
-        ]
+        found += [f"{name_of(path)}:{number}" for number, line in enumerate(lines, 1) if machine.search(line)]
     assert not found, f"absolute paths at {found}"

@@ -1,7 +1,6 @@
 """SPIRAL: numbers of the official code, gradient variance of Kuhn poker by enumeration, games as
 rows of a batch, opponents, the read-out."""
 
-import itertools
 import json
 import random
 from dataclasses import replace
@@ -13,7 +12,6 @@ import torch
 
 from algorithms import spiral_rae
 from algorithms.spiral_rae import Args, RoleBaseline, game_advantages, play, training_match
-from envs.game_solvers import DEALS, KUHN_INFOSETS, kuhn_infoset
 from envs.text_games import make_game
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,51 +163,6 @@ def test_reference_learning_step(monkeypatch, case, micro_batch_size):
         assert_close(found[1], wanted[1], 2e-6)
     assert metrics["loss"] == pytest.approx(mean(case["mean_pg_loss_per_epoch"]), abs=1e-6)
     assert (metrics["clip_ratio"] > 0) == (case["pg_clipfrac_all"] > 0)
-
-
-def uniform_games(handicap: float):
-    """All 30 games of Kuhn poker: probability if both play at random, rewards, decisions, roles."""
-    for deal, actions in itertools.product(DEALS, ("pp", "bp", "bb", "pbp", "pbb")):
-        cards = "".join("JQK"[card] for card in deal)
-        game = make_game("kuhn", cards=(cards,), handicap=handicap)
-        game.reset(random.Random(0))
-        decisions = []
-        roles = []
-        for letter in actions:
-            decisions.append((KUHN_INFOSETS.index(kuhn_infoset(game)), "pb".index(letter)))
-            roles.append(game.player)
-            game.step(game.legal_actions()["pb".index(letter)])
-        yield 0.5 ** len(actions) / 6, game.rewards, decisions, roles
-
-
-MOMENTS = REFERENCE["kuhn_exact"]["handicap_kuhn_gradient_moments"]
-
-
-@pytest.mark.parametrize("kind", ["none", "global", "role"])
-@pytest.mark.parametrize("handicap", [0, 3])
-def test_reference_gradient_variance_of_handicap_kuhn(handicap, kind):
-    """6.43 without a baseline, 1.18 with the role's mean; the mean of both roles is 0 and does
-    nothing. The averages stand still (decay 1) at the exact means."""
-    games = list(uniform_games(handicap))
-    means = [sum(weight * rewards[role] for weight, rewards, *_ in games) for role in (0, 1)]
-    average = torch.zeros(12, dtype=torch.float64)
-    square = 0.0
-    for weight, rewards, decisions, roles in games:
-        baseline = RoleBaseline(decay=1.0)
-        baseline.values = {("kuhn", 0): means[0], ("kuhn", 1): means[1], ("kuhn", -1): 0.0}
-        pair = game_advantages([a_result("kuhn", rewards, roles)], baseline, kind)[0]
-        logits = torch.zeros(12, 2, dtype=torch.float64, requires_grad=True)
-        logprobs = torch.stack([logits[place].log_softmax(0)[bet] for place, bet in decisions])
-        advantages = torch.tensor([pair[role] for role in roles], dtype=torch.float64)
-        losses, _ = spiral_rae.policy_loss(logprobs, logprobs.detach(), advantages)
-        gradient = -torch.autograd.grad(losses.sum(), logits)[0][:, 1]  # of betting
-        average += weight * gradient
-        square += weight * gradient.square().sum().item()
-    name = f"c{handicap}_{'perfect_role_baseline' if kind == 'role' else 'no_baseline'}"
-    assert square == pytest.approx(MOMENTS[name]["E_g2"], abs=1e-6)
-    variance = square - average.square().sum().item()
-    assert variance == pytest.approx(MOMENTS[name]["trace_cov"], abs=1e-6)
-    assert_close(average, MOMENTS["expected_gradient"], 1e-7)  # whatever the baseline
 
 
 @pytest.fixture(scope="module")

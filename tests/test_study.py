@@ -2,10 +2,13 @@
 
 import importlib
 import shlex
+import subprocess
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import tyro
+from processes import ROOT, fork
 
 from benchmarks import study
 from benchmarks.study import Args, Arm, Run, Study
@@ -57,8 +60,10 @@ def test_score(which, value):
     assert study.score(metrics, "z", which) is None
 
 
-def test_a_run_and_its_row(tmp_path, capsys):
+def test_a_run_and_its_row(tmp_path, monkeypatch):
     """A short run of a real arm; a second start finds its row."""
+    run_forked = lambda words, **_: fork(ROOT / words[1], *words[2:])  # noqa: E731
+    monkeypatch.setattr(study, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run_forked}))
     args = Args("fm3q_games", ("iql",), results=str(tmp_path), jobs=1)
     args.extra = "--total-timesteps 2000 --num-states 3 --learning-starts 1000"
     run = Run("arat_random", "iql", 2, "3e-3")

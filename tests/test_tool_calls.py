@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from test_problems import write
 
 from envs import tool_calls
 from envs.tool_calls import TOOLS, Problem, ToolCalls, parse_calls, tool_call_correctness
@@ -16,11 +17,6 @@ SCORE = [vector for vector in REFERENCE if vector["id"].startswith("tool_score/"
 THINK, CALL = "<think>x</think>\n", '{"name": "w", "parameters": {"city": "A"}}'
 TOOL, RESPONSE = f"<tool_call>\n{CALL}\n</tool_call>", "<response>b</response>"
 GOLD = {"tool": THINK + TOOL, "response": THINK + RESPONSE, "both": f"{THINK}{TOOL}\n{RESPONSE}", "neither": THINK[:-1]}
-
-
-def write(path, rows) -> str:
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return str(path)
 
 
 @pytest.mark.parametrize("vector", CORRECTNESS, ids=lambda vector: vector["id"])

@@ -125,16 +125,6 @@ def test_reference_many_atoms(case):
             assert final[1].item() > -10 > theirs[2][1].item()
 
 
-def test_reference_learned_temperature():
-    """The released code's other variant has a temperature for each state, clipped to [2, 2.5]; the head is the same."""
-    case = BY_NAME["learned_tau_variant"]
-    rates, temperatures = (case["inputs"][name] for name in ("lambda_B_A", "tau_after_softplus_before_clip_B_1"))
-    expected = tensor(case["outputs"]["official_final_logits_B_A_K"])
-    for rate, (learned,), logits in zip(tensor(rates), temperatures, expected):
-        found = poisson_repo_logits(rate[None], case["inputs"]["K"], min(max(learned, 2.0), 2.5))
-        assert_close(found[0], logits, LOGITS)
-
-
 def test_reference_ordinal_is_that_of_the_paper():
     """(c) torchrl computes eq. 4 of arXiv 1901.10500, as we do. The authors' own code (a) and udprl's copy (b) sum over
     another axis, which no argument of ours expresses; here (K - i) ln s_i + i ln(1 - s_i) shows that it is theirs."""
