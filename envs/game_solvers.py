@@ -1,4 +1,4 @@
-"""Exact solutions of two small games: Kuhn poker (best responses, NashConv, CFR) and tic-tac-toe (minimax).
+"""Exact solutions of two small games: Kuhn poker (best responses, NashConv) and tic-tac-toe (minimax).
 
 For tests and evaluation; nothing here is sampled. A Kuhn policy is the probability of betting or calling at each of
 the 12 information sets of the standard game (the only one meant here): a dict by name, or rows in the order of
@@ -9,7 +9,7 @@ bet. A tic-tac-toe board has nine characters, a dot where a cell is free. The te
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from envs.text_games import KuhnPoker, TicTacToe
@@ -76,12 +76,6 @@ def tree_value(deal: tuple[int, int], history: str, policies: Sequence[Mapping[s
     return (1 - bet) * values[0] + bet * values[1]
 
 
-def kuhn_value(first, second=None) -> float:
-    """Expected return of player 0 who plays `first`, against `second` (default: the same policy)."""
-    policies = [kuhn_policy(first), kuhn_policy(first if second is None else second)]
-    return sum(tree_value(deal, "", policies) for deal in DEALS) / len(DEALS)
-
-
 def kuhn_best_response(policy, player: int) -> tuple[float, dict[str, float]]:
     """Value to `player` of its best answer to `policy`, and that answer, pure (the other's sets as they are)."""
     answer = kuhn_policy(policy)
@@ -116,43 +110,6 @@ def kuhn_nash_conv(policy) -> float:
     Twice the exploitability. The values on the policy cancel in a zero-sum game: the best responses' values remain.
     """
     return sum(kuhn_best_response(policy, player)[0] for player in (0, 1))
-
-
-def kuhn_cfr(alternating: bool = True, plus: bool = False) -> Iterator[dict[str, float]]:
-    """Counterfactual regret minimisation (Zinkevich et al. 2007): yields the average policy after each iteration.
-
-    Players update in turn as in OpenSpiel's CFRSolver, or both at once. `plus` is CFR+ (Tammelin 2014): regrets never
-    below 0, iteration t weighs t in the average.
-    """
-    policy = dict.fromkeys(KUHN_INFOSETS, 0.5)
-    regrets, sums = {name: [0.0, 0.0] for name in KUHN_INFOSETS}, {name: [0.0, 0.0] for name in KUHN_INFOSETS}
-
-    def visit(deal, history: str, reach: tuple[float, float], players: tuple[int, ...], weight: int) -> float:
-        end, player = kuhn_return(deal, history), len(history) % 2
-        if end is not None:
-            return end
-        name = f"{deal[player]}{history}"
-        probabilities, values = (1 - policy[name], policy[name]), []
-        for letter, probability in zip("pb", probabilities):
-            ahead = (reach[0] * probability, reach[1]) if player == 0 else (reach[0], reach[1] * probability)
-            values.append(visit(deal, history + letter, ahead, players, weight))
-        value = probabilities[0] * values[0] + probabilities[1] * values[1]
-        if player in players:
-            sign = 1 if player == 0 else -1
-            for a in (0, 1):
-                regrets[name][a] += reach[1 - player] * sign * (values[a] - value)
-                sums[name][a] += weight * reach[player] * probabilities[a]
-        return value
-
-    for iteration in itertools.count(1):
-        for players in ((0,), (1,)) if alternating else ((0, 1),):
-            for deal in DEALS:
-                visit(deal, "", (1.0, 1.0), players, iteration if plus else 1)
-            for name, regret in regrets.items():
-                positive = [max(number, 0.0) for number in regret]
-                regrets[name] = positive if plus else regret
-                policy[name] = positive[1] / sum(positive) if sum(positive) > 0 else 0.5
-        yield {name: bet / (other + bet) for name, (other, bet) in sums.items()}
 
 
 # --- Tic-tac-toe --------------------------------------------------------------------------------------------------

@@ -78,12 +78,6 @@ def chinese(text: str) -> bool:
     return re.search("[\u4e00-\u9fff]", text) is not None
 
 
-def sufficient(text: str) -> bool:
-    """The router's verdict: False only for a <verify>no</verify> without a yes. A missing verdict is a yes."""
-    text = text.lower()
-    return "<verify>yes</verify>" in text or "<verify>no</verify>" not in text
-
-
 # --- Rewards -----------------------------------------------------------------------------------------------------
 
 
