@@ -11,7 +11,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,14 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root
 
 CPU = torch.device("cpu")
+
+
+@dataclass
+class Args:
+    run: tyro.conf.Positional[str]
+    """run folder of a training that has ended"""
+    output: str = "episode.gif"
+    """GIF to write"""
 
 
 # --- Each script's episodes: a yield is a picture, which is shown for so many seconds -----------
@@ -118,8 +126,7 @@ def draw_spiral_rae(figure: Figure, run: str, saved: dict, steps: int) -> Iterat
 def draw_board(figure: Figure, before: str, after: str) -> None:
     """Nine cells, the new mark on a yellow ground."""
     axes = figure.add_axes((0.02, 0.05, 0.42, 0.8), xlim=(0, 3), ylim=(3, 0), aspect="equal")
-    axes.set(xticks=[1, 2], yticks=[1, 2])
-    axes.tick_params(length=0, labelbottom=False, labelleft=False)
+    axes.set(xticks=[1, 2], yticks=[1, 2], xticklabels=[], yticklabels=[])
     axes.grid(color="black")
     for cell, mark in enumerate(after):
         x, y = cell % 3, cell // 3
@@ -183,29 +190,27 @@ DRAWERS = {  # by a flag that only this script has; with the size of the picture
 }
 
 
-def main(run: tyro.conf.Positional[str], output: str = "episode.gif") -> None:
-    """Animate the episodes of a finished run, a folder, as a GIF."""
-    path = Path(run, "args.json")
+def main(args: Args) -> None:
+    path = Path(args.run, "args.json")
     saved = json.loads(path.read_text()) if path.is_file() else {}
     known = [drawer for flag, drawer in DRAWERS.items() if flag in saved]
-    checkpoints = sorted(Path(run).glob("checkpoints/step_*"))
+    checkpoints = sorted(Path(args.run).glob("checkpoints/step_*"))
     if not known or not checkpoints:
-        sys.exit(f"{run}: no run of arac, fm3q, spiral_rae or unimodal_poisson that has ended")
+        sys.exit(f"{args.run}: no run of arac, fm3q, spiral_rae or unimodal_poisson that has ended")
     draw, width, height = known[0]
     figure = Figure((width, height), dpi=100)
     canvas = FigureCanvasAgg(figure)
-    pictures = []
-    milliseconds = []
-    for seconds in draw(figure, run, saved, int(checkpoints[-1].stem[5:])):
+    frames = []
+    times = []
+    for seconds in draw(figure, args.run, saved, int(checkpoints[-1].stem[5:])):
         canvas.draw()
         picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-        pictures.append(picture.convert("P", dither=Image.Dither.NONE))  # one palette for all
-        milliseconds.append(round(1000 * seconds))
+        frames.append(picture.convert("P", dither=Image.Dither.NONE))  # one palette for all
+        times.append(round(1000 * seconds))
         figure.clear()
-    rest = pictures[1:]
-    pictures[0].save(output, save_all=True, append_images=rest, duration=milliseconds, loop=0)
-    print(f"{output}: {len(pictures)} frames, {Path(output).stat().st_size:,} bytes")
+    frames[0].save(args.output, save_all=True, append_images=frames[1:], duration=times, loop=0)
+    print(f"{args.output}: {len(frames)} frames, {Path(args.output).stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main(tyro.cli(Args))

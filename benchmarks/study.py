@@ -58,9 +58,7 @@ class Study:
     command: str
     arms: dict[str, Arm]
     tasks: dict[str, str] = field(default_factory=lambda: {"": ""})
-    scores: dict[str, tuple[str, str]] = field(
-        default_factory=dict
-    )  # column: (tag, which of its values)
+    scores: dict[str, tuple[str, str]] = field(default_factory=dict)  # column: (tag, which value)
     curves: tuple[str, ...] = ()  # tags
     best: str = ""  # column that the sweep goes by
     lowest: bool = False  # whether the best is the lowest
@@ -95,6 +93,8 @@ ARITHMETIC = """algorithms/grpo.py --model-name-or-path smollm2 --bf16 --env rea
  --max-steps 30 --eval-steps 30 --eval-problems 128 --num-generations-eval 2"""
 PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
  --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
+START = "--policy poisson_repo --second-activation {} --rate-init {} --temperature {}"
+MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 MIXERS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 LEARNERS = {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 SCRIPTS = "grpo dapo gdpo dr_mas igpo spiral_rae pi_play hpt unimodal_poisson stream_x fm3q arac"
@@ -149,10 +149,7 @@ STUDIES = {
     ),
     "stream_x": Study(
         command="",
-        tasks={
-            name: f"--env-id {name} --total-timesteps 200000"
-            for name in ("HalfCheetah-v5", "Hopper-v5")
-        },
+        tasks={name: f"--env-id {name} --total-timesteps 200000" for name in MUJOCO},
         arms={
             "stream": Arm("algorithms/stream_x.py"),
             "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4"),
@@ -208,9 +205,7 @@ STUDIES = {
         tasks={name: f"--env-id {name}" for name in ("Hopper-v5", "InvertedPendulum-v5")},
         arms={
             f"{layer}_{start}_{temperature}": Arm(
-                f"--policy poisson_repo --second-activation {layer} --rate-init {start}"
-                f" --temperature {temperature}",
-                seeds=(1,),
+                START.format(layer, start, temperature), seeds=(1,)
             )
             for layer in ("tanh", "softplus")
             for start in ("0.6931", "6")

@@ -12,6 +12,6 @@ def test_arac(tmp_path):
     steps = {"total_timesteps": 64, "num_envs": 8, "learning_starts": 32, "horizon": 4}
     train(arac, tmp_path / "run", **steps)
     path = tmp_path / "arac.gif"
-    animate.main(str(tmp_path / "run"), str(path))
+    animate.main(animate.Args(str(tmp_path / "run"), str(path)))
     with Image.open(path) as picture:
         assert (picture.n_frames, picture.size) == (3 * 5, (560, 330))
