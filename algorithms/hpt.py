@@ -8,35 +8,18 @@ the others. Lv et al., Towards a Unified View of LLM Post-Training, arXiv 2509.0
     rollouts right <= --gate    -log p of each token of the demonstration
     otherwise                   grpo.py's loss of each token of the rollouts
 
-A rollout is right if its first reward is exactly 1. With --gate 0, the demonstration is used where
-no rollout is right; with a reward of only 0 and 1, GRPO learns nothing there.
-
-Differs from grpo.py:
-1. Every question has a demonstration, the text of a right answer. The controls are --method grpo,
-   which never uses it (gate -1), and --method sft, which always does (gate G).
-2. --method srft is SRFT (arXiv 2506.19767), which learns from both at once, see srft_loss.
-3. Advantages are not divided by the std; losses are averaged over tokens, see --normalizer.
-4. The default problems are new to the tiny model: Countdown with 2 numbers up to 25. Its learning
-   rate is 1e-3, and it takes 100 steps.
+A rollout is right if its first reward is exactly 1. SRFT (arXiv 2506.19767), which learns from both
+at once, is `--method srft`.
 
 Differs from the papers:
-1. HPT's paper averages over rollouts the sum over tokens; its code divides the sum over all rows by
-   T only (--normalizer length). Here, both terms are means over tokens, also those of SRFT.
-2. No entropy bonus; HPT's code has one of 0.001.
-3. SRFT's authors published no code. Its entropy is the mean over a row, as in HPT's code.
+1. Both terms are means over tokens, in HPT times their share of the questions. The sums of HPT's
+   code are `--normalizer length`; its entropy bonus is left out.
+2. SRFT's authors published no code. Its entropy is the mean over a row, as in HPT's code.
 
 Two shortcuts do not change the gradient: the answers of a group share the computation of their
 prompt, and the update skips answers with zero advantage (not with a KL penalty, --fsdp or srft).
 
     python algorithms/hpt.py                                 # tiny model, CPU, offline
-
-    # one 24 GB GPU
-    python algorithms/hpt.py --model-name-or-path Qwen/Qwen2.5-0.5B-Instruct --bf16 \
-        --dataset train.jsonl --eval-dataset test.jsonl --reward my_rewards.py:score \
-        --max-prompt-length 512 --max-completion-length 512 --learning-rate 1e-6 \
-        --gradient-checkpointing --micro-batch-size 8 --decode-batch-size 128 \
-        --eval-steps 50 --num-generations-eval 0
-
     torchrun --nproc_per_node 8 algorithms/hpt.py --fsdp ...
 
 Your own data: `--dataset FILE`; each line has a `demonstration` beside its question.
@@ -98,7 +81,7 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env task task_config dataset eval_dataset max_prompt_length system_prompt"
-FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step num_numbers max_number"
+FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step"
 
 # torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -129,10 +112,6 @@ class Args:
     report the first function"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
-    num_numbers: int = 2
-    """countdown: how many numbers a problem has; the tiny model has seen 3 and 4"""
-    max_number: int = 25
-    """countdown: the largest of them; the tiny model has seen 10"""
     # rollout
     num_prompts_per_step: int = 32
     """P, prompts in one step, over all processes"""
@@ -141,7 +120,7 @@ class Args:
     max_prompt_length: int = 1024
     """problems with a longer prompt, in tokens, are dropped from datasets and evaluations"""
     max_completion_length: int = 80
-    """T, longest completion in tokens; problems with a longer demonstration are dropped"""
+    """T, longest completion in tokens"""
     temperature: float = 1.0
     """sampling temperature, also applied to the log-probabilities in the loss"""
     # method
@@ -153,11 +132,11 @@ class Args:
     """weight of the SFT term; not with srft"""
     scale_rewards: Literal["group", "batch", "none"] = "none"
     """divide advantages by the std of the group, of the batch, or not at all (Dr. GRPO)"""
-    normalizer: Literal["questions", "tokens", "length"] = "questions"
-    """RL and SFT are each a mean over their tokens, times their share of the questions (questions,
-    not with srft) or not (tokens); length: RL is a sum / --max-completion-length instead"""
+    normalizer: Literal["tokens", "length"] = "tokens"
+    """tokens: RL and SFT are means over tokens, times their share of the questions (not srft);
+    length: RL is a sum / --max-completion-length, without clipping; no shares"""
     epsilon: float = 0.2
-    """clip range of the ratio; acts from the second of --num-iterations on; not with srft"""
+    """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
     """weight of the KL penalty; above 0, a copy of the initial model is kept; not with srft"""
     num_iterations: int = 1
@@ -257,47 +236,40 @@ def policy_loss(
 
 
 def route(num_solved: Tensor, gate: int, gate_off: int | None = None) -> Tensor:
-    """HPT eq. 10: train on the rollouts of a question, 0, or on its demonstration, 1.
+    """HPT eq. 10: learn from the rollouts of a question, 0, or its demonstration, 1. (P,) -> (P,)
 
-    -1, above gate and up to gate_off, is off-policy RL on the demonstration; neither the official
-    scripts nor this one use it. (P,) -> (P,)
+    -1, above gate and up to gate_off, is off-policy RL on the demonstration; no script uses it.
     """
-    routes = (num_solved <= gate).long()
-    if gate_off is not None:
-        routes[(num_solved > gate) & (num_solved <= gate_off)] = -1
-    return routes
+    off_policy = num_solved <= (gate if gate_off is None else gate_off)
+    return torch.where(num_solved <= gate, 1, -off_policy.long())
 
 
 def assign(totals: Tensor, solved: Tensor, args: Args) -> Tensor:
-    """What each row is used for: advantages, in_rl (0 or 1), in_sft (0 or 1), and its weight.
+    """Advantage and weight of each row, and whether it is in RL and in SFT, 0 or 1.
 
     A question has G + 1 rows; the last is its demonstration. (B,), (P,G) -> (4,P,G+1)
     """
-    size = args.num_generations + 1
-    last = (torch.arange(size) == args.num_generations).float()  # (G+1,)
     if args.method == "srft":  # rewards of 0 and 1, and of 1 for the demonstration
         correct = F.pad(solved.float(), (0, 1), value=1.0)  # (P,G+1)
-        advantages = group_advantages(correct.flatten(), size, args.scale_rewards)
-        in_rl = torch.ones_like(correct)
-        return torch.stack([advantages.view(-1, size), in_rl, in_rl * last, in_rl])
+        advantages = group_advantages(correct.flatten(), correct.size(1), args.scale_rewards)
+        ones = torch.ones_like(correct)
+        in_sft = F.pad(ones[:, :1], (args.num_generations, 0))
+        return torch.stack([advantages.view(correct.shape), ones, ones, in_sft])
     gate = {"hpt": args.gate, "grpo": -1, "sft": args.num_generations}[args.method]
     taught = route(solved.sum(1), gate)[:, None].float()  # (P,1)
-    in_rl = (1 - taught) * (1 - last)  # (P,G+1)
-    in_sft = taught * last
-    advantages = group_advantages(totals, args.num_generations, args.scale_rewards)
-    advantages = F.pad(advantages.view(solved.shape), (0, 1)) * in_rl
+    in_rl = F.pad((1 - taught).expand(solved.shape), (0, 1))  # (P,G+1)
+    in_sft = F.pad(taught, (args.num_generations, 0))  # (P,G+1)
     weights = in_rl + in_sft
-    if args.normalizer == "questions":
+    advantages = group_advantages(totals, args.num_generations, args.scale_rewards)
+    advantages = F.pad(advantages.view(solved.shape), (0, 1), value=1.0) * weights
+    if args.normalizer == "tokens":
         weights = (1 - taught.mean()) * in_rl + taught.mean() * in_sft
-    return torch.stack([advantages, in_rl, in_sft, weights])
+    return torch.stack([advantages, weights, in_rl, in_sft])
 
 
 def two_terms(losses, mask, sft_losses, sft_mask, normalizer: str, totals) -> Tensor:
-    """RL and SFT losses, (B,T), summed and divided by the two totals.
-
-    Without totals, those of this batch. A term without tokens is 0; the official code has NaN.
-    """
-    if totals is None:
+    """RL and SFT losses, (B,T), summed and divided by the two totals, by default of this batch."""
+    if totals is None:  # a term without tokens is 0; the official code has NaN
         num_tokens = mask.size(1) if normalizer == "length" else mask.sum().clamp(min=1)
         totals = (num_tokens, sft_mask.sum().clamp(min=1))
     return (losses * mask).sum() / totals[0] + (sft_losses * sft_mask).sum() / totals[1]
@@ -313,16 +285,12 @@ def hpt_loss(
     sft_coef: float = 1.0,
     normalizer: str = "length",
     totals: tuple | None = None,
-    epsilon: float | None = None,
-    **kl,
+    **rl,
 ) -> Tensor:
-    """RL on rollouts and SFT on demonstrations, HPT eq. 11 to 13. (B,T) each and (B,) -> scalar
-
-    epsilon None is the official code's: 0.2 for tokens, no clipping for length.
-    """
-    if epsilon is None:
-        epsilon = math.inf if normalizer == "length" else 0.2
-    losses, _ = policy_loss(logprobs, old_logprobs, advantages, epsilon=epsilon, **kl)
+    """RL on rollouts and SFT on demonstrations, HPT eq. 11 to 13. (B,T) each and (B,) -> scalar"""
+    if normalizer == "length":
+        rl["epsilon"] = math.inf  # as in the official code
+    losses, _ = policy_loss(logprobs, old_logprobs, advantages, **rl)
     sft_mask = mask * is_demonstration[:, None]
     return two_terms(losses, mask - sft_mask, -sft_coef * logprobs, sft_mask, normalizer, totals)
 
@@ -367,8 +335,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
-    if args.method == "srft" and args.beta > 0:
-        sys.exit("--beta: SRFT has no KL penalty; leave it at 0")
+    if args.env in ("tool_calls", "reasoning_gym") and not (args.dataset and args.reward):
+        sys.exit(f"--env {args.env}: no demonstrations; give --dataset and --reward instead")
     for name in ("task_config", "chat_template_kwargs"):
         try:
             json.loads(getattr(args, name))
@@ -454,7 +422,7 @@ def load_problems(args: Args, dataset: str | None):
         if args.env == "countdown" and dataset is None:
             from envs.countdown import Countdown
 
-            return Countdown(args.num_numbers, args.max_number)
+            return Countdown(num_numbers=2, max_number=25)  # new to the tiny model
         from envs.math_jsonl import MathJsonl
 
         return MathJsonl(dataset, args.env)
@@ -495,32 +463,6 @@ def load_task(args: Args):
     if not problems:
         sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
     return task, problems
-
-
-def load_demonstrations(tokenizer, task, args: Args) -> None:
-    """Read the `demonstration` of each line of --dataset; drop problems where it is too long."""
-    if args.env in ("tool_calls", "reasoning_gym") and not (args.dataset and args.reward):
-        sys.exit(f"--env {args.env}: no demonstrations; give --dataset and --reward instead")
-    if not args.dataset:
-        return  # Countdown has solutions
-    lines = [line for line in open(args.dataset, encoding="utf-8-sig") if line.strip()]
-    texts = [json.loads(line).get("demonstration") for line in lines]
-    if None in texts:
-        number = texts.index(None) + 1
-        sys.exit(f"{args.dataset}, problem {number}: no demonstration, the text of a right answer")
-    # Two problems may have the same prompt, so they are told apart by their ids.
-    task.demonstrations = {id(problem): text for problem, text in zip(task.rows, texts)}
-    kept = []
-    for problem in task.train_rows:
-        ids = tokenizer.encode(task.demonstrations[id(problem)], add_special_tokens=False)
-        if len(ids) < args.max_completion_length:  # the end token has to fit as well
-            kept.append(problem)
-    dropped = len(task.train_rows) - len(kept)
-    task.train_rows = kept
-    if dropped and os.environ.get("RANK", "0") == "0":
-        print(f"{dropped} problems dropped: demonstration over --max-completion-length")
-    if not kept:
-        sys.exit("--max-completion-length: no demonstration fits")
 
 
 def model_path(args: Args) -> str:
@@ -577,6 +519,20 @@ def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
         print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
     if not kept:
         sys.exit("--max-prompt-length: no problem is left")
+    return kept
+
+
+def drop_long_demonstrations(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose demonstrations fit, with the end token; prints how many are dropped."""
+    kept = []
+    for problem in problems:
+        if len(demonstrate(tokenizer, task, problem, args).ids) <= args.max_completion_length:
+            kept.append(problem)
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} problems dropped: demonstration over --max-completion-length")
+    if not kept:
+        sys.exit("--max-completion-length: no demonstration fits")
     return kept
 
 
@@ -683,7 +639,7 @@ def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float
         targets = ids[0, len(completion.prompt) :]
         plain.append(-F.cross_entropy(logits, targets, reduction="none"))
     plain = torch.cat(plain)  # (N,)
-    learner = model.token_logprobs(packed, args)[0]
+    learner = model.token_logprobs(packed, args)[:, 0]
     return {
         "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
         "packing": (learner - plain).abs().max().item(),
@@ -875,13 +831,11 @@ def complete(
 
 def demonstrate(tokenizer, task, problem, args: Args) -> Completion:
     """The demonstration of a problem. Its log-probabilities are NaN: nobody sampled it."""
-    prompt = encode(tokenizer, task, problem, args)
-    if args.dataset:
-        text = task.demonstrations[id(problem)]
-    else:  # in the words of the tiny model
-        text = f"{problem.solution}={problem.target} yes\n<answer>{problem.solution}</answer>"
+    text = problem.get("demonstration") if isinstance(problem, dict) else problem.demonstration
+    if not text:
+        sys.exit(f"no demonstration, the text of a right answer, in {problem!r:.200}")
     ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
-    ids = ids[: args.max_completion_length]  # those of --dataset fit
+    prompt = encode(tokenizer, task, problem, args)
     return Completion(prompt, ids, logprobs=[math.nan] * len(ids), entropy=0.0, ended=True)
 
 
@@ -955,7 +909,7 @@ def pack(completions: list[Completion], rows: list[int], device: torch.device) -
 
 
 def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
-    """Log-probability of every predicted token and, for SRFT, the entropy there. -> (2,N)"""
+    """Log-probability of every predicted token and, for SRFT, the entropy there. -> (N,2)"""
     query = packed.owners[:, :, None]
     key = packed.owners[:, None, :]
     visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
@@ -968,7 +922,7 @@ def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
         if args.method == "srft":
             logits = logits.detach() / args.temperature
             entropy = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
-        return torch.stack([logprobs, entropy])
+        return torch.stack([logprobs, entropy], dim=1)
 
     with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
         hidden = model.base_model(
@@ -985,7 +939,7 @@ def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
         logprobs = []
         for chunk in zip(hidden.split(size), packed.targets.split(size)):
             logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
-        return torch.cat(logprobs, dim=1)
+        return torch.cat(logprobs)
 
 
 # --- Update -------------------------------------------------------------------------------------
@@ -1011,19 +965,17 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
     so its gradient depends neither on micro-batches nor on the number of processes.
     """
     device = model.device
-    advantages, in_rl, in_sft, weights = assigned  # (B,) each, demonstrations last
     lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
-    num_tokens = max(1, sum(gather((lengths * in_rl).tolist())))
-    num_sft_tokens = sum(gather((lengths * in_sft).tolist()))
-    totals = (num_tokens, max(1, num_sft_tokens))
-    if args.normalizer == "length":
-        totals = (args.max_completion_length, max(1, num_sft_tokens))
+    counts = (lengths * assigned[2:]).sum(1)  # tokens in RL and in SFT
+    num_tokens, num_sft_tokens = torch.tensor(gather([counts.tolist()])).sum(0).tolist()
+    divisor = args.max_completion_length if args.normalizer == "length" else max(1, num_tokens)
+    totals = (divisor, max(1, num_sft_tokens))
     rows = list(range(len(completions)))
     if args.beta == 0 and args.method != "srft" and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
-        rows = (advantages.abs() + in_sft).nonzero()[:, 0].tolist()
-    advantages, in_rl, in_sft, weights = assigned.to(device)
+        rows = assigned[0].nonzero()[:, 0].tolist()
+    assigned = assigned.to(device)[:, :, None]  # (4,B,1)
     batches = micro_batches(completions, rows, args, device)
 
     sums = torch.zeros(3, device=device)  # loss, -log-probability of demonstrations, KL
@@ -1033,7 +985,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
         for batch in batches:
             # Packed completions are not padded to (B,T), so each token is a row of its own.
-            logprobs, entropy = model.token_logprobs(batch, args)[:, :, None]  # (N,1)
+            logprobs, entropy = model.token_logprobs(batch, args).split(1, dim=1)  # (N,1) each
             if iteration == 0:
                 # No step has been taken yet, so these are the old log-probabilities. Those of the
                 # sampler differ by rounding; the largest difference is logged.
@@ -1042,34 +994,35 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
                 largest_gap = torch.maximum(largest_gap, gap)
                 if reference is not None:
                     with torch.no_grad():
-                        batch.ref_logprobs = reference.token_logprobs(batch, args)[0, :, None]
+                        batch.ref_logprobs = reference.token_logprobs(batch, args)[:, :1]
             index = batch.completion_index
-            advantage = advantages[index][:, None]
-            mask = weights[index][:, None]
+            advantage, weight, in_rl, in_sft = assigned[:, index]  # (N,1) each
+            is_demonstration = in_sft[:, 0]
             if args.method == "srft":
                 # srft_loss takes means over rows, here single tokens: give it those of completions.
-                means = torch.zeros_like(weights)  # (B,)
-                means.scatter_reduce_(0, index, entropy[:, 0], "mean", include_self=False)
-                entropy = means[index][:, None]
-                loss = srft_loss(logprobs, advantage, entropy, mask, in_sft[index], totals=totals)
+                means = torch.zeros(len(completions), 1, device=device)
+                means.scatter_reduce_(0, index[:, None], entropy, "mean", include_self=False)
+                loss = srft_loss(
+                    logprobs, advantage, means[index], weight, is_demonstration, totals=totals
+                )
             else:
                 loss = hpt_loss(
                     logprobs,
                     batch.old_logprobs,
                     advantage,
-                    mask,
-                    in_sft[index],
+                    weight,
+                    is_demonstration,
                     sft_coef=args.sft_coef,
+                    normalizer=args.normalizer,
                     totals=totals,
                     epsilon=args.epsilon,
                     beta=args.beta,
                     ref_logprobs=batch.ref_logprobs,
                 )
             sums[0] += loss.detach()
-            sums[1] -= (logprobs.detach()[:, 0] * in_sft[index]).sum()
+            sums[1] -= (logprobs.detach() * in_sft).sum()
             if reference is not None:
-                kl = kl_estimate(logprobs.detach(), batch.ref_logprobs)
-                sums[2] += (kl[:, 0] * in_rl[index]).sum()
+                sums[2] += (kl_estimate(logprobs.detach(), batch.ref_logprobs) * in_rl).sum()
             if args.fsdp:
                 loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
             loss.backward()
@@ -1093,10 +1046,10 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
         "grad_norm": norm,
         "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
     }
+    if reference is not None:
+        metrics["kl"] = kl / max(1, num_tokens)
     if num_sft_tokens > 0:
         metrics["sft_loss"] = sft_loss / num_sft_tokens
-    if reference is not None:
-        metrics["kl"] = kl / num_tokens
     return metrics
 
 
@@ -1263,14 +1216,12 @@ def train(args: Args) -> dict[str, float]:
     rank, world_size, device = setup(args)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)
-    if tokenizer.eos_token_id is None:  # demonstrations end with it
-        tokenizer.eos_token_id = model.generation_config.eos_token_id[0]
     model.to(device)
     eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
     if getattr(task, "train_rows", None):  # problems of a file, not generated ones
         task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
-    if args.method != "grpo" and args.max_steps > 0:
-        load_demonstrations(tokenizer, task, args)
+        if args.method != "grpo" and args.max_steps > 0:
+            task.train_rows = drop_long_demonstrations(task.train_rows, tokenizer, task, args)
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
@@ -1336,14 +1287,14 @@ def train(args: Args) -> dict[str, float]:
         assigned = assign(totals, solved, args)  # (4,P,G+1)
         own = assigned.chunk(world_size, dim=1)[rank]
         own = torch.cat([own[:, :, :-1].flatten(1), own[:, :, -1]], dim=1)  # demonstrations last
-        rows = completions
         if args.method != "grpo":
-            rows = rows + [demonstrate(tokenizer, task, problem, args) for problem in problems]
+            completions += [demonstrate(tokenizer, task, problem, args) for problem in problems]
+        own = own[:, : len(completions)]
 
         # 3. clipped policy-gradient steps
         rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
         optimizer.param_groups[0]["lr"] = rate
-        metrics = update(model, reference, optimizer, rows, own[:, : len(rows)], args)
+        metrics = update(model, reference, optimizer, completions, own, args)
 
         # 4. log and save
         progress["step"] = step = step + 1
@@ -1352,11 +1303,9 @@ def train(args: Args) -> dict[str, float]:
         groups = totals.view(-1, args.num_generations)  # (P,G)
         for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
             metrics[f"rewards/{name}/mean"] = mean
-        for count in range(args.num_generations + 1):
-            metrics[f"solved/{count}"] = (solved.sum(1) == count).float().mean().item()
         metrics |= {
             "reward": totals.mean().item(),
-            "sft_share": assigned[2, :, -1].mean().item(),
+            "sft_share": assigned[3, :, -1].mean().item(),
             "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
             "entropy": sum(entropy) / sum(lengths),
             "completions/mean_length": sum(lengths) / len(lengths),

@@ -328,9 +328,8 @@ def append(path: Path, rows: pd.DataFrame) -> None:
 def commit() -> str:
     """The commit that is checked out; marked where the scripts or tasks differ from it."""
     changed = subprocess.getoutput(f"git -C {ROOT} status --porcelain algorithms envs")
-    return subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD") + "-modified" * bool(
-        changed
-    )
+    head = subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD")
+    return f"{head}-modified" if changed else head
 
 
 def command_of(name: str, run: Run) -> str:
@@ -356,8 +355,7 @@ def train(args: Args, run: Run) -> None:
         process = subprocess.run(
             [sys.executable, *words, "--output-dir", f"{folder}/run"],
             cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
@@ -375,11 +373,9 @@ def train(args: Args, run: Run) -> None:
     row["commit"] = made
     row["command"] = shlex.join(["python", *words])
     curve = metrics[metrics.tag.isin(study.curves)][["step", "tag", "value"]]
+    curve = pd.DataFrame([key]).merge(curve, "cross")
     with lock:
-        append(
-            Path(args.results, f"{args.study}_curves.csv"),
-            pd.DataFrame([key]).merge(curve, "cross"),
-        )
+        append(Path(args.results, f"{args.study}_curves.csv"), curve)
         append(Path(args.results, f"{args.study}.csv"), pd.DataFrame([row]))
         shown = "  ".join(f"{name} {row[name]}" for name in scores)
         print(f"{run.task} {run.arm} {run.learning_rate} seed {run.seed}:  {shown}", flush=True)
@@ -445,9 +441,8 @@ def overview() -> None:
     for name, study in STUDIES.items():
         args = Args(name)
         rows = finished(args)
-        planned = 0
-        for _, arm in chosen(args):
-            planned += len(study.arms[arm].seeds) + 3 * bool(study.arms[arm].rates)
+        arms = [study.arms[arm] for _, arm in chosen(args)]
+        planned = sum(len(arm.seeds) + 3 * bool(arm.rates) for arm in arms)
         left = max(0, planned - len(rows))
         hours = left * study.minutes / 60
         print(f"{name:18} {len(rows):3} runs done, {left:3} left, about {hours:.1f} hours")

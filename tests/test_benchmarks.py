@@ -21,6 +21,7 @@ from benchmarks import (
     speed_grpo,
     speed_marl,
     speed_ppo,
+    speed_stream,
     tabular_spiral,
     variance_poisson,
 )
@@ -141,3 +142,9 @@ def test_gpu_flags_exist(part):
     for run in gpu.runs_of(part, "cuda", False):
         script = importlib.import_module(f"algorithms.{run.script}")
         assert tyro.cli(script.Args, args=shlex.split(run.flags))
+
+
+def test_speed_stream(tmp_path):
+    speed_stream.main(str(tmp_path / "speed.csv"), steps=10, turns=1)
+    speeds = pd.read_csv(tmp_path / "speed.csv")
+    assert list(speeds.task) == ["CartPole-v1", "Hopper-v5"] and (speeds.ratio > 0.5).all()

@@ -103,7 +103,7 @@ def test_reference_hpt_loss(vector, first):
     words = (logprobs, old_logprobs, advantages, mask, is_demonstration)
     loss = hpt_loss(*words, sft_coef=coef, normalizer=kind)
     clipped = vector["options"]["loss_remove_clip"] is False
-    assert clipped == (kind == "tokens"), "epsilon None relies on that"
+    assert clipped == (kind == "tokens"), "hpt_loss relies on that"
     expected = (outputs["pg_loss"] or 0.0) + coef * (outputs["sft_loss"] or 0.0)
     assert_close(loss, expected, 1e-6)
     if outputs["pg_loss"] is not None:
@@ -157,12 +157,12 @@ def rewards() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_question_is_in_one_term_and_in_both_with_srft():
     for gate in range(-1, G + 1):
-        _, in_rl, in_sft, weights = assign(*rewards(), Args(num_generations=G, gate=gate, normalizer="tokens"))
+        _, weights, in_rl, in_sft = assign(*rewards(), Args(num_generations=G, gate=gate, normalizer="length"))
         expected = [float(count <= gate) for count in SOLVED]
         assert in_sft[:, -1].tolist() == expected and in_sft[:, :-1].sum() == 0
         assert (in_rl[:, :-1] == 1 - in_sft[:, -1:]).all() and in_rl[:, -1].sum() == 0
         assert torch.equal(weights, in_rl + in_sft)
-    advantages, in_rl, in_sft, weights = assign(*rewards(), Args(num_generations=G, method="srft"))
+    advantages, weights, in_rl, in_sft = assign(*rewards(), Args(num_generations=G, method="srft"))
     assert (weights == 1).all() and (in_rl == 1).all()
     assert (in_sft[:, -1] == 1).all() and in_sft[:, :-1].sum() == 0
     assert_close(advantages[:, -1], [1 - (count + 1) / (G + 1) for count in SOLVED], 1e-6)
@@ -170,9 +170,9 @@ def test_a_question_is_in_one_term_and_in_both_with_srft():
 
 
 def test_terms_weigh_as_much_as_their_questions():
-    *_, weights = assign(*rewards(), Args(num_generations=G, gate=1))
+    weights = assign(*rewards(), Args(num_generations=G, gate=1))[1]
     assert_close(weights[SOLVED.index(4)], [0.5] * G + [0.0], 1e-6)
-    *_, weights = assign(*rewards(), Args(num_generations=G, gate=0))
+    weights = assign(*rewards(), Args(num_generations=G, gate=0))[1]
     assert_close(weights[SOLVED.index(4)], [2 / 3] * G + [0.0], 1e-6)
     assert_close(weights[SOLVED.index(0)], [0.0] * G + [1 / 3], 1e-6)
 
@@ -244,7 +244,7 @@ def padded(model, rows):
 
 
 @pytest.mark.parametrize("method", ["hpt", "srft"])
-@pytest.mark.parametrize("normalizer", ["questions", "tokens", "length"])
+@pytest.mark.parametrize("normalizer", ["tokens", "length"])
 def test_update_has_the_gradient_of_the_loss_of_the_whole_batch(model, rows, method, normalizer):
     args = replace(BASE, method=method, normalizer=normalizer, gate=1, sft_coef=0.7)
     logprobs, entropy, mask = padded(model, rows)
@@ -253,17 +253,15 @@ def test_update_has_the_gradient_of_the_loss_of_the_whole_batch(model, rows, met
         scores = torch.cat([rewards()[1].float(), torch.ones(6, 1)], 1)
         advantages = scores - scores.mean(1, keepdim=True)
         advantages = torch.cat([advantages[:, :-1].flatten(), advantages[:, -1]])[:, None]
-        kind = "length" if normalizer == "length" else "tokens"
-        expected = srft_loss(logprobs, advantages, entropy, mask, is_demonstration, normalizer=kind)
+        expected = srft_loss(logprobs, advantages, entropy, mask, is_demonstration, normalizer=normalizer)
     else:
         totals = rewards()[0].view(6, G)
         advantages = torch.cat([(totals - totals.mean(1, keepdim=True)).flatten(), torch.zeros(6)])
         taught = torch.tensor(SOLVED) <= 1  # three of six
         used = torch.cat([~taught.repeat_interleave(G), taught])
         words = (logprobs, logprobs.detach(), advantages[:, None], mask * used[:, None], is_demonstration)
-        kind = "length" if normalizer == "length" else "tokens"
-        share = 0.5 if normalizer == "questions" else 1.0
-        expected = share * hpt_loss(*words, sft_coef=0.7, normalizer=kind)
+        share = 0.5 if normalizer == "tokens" else 1.0
+        expected = share * hpt_loss(*words, sft_coef=0.7, normalizer=normalizer)
     gradient = flat(torch.autograd.grad(expected, list(model.parameters())))
     for micro_batch in (1, 5, 64):
         found, metrics = updated_gradient(model, rows, replace(args, micro_batch_size=micro_batch))
@@ -284,19 +282,18 @@ def test_gate_minus_one_is_grpo(model, rows, scale):
     grpo.add_methods(model)
     grpo.update(model, None, recorder, rows[: 6 * G], advantages, plain)
     hpt.add_methods(model)
-    for normalizer in ("questions", "tokens"):
-        args = replace(BASE, scale_rewards=scale, normalizer=normalizer)
-        found, _ = updated_gradient(model, rows, replace(args, gate=-1))
-        assert relative(found, recorder.gradient) < 1e-6
-        control, _ = updated_gradient(model, rows[: 6 * G], replace(args, method="grpo", gate=5))
-        assert torch.equal(control, found)
+    args = replace(BASE, scale_rewards=scale)
+    found, _ = updated_gradient(model, rows, replace(args, gate=-1))
+    assert relative(found, recorder.gradient) < 1e-6
+    control, _ = updated_gradient(model, rows[: 6 * G], replace(args, method="grpo", gate=5))
+    assert torch.equal(control, found)
 
 
 def test_gate_of_all_rollouts_is_supervised_fine_tuning(model, rows):
     logprobs, _, mask = padded(model, rows[6 * G :])
     loss = -(logprobs * mask).sum() / mask.sum()
     expected = flat(torch.autograd.grad(loss, list(model.parameters())))
-    for normalizer in ("questions", "tokens", "length"):
+    for normalizer in ("tokens", "length"):
         found, metrics = updated_gradient(model, rows, replace(BASE, gate=G, normalizer=normalizer))
         assert relative(found, expected) < 1e-5
         assert metrics["sft_loss"] == pytest.approx(loss.item(), rel=1e-5)

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 32}
 SMALL |= {"eval_problems": 4, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
-MIXED = SMALL | {"num_prompts_per_step": 4, "num_numbers": 3, "max_number": 8}  # some are solved
 REWARD = "def score(problem, completion):\n    return float('9' in completion)\n"
 
 
@@ -49,7 +48,7 @@ def test_command_and_its_files(tmp_path, own_data, monkeypatch):
     hpt.train(hpt.parse_args())
     found = numbers(tmp_path / "run")
     tokens = 0
-    for step, (rows, (_, _, in_sft, weights)) in enumerate(given, start=1):
+    for step, (rows, (_, weights, _, in_sft)) in enumerate(given, start=1):
         assert len(rows) == 8 * 4 + 8
         taught = []
         for question in range(8):
@@ -60,8 +59,7 @@ def test_command_and_its_files(tmp_path, own_data, monkeypatch):
             tokens += taught[-1] * len(demonstration.ids)
         assert in_sft.tolist() == [0.0] * 32 + taught
         assert ((weights > 0) == (in_sft > 0))[32:].all()
-        assert found[step, "train/sft_share"] == found[step, "train/solved/0"] == sum(taught) / 8
-        assert sum(found[step, f"train/solved/{k}"] for k in range(5)) == pytest.approx(1)
+        assert found[step, "train/sft_share"] == sum(taught) / 8
         assert found[step, "train/num_demonstration_tokens"] == tokens > 0
     tokenizer = hpt.load_model(Args(**SMALL))[1]
     text = tokenizer.decode(given[0][0][32].ids)
@@ -87,8 +85,8 @@ def test_it_learns_and_its_controls_differ(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["hpt", "srft"])
-def test_a_killed_run_continues(tmp_path, method):
-    values = MIXED | {"max_steps": 3, "save_steps": 1, "eval_steps": 3, "method": method}
+def test_a_killed_run_continues(tmp_path, own_data, method):
+    values = SMALL | own_data | {"max_steps": 3, "save_steps": 1, "eval_steps": 3, "method": method}
     whole = train_here(tmp_path / "whole", **values)
     kill_at(tmp_path, "hpt", "report", 2, *as_flags(values), "--output-dir", tmp_path / "killed")
     process = fork(ROOT / "algorithms" / "hpt.py", "--resume", tmp_path / "killed")
@@ -98,9 +96,9 @@ def test_a_killed_run_continues(tmp_path, method):
     assert final[0] == final[1]
 
 
-def test_two_processes_equal_one(tmp_path):
+def test_two_processes_equal_one(tmp_path, own_data):
     """Also when one of them has more demonstrations than the other."""
-    values = MIXED | {"max_steps": 2, "micro_batch_size": 3}
+    values = SMALL | own_data | {"num_prompts_per_step": 6, "max_steps": 2, "micro_batch_size": 3}
     runs = {"plain": {}, "fsdp": {"fsdp": True}, "kl": {"fsdp": True, "beta": 0.04}}
     runs |= {"srft": {"method": "srft"}}
     train_by_two(tmp_path, "hpt", [values | runs[name] | {"output_dir": str(tmp_path / name)} for name in runs])
@@ -109,7 +107,8 @@ def test_two_processes_equal_one(tmp_path):
         assert (tmp_path / name / "final").exists(), (tmp_path / "stderr").read_text()
         assert_close(numbers(tmp_path / name), expected, relative=1e-3)
         assert_same_weights(tmp_path / name, tmp_path / f"{name}_one")
-        assert 0 < expected[1, "train/solved/0"] < 1
+        if name != "srft":
+            assert 0 < expected[1, "train/sft_share"] < 1
 
 
 def test_tags_are_those_of_the_page(tmp_path):
@@ -121,37 +120,38 @@ def test_tags_are_those_of_the_page(tmp_path):
     assert [row for row in documented if not any(tag_matches(row, tag) for tag in logged)] == []
 
 
+@pytest.mark.quick
 def test_a_line_without_demonstration_gets_one_sentence(tmp_path, own_data):
     with open(own_data["dataset"], "a") as file:
         file.write('\n{"question": "Say 99."}\n')
-    with pytest.raises(SystemExit, match="own.jsonl, problem 65: no demonstration"):
+    with pytest.raises(SystemExit, match="^no demonstration, .* in {'question': 'Say 99.'}"):
         hpt.train(Args(**SMALL | own_data))
     found = train_here(tmp_path / "run", **own_data, method="grpo")
     assert found[1, "train/num_demonstration_tokens"] == 0, "which needs none"
 
 
-def test_long_demonstrations_are_dropped(tmp_path, own_data, capsys):
-    """So that what is left ends with the end token. Two lines may have the same prompt."""
-    kept = [{"question": "Say 1.", "demonstration": text} for text in ("1 and 9.", "9 and 1.")]
-    long = {"question": "Say 2.", "demonstration": "2 and 9. " * 32}
-    Path(own_data["dataset"]).write_text("\n".join(map(json.dumps, [*kept, long])))
+@pytest.mark.parametrize("graded", ["own reward", "by rule"])
+def test_long_demonstrations_are_dropped(own_data, capsys, graded):
+    """So that what is left ends with the end token."""
+    texts = ["1 and 9.", "9 and 1.", "2 and 9. " * 32]
+    lines = [{"question": f"Say {text}", "answer": "9", "demonstration": text} for text in texts]
+    Path(own_data["dataset"]).write_text("\n".join(map(json.dumps, lines)))
+    if graded == "by rule":
+        own_data["reward"] = ()
     args = Args(**SMALL | own_data)
     task, _ = hpt.load_task(args)
     _, tokenizer = hpt.load_model(args)
-    hpt.load_demonstrations(tokenizer, task, args)
+    kept = hpt.drop_long_demonstrations(task.train_rows, tokenizer, task, args)
     assert "1 problems dropped: demonstration over --max-completion-length" in capsys.readouterr().out
-    assert task.train_rows == kept
-    for problem in task.train_rows:
-        ids = hpt.demonstrate(tokenizer, task, problem, args).ids
-        assert tokenizer.decode(ids) == problem["demonstration"] + tokenizer.eos_token
-    Path(own_data["dataset"]).write_text(json.dumps(long))
-    task, _ = hpt.load_task(args)
+    rows = [hpt.demonstrate(tokenizer, task, problem, args) for problem in kept]
+    found = {tokenizer.decode(row.ids) for row in rows}
+    assert found == {text + tokenizer.eos_token for text in texts[:2]}
+    long = [problem for problem in task.train_rows if problem not in kept]
     with pytest.raises(SystemExit, match="no demonstration fits"):
-        hpt.load_demonstrations(tokenizer, task, args)
+        hpt.drop_long_demonstrations(long, tokenizer, task, args)
 
 
 BAD = [({"env": "tool_calls"}, "--env tool_calls"), ({"num_generations": 1}, "--num-generations")]
-BAD += [({"method": "srft", "beta": 0.04}, "--beta")]
 
 
 @pytest.mark.parametrize("values, flag", BAD)

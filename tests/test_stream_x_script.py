@@ -92,6 +92,7 @@ def test_a_finished_run_is_evaluated_again(tmp_path):
     assert results(tmp_path / "run").keys() == before.keys()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("optimizer", ["obgd", "sgd"])
 @pytest.mark.parametrize("switches", [{}, {"layer_norm": False, "sparse_init": False}])
 def test_switches_change_the_run(optimizer, switches, tmp_path):
