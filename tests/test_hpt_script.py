@@ -84,9 +84,8 @@ def test_it_learns_and_its_controls_differ(tmp_path):
     assert runs["grpo"][8, "train/num_demonstration_tokens"] == 0
 
 
-@pytest.mark.parametrize("method", ["hpt", "srft"])
-def test_a_killed_run_continues(tmp_path, own_data, method):
-    values = SMALL | own_data | {"max_steps": 3, "save_steps": 1, "eval_steps": 3, "method": method}
+def test_a_killed_run_continues(tmp_path, own_data):
+    values = SMALL | own_data | {"max_steps": 3, "save_steps": 1, "eval_steps": 3}
     whole = train_here(tmp_path / "whole", **values)
     kill_at(tmp_path, "hpt", "report", 2, *as_flags(values), "--output-dir", tmp_path / "killed")
     process = fork(ROOT / "algorithms" / "hpt.py", "--resume", tmp_path / "killed")
@@ -99,8 +98,7 @@ def test_a_killed_run_continues(tmp_path, own_data, method):
 def test_two_processes_equal_one(tmp_path, own_data):
     """Also when one of them has more demonstrations than the other."""
     values = SMALL | own_data | {"num_prompts_per_step": 6, "max_steps": 2, "micro_batch_size": 3}
-    runs = {"plain": {}, "fsdp": {"fsdp": True}, "kl": {"fsdp": True, "beta": 0.04}}
-    runs |= {"srft": {"method": "srft"}}
+    runs = {"plain": {}, "kl": {"fsdp": True, "beta": 0.04}, "srft": {"method": "srft"}}
     train_by_two(tmp_path, "hpt", [values | runs[name] | {"output_dir": str(tmp_path / name)} for name in runs])
     for name, more in runs.items():
         expected = train_here(tmp_path / f"{name}_one", **values | more | {"fsdp": False})
