@@ -423,7 +423,8 @@ def memory_fit(links: str) -> str:
 
 def draw_line(axis, points: pd.DataFrame, band: bool = True, **style) -> None:
     """Mean of y over seeds, in a band from the lowest to the highest."""
-    wide = points.pivot_table(index="x", columns="seed", values="y").dropna()
+    wide = points.pivot_table(index="x", columns="seed", values="y")
+    wide = wide.interpolate(method="index", limit_area="inside").dropna()
     axis.plot(wide.index, wide.mean(axis=1), **style)
     if band and wide.shape[1] > 1:
         low, high = wide.min(axis=1), wide.max(axis=1)
@@ -471,14 +472,11 @@ def draw_study(name: str) -> None:
 
 
 def default_curve(method: SimpleNamespace) -> pd.DataFrame:
-    """x, y and seed of the default runs of a script: of several seeds, or else of its one CSV."""
-    rows = pd.DataFrame(columns=["arm", "tag"])
+    """x, y and seed of the default runs of a script: seed 1, and seeds that the study has."""
+    rows = read(f"{method.script}_default_metrics.csv").assign(seed=1, arm=method.script)
     if (RESULTS / "defaults_curves.csv").exists():
-        rows = read("defaults_curves.csv")
+        rows = pd.concat([rows, read("defaults_curves.csv")])
     rows = rows[(rows.arm == method.script) & (rows.tag == method.tag)]
-    if rows.empty:
-        rows = read(f"{method.script}_default_metrics.csv").assign(seed=1)
-        rows = rows[rows.tag == method.tag]
     step = rows.step
     if step.nunique() > 60:  # episodes end at steps of their own: forty bins
         width = step.max() / 40
