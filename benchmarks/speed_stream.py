@@ -107,8 +107,9 @@ def main(csv: str = str(RESULTS / "speed_stream.csv"), steps: int = 250, turns: 
             plain = speed(plain_loop, env, agents[0], traces, steps)
             speeds.append((plain, speed(our_loop, stream, agents[1], steps)))
         plain, ours = np.array(speeds[1:]).T
-        times = zip(("low", "ratio", "high"), np.percentile(ours / plain, (10, 50, 90)))
-        rows.append({"task": env_id, "plain": np.median(plain), "ours": np.median(ours)} | dict(times))
+        medians = {"plain": float(np.median(plain)), "ours": float(np.median(ours))}
+        ratios = np.percentile(ours / plain, (10, 50, 90)).tolist()
+        rows.append({"task": env_id} | medians | dict(zip(("low", "ratio", "high"), ratios)))
         print(rows[-1], flush=True)
     table = pd.DataFrame(rows).round(2).assign(turns=turns, **about("torch", "gymnasium"))
     table.to_csv(csv, index=False, lineterminator="\n")
