@@ -1,4 +1,4 @@
-"""Shared by all tests: the repository root on sys.path, one thread, the order of the files."""
+"""Shared by all tests: the repository root on sys.path, one thread, no network, the order of the files."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch
+os.environ["HF_HUB_OFFLINE"] = "1"  # a model that does not exist is not looked for on the net
 
 
 def pytest_configure(config):
