@@ -86,11 +86,14 @@ RETURNS = {
     "eval_deterministic": ("eval/deterministic/return_mean", "last"),
     "eval_sampled": ("eval/sampled/return_mean", "last"),
 }
-ARITHMETIC = """algorithms/grpo.py --model-name-or-path smollm2 --bf16 --env reasoning_gym --task chain_sum
+ARITHMETIC = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task chain_sum
  --task-config '{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}'
  --system-prompt "Think briefly, then end with the answer."
  --num-prompts-per-step 6 --max-completion-length 32 --micro-batch-size 16
  --max-steps 30 --eval-steps 30 --eval-problems 128 --num-generations-eval 2"""
+REWARDS = " ".join(
+    f"envs/examples/arithmetic_rewards.py:{name}" for name in ("right", "short", "well_formed")
+)
 PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
  --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
 START = "--policy poisson_repo --second-activation {} --rate-init {} --temperature {}"
@@ -123,7 +126,7 @@ STUDIES = {
         best="mean_at_8",
     ),
     "grpo_135m": Study(
-        command=ARITHMETIC,
+        command=f"algorithms/grpo.py {ARITHMETIC}",
         arms={
             "grpo": Arm("", LADDER, "4e-5"),
             "no_baseline": Arm("--advantage none", LADDER, "4e-5"),
@@ -131,6 +134,25 @@ STUDIES = {
         },
         scores=MEAN_AT_2,
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
+        best="mean_at_2",
+        minutes=6.0,
+    ),
+    "dapo_135m": Study(  # its control is in grpo_135m
+        command=f"algorithms/dapo.py {ARITHMETIC}",
+        arms={"dapo": Arm("", LADDER, "4e-5")},
+        scores=MEAN_AT_2,
+        best="mean_at_2",
+        minutes=8.0,
+    ),
+    "gdpo_135m": Study(
+        command=f"algorithms/gdpo.py {ARITHMETIC} --reward {REWARDS}",
+        arms={
+            "gdpo": Arm("", LADDER, "4e-5"),
+            "grpo": Arm("--advantage grpo", LADDER, "4e-5", seeds=THREE),
+            "grpo_batch_norm": Arm("--advantage grpo_batch_norm", LADDER, "4e-5"),
+        },
+        scores=MEAN_AT_2
+        | {name: (f"eval/rewards/{name}", "last") for name in ("right", "short", "well_formed")},
         best="mean_at_2",
         minutes=6.0,
     ),

@@ -3,14 +3,20 @@
 import json
 import random
 from functools import partial
+from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from envs.countdown import Countdown
+from envs.examples import arithmetic_rewards
 from envs.math_jsonl import MathJsonl
 from envs.reasoning_gym import ReasoningGym
 from envs.search_qa import SearchQA
+from envs.tiny_lm import pretrain
 from envs.tool_calls import ToolCalls
+
+COUNTDOWN = Path(pretrain.__file__).parent / "countdown"
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 DIGITS = {"min_terms": 1, "max_terms": 1, "max_digits": 1}
@@ -135,3 +141,21 @@ def test_a_broken_line_gives_its_sentence(tmp_path, name, line, sentence):
     with pytest.raises(ValueError) as error:
         FROM_FILES[name](str(path))
     assert str(error.value).startswith(f"{path}, line 3: {sentence}")
+
+
+def test_pretraining_continues_a_model(tmp_path):
+    """A cold start: the model of another task learns the format of a game, with its own tokenizer."""
+    flags = ["--env", "text_games", "--model-name-or-path", str(COUNTDOWN), "--output-dir", str(tmp_path / "cold")]
+    pretrain.train(pretrain.tyro.cli(pretrain.Args, args=[*flags, "--steps", "2", "--batch-size", "2", "--no-compile"]))
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (COUNTDOWN, tmp_path / "cold"))
+    gaps = [(old - new).abs().max().item() for old, new in zip(before.parameters(), after.parameters())]
+    assert 0 < max(gaps) < 0.01
+    assert (tmp_path / "cold" / "tokenizer.json").read_text() == (COUNTDOWN / "tokenizer.json").read_text()
+
+
+def test_arithmetic_rewards():
+    problem = {"answer": "-4"}
+    texts = ["So 3 - 7 = -4.", "-4", "3 - 7 = 4"]
+    assert [arithmetic_rewards.right(problem, text) for text in texts] == [1.0, 1.0, 0.0]
+    assert [arithmetic_rewards.short(problem, text) for text in texts] == [-6.0, -1.0, -5.0]
+    assert [arithmetic_rewards.well_formed(problem, text) for text in texts] == [0.1, 0.0, 0.1]

@@ -2,6 +2,10 @@
 
     python envs/tiny_lm/pretrain.py --env countdown        # 2 CPU cores, about 10 minutes
 
+    # a cold start: a public model learns the format of an environment
+    python envs/tiny_lm/pretrain.py --env text_games --model-name-or-path smollm2 --output-dir smollm2_games \
+        --steps 100 --batch-size 16 --learning-rate 5e-5 --no-compile
+
 A base model imitates its environment's imperfect demonstrations: well-formed most of the time, right sometimes. It is
 stored in Hugging Face format, so that scripts load it like any other model. A new environment is one entry in
 ENVIRONMENTS: a function that draws one (messages, completion) pair from a `random.Random`, covering every role.
@@ -101,6 +105,8 @@ ENVIRONMENTS = {
 class Args:
     env: str = "countdown"
     """environment, a key of ENVIRONMENTS"""
+    model_name_or_path: str | None = None
+    """instruct model to fine-tune in bfloat16, with its own tokenizer; None makes a new tiny model"""
     output_dir: str | None = None
     """folder of the model; default envs/tiny_lm/<env>"""
     seed: int = 1
@@ -110,7 +116,7 @@ class Args:
     batch_size: int = 64
     """demonstrations a step"""
     learning_rate: float = 1.5e-3
-    """peak of the cosine schedule, after 100 warm-up steps"""
+    """peak of the cosine schedule, after a warm-up of 100 steps, or of a tenth of them if that is less"""
     vocab_size: int = 512
     """tokens: 256 bytes, special tokens and tags, the rest byte-pair merges"""
     hidden_size: int = 128
@@ -199,8 +205,13 @@ def train(args: Args) -> None:
     if args.env not in ENVIRONMENTS:
         raise SystemExit(f"error: --env {args.env}: unknown environment, expected one of {', '.join(ENVIRONMENTS)}")
     output_dir = args.output_dir or os.path.join(os.path.dirname(os.path.abspath(__file__)), args.env)
-    tokenizer = build_tokenizer(args)
-    model = build_model(args, tokenizer)
+    if args.model_name_or_path:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name_or_path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
+    else:
+        tokenizer = build_tokenizer(args)
+        model = build_model(args, tokenizer)
+    bf16 = torch.autocast("cpu", torch.bfloat16, enabled=args.model_name_or_path is not None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.1, fused=True)
     body = torch.compile(model.model, dynamic=True) if args.compile else model.model
     generator, start, pool = random.Random(f"demonstrations {args.seed}"), time.perf_counter(), []
@@ -210,18 +221,19 @@ def train(args: Args) -> None:
             pool = [rows[i : i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
             generator.shuffle(pool)
         ids, labels = make_batch(pool.pop())
-        warm, progress = min(1.0, (step + 1) / 100), step / args.steps
+        warm, progress = min(1.0, (step + 1) / min(100, args.steps / 10)), step / args.steps
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
-        hidden = body(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]  # (B,S-1,H)
         targets = labels[:, 1:]  # (B,S-1)
-        logits = model.lm_head(hidden[targets != -100])  # (tokens,V)
+        with bf16:
+            hidden = body(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]  # (B,S-1,H)
+            logits = model.lm_head(hidden[targets != -100]).float()  # (tokens,V)
         loss = torch.nn.functional.cross_entropy(logits, targets[targets != -100])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % 100 == 0:
+        if (step + 1) % min(100, args.steps // 10 or 1) == 0:
             minutes = (time.perf_counter() - start) / 60
             print(f"step {step + 1}/{args.steps}  loss {loss.item():.4f}  {minutes:.1f} min", flush=True)
     model.save_pretrained(output_dir)
