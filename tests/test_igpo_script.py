@@ -110,7 +110,7 @@ def test_own_tools(tmp_path):
         patch.setattr(igpo, "generate", scripted)
         episodes = igpo.play(model, tokenizer, task, problems, 2, args, [1, 2], scoring=True)
     assert episodes[3].texts == [texts[0], "<result>84</result>", texts[1]]
-    assert [episode.rewards for episode in episodes] == [(0.1,), (0.1,), (1.0,), (1.0,)]
+    assert [episode.rewards for episode in episodes] == [(0.0,), (0.0,), (1.0,), (1.0,)]
     assert all(len(episode.answer_logprobs) == 2 for episode in episodes)
     found = train_here(tmp_path, **CALCULATOR, eval_steps=1, learning_rate=1e-4)
     assert all(map(math.isfinite, found.values())) and (1, "eval/rewards/right") in found

@@ -15,28 +15,24 @@ EXAMPLE = [  # a small model copies what it sees
 
 
 def calculate(formula: str) -> str:
-    if "**" in formula or not re.fullmatch(r"[\d\s+*()-]{1,50}", formula):
-        return "only numbers, + - * and brackets, please"
     try:
+        assert re.fullmatch(r"[\d\s+*()-]{1,50}", formula) and "**" not in formula
         return str(eval(formula))
-    except (SyntaxError, TypeError):
-        return "this is no formula"
+    except (AssertionError, SyntaxError, TypeError):
+        return "only numbers, + - * and brackets, please"
 
 
 def right(problem: dict, text: str) -> float:
-    """1 if the last answer is right, and a little for an answer at all."""
     answers = re.findall(r"<answer>(.*?)</answer>", text)
-    if not answers:
-        return 0.0
-    return 1.0 if answers[-1].strip() == problem["answer"] else 0.1
+    return float(answers[-1:] == [problem["answer"]])
 
 
 class Calculator:
     reward_functions = {"right": right}
     reward_weights = (1.0,)
 
-    def __init__(self, dataset: str | None = None):
-        assert dataset is None, "the problems are generated"
+    def __init__(self, dataset: None = None):
+        pass  # the problems are generated
 
     def problem(self, generator: random.Random) -> dict:
         a, b, c = (generator.randint(2, 99) for _ in range(3))
@@ -55,11 +51,8 @@ class Calculator:
         replies = []
         for text in texts:
             formula = re.search(r"<calc>(.*?)</calc>", text)
-            if formula is None:
-                replies.append(None)  # the episode is over
-                continue
-            result = f"<result>{calculate(formula[1])}</result>"
-            replies.append({"role": "user", "content": result})
+            result = formula and f"<result>{calculate(formula[1])}</result>"
+            replies.append(result and {"role": "user", "content": result})  # None ends the episode
         return replies
 
     def right_answer(self, problem: dict) -> tuple[str, str]:
