@@ -522,17 +522,22 @@ def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
     return kept
 
 
-def drop_long_demonstrations(problems: list, tokenizer, task, args: Args) -> list:
-    """The problems whose demonstrations fit, with the end token; prints how many are dropped."""
-    kept = []
-    for problem in problems:
-        if len(demonstrate(tokenizer, task, problem, args).ids) <= args.max_completion_length:
-            kept.append(problem)
-    dropped = len(problems) - len(kept)
-    if dropped and os.environ.get("RANK", "0") == "0":
-        print(f"{dropped} problems dropped: demonstration over --max-completion-length")
+def demonstration(problem, tokenizer) -> list[int]:
+    """Token ids of the demonstration of a problem, with the end token."""
+    text = problem.get("demonstration") if isinstance(problem, dict) else problem.demonstration
+    if not text:
+        sys.exit(f"no demonstration, the text of a right answer, in {problem!r:.200}")
+    return tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
+
+
+def drop_long_demonstrations(problems: list, tokenizer, args: Args) -> list:
+    """The problems whose demonstrations fit; prints how many are dropped."""
+    limit = args.max_completion_length
+    kept = [problem for problem in problems if len(demonstration(problem, tokenizer)) <= limit]
     if not kept:
         sys.exit("--max-completion-length: no demonstration fits")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{len(kept)} of {len(problems)} demonstrations fit into --max-completion-length")
     return kept
 
 
@@ -827,16 +832,6 @@ def complete(
                 sys.exit(f"reward function {name}: returned {reward} for {completion.text!r:.200}")
             completion.rewards += (float(reward),)
     return completions
-
-
-def demonstrate(tokenizer, task, problem, args: Args) -> Completion:
-    """The demonstration of a problem. Its log-probabilities are NaN: nobody sampled it."""
-    text = problem.get("demonstration") if isinstance(problem, dict) else problem.demonstration
-    if not text:
-        sys.exit(f"no demonstration, the text of a right answer, in {problem!r:.200}")
-    ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
-    prompt = encode(tokenizer, task, problem, args)
-    return Completion(prompt, ids, logprobs=[math.nan] * len(ids), entropy=0.0, ended=True)
 
 
 def random_seed(*names) -> int:
@@ -1221,7 +1216,7 @@ def train(args: Args) -> dict[str, float]:
     if getattr(task, "train_rows", None):  # problems of a file, not generated ones
         task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
         if args.method != "grpo" and args.max_steps > 0:
-            task.train_rows = drop_long_demonstrations(task.train_rows, tokenizer, task, args)
+            task.train_rows = drop_long_demonstrations(task.train_rows, tokenizer, args)
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
@@ -1288,7 +1283,11 @@ def train(args: Args) -> dict[str, float]:
         own = assigned.chunk(world_size, dim=1)[rank]
         own = torch.cat([own[:, :, :-1].flatten(1), own[:, :, -1]], dim=1)  # demonstrations last
         if args.method != "grpo":
-            completions += [demonstrate(tokenizer, task, problem, args) for problem in problems]
+            prompts = [completion.prompt for completion in completions[:: args.num_generations]]
+            for prompt, problem in zip(prompts, problems):
+                ids = demonstration(problem, tokenizer)
+                logprobs = [math.nan] * len(ids)  # nobody sampled it
+                completions.append(Completion(prompt, ids, logprobs, entropy=0.0, ended=True))
         own = own[:, : len(completions)]
 
         # 3. clipped policy-gradient steps

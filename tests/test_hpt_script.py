@@ -139,14 +139,13 @@ def test_long_demonstrations_are_dropped(own_data, capsys, graded):
     args = Args(**SMALL | own_data)
     task, _ = hpt.load_task(args)
     _, tokenizer = hpt.load_model(args)
-    kept = hpt.drop_long_demonstrations(task.train_rows, tokenizer, task, args)
-    assert "1 problems dropped: demonstration over --max-completion-length" in capsys.readouterr().out
-    rows = [hpt.demonstrate(tokenizer, task, problem, args) for problem in kept]
-    found = {tokenizer.decode(row.ids) for row in rows}
+    kept = hpt.drop_long_demonstrations(task.train_rows, tokenizer, args)
+    assert "2 of 3 demonstrations fit into --max-completion-length" in capsys.readouterr().out
+    found = {tokenizer.decode(hpt.demonstration(problem, tokenizer)) for problem in kept}
     assert found == {text + tokenizer.eos_token for text in texts[:2]}
     long = [problem for problem in task.train_rows if problem not in kept]
     with pytest.raises(SystemExit, match="no demonstration fits"):
-        hpt.drop_long_demonstrations(long, tokenizer, task, args)
+        hpt.drop_long_demonstrations(long, tokenizer, args)
 
 
 BAD = [({"env": "tool_calls"}, "--env tool_calls"), ({"num_generations": 1}, "--num-generations")]
