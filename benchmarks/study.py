@@ -86,6 +86,14 @@ RETURNS = {
     "eval_deterministic": ("eval/deterministic/return_mean", "last"),
     "eval_sampled": ("eval/sampled/return_mean", "last"),
 }
+KUHN = {
+    "nash_conv_last": ("eval/kuhn/nash_conv_last", "last"),
+    "nash_conv_average": ("eval/kuhn/nash_conv_average", "last"),
+    "illegal": ("eval/kuhn/illegal", "last"),
+    "forfeits": ("train/spiral_rae/kuhn/forfeits", "late"),
+    "length": ("train/completions/mean_length", "late"),
+}
+KUHN_CURVES = ("eval/kuhn/nash_conv_average", "train/spiral_rae/kuhn/forfeits")
 ARITHMETIC = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task chain_sum
  --task-config '{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}'
  --system-prompt "Think briefly, then end with the answer."
@@ -155,6 +163,34 @@ STUDIES = {
         | {name: (f"eval/rewards/{name}", "last") for name in ("right", "short", "well_formed")},
         best="mean_at_2",
         minutes=6.0,
+    ),
+    "spiral_135m": Study(  # after a cold start, see README.md
+        command="algorithms/spiral_rae.py --model-name-or-path smollm2_games --bf16 --games kuhn"
+        """ --game-options '{"kuhn": {"handicap": 3}}' --num-games-per-step 24 --micro-batch-size 16"""
+        " --max-completion-length 40 --max-steps 25 --eval-steps 5 --eval-games 1 --eval-samples 16",
+        arms={
+            "role": Arm("", LADDER, "2e-5"),
+            "none": Arm("--baseline none", LADDER, "2e-5"),
+            "global": Arm("--baseline global", LADDER, "2e-5", seeds=THREE),
+        },
+        scores=KUHN,
+        curves=KUHN_CURVES,
+        best="nash_conv_average",
+        lowest=True,
+        minutes=8.0,
+    ),
+    "igpo_135m": Study(  # after a cold start, see README.md
+        command="algorithms/igpo.py --model-name-or-path smollm2_search --bf16 --max-turns 4"
+        " --num-prompts-per-step 4 --micro-batch-size 8 --max-completion-length 40 --max-steps 30"
+        " --eval-steps 30 --eval-problems 64 --num-generations-eval 2",
+        arms={
+            "f1ig": Arm("", LADDER, "2e-5"),
+            "f1": Arm("--advantage f1", LADDER, "2e-5"),
+        },
+        scores=MEAN_AT_2,
+        curves=("eval/greedy", "eval/mean_at_2", "train/rewards/f1/mean"),
+        best="mean_at_2",
+        minutes=15.0,
     ),
     "hpt": Study(
         command="algorithms/hpt.py --max-steps 60 --eval-steps 30",
@@ -270,14 +306,8 @@ STUDIES = {
             "fast_none": Arm("--baseline none --learning-rate 4e-4"),
             "fast_global": Arm("--baseline global --learning-rate 4e-4"),
         },
-        scores={
-            "nash_conv_last": ("eval/kuhn/nash_conv_last", "last"),
-            "nash_conv_average": ("eval/kuhn/nash_conv_average", "last"),
-            "illegal": ("eval/kuhn/illegal", "last"),
-            "forfeits": ("train/spiral_rae/kuhn/forfeits", "late"),
-            "length": ("train/completions/mean_length", "late"),
-        },
-        curves=("eval/kuhn/nash_conv_average", "train/spiral_rae/kuhn/forfeits"),
+        scores=KUHN,
+        curves=KUHN_CURVES,
         minutes=1.5,
     ),
 }
