@@ -3,7 +3,6 @@ r"""What the scripts do on a GPU: run this on yours, part by part; a part ends w
     python benchmarks/gpu.py --part defaults   # language scripts: default flags, few steps
     python benchmarks/gpu.py --part control    # control scripts: default flags
     python benchmarks/gpu.py --part models     # GRPO on models of 0.5B and 1.5B, random weights
-    python benchmarks/gpu.py --part games      # control scripts: 256 to 65,536 games at once
     python benchmarks/gpu.py --part two        # two GPUs, also with --fsdp
 
     python benchmarks/gpu.py --part models --device cpu --small    # does this program work?
@@ -49,15 +48,13 @@ SHAPES = {
 }
 LANGUAGE = ("grpo", "dapo", "gdpo", "dr_mas", "igpo", "spiral_rae", "pi_play")
 CONTROL = ("unimodal_poisson", "fm3q", "arac")
-CARTS = "--env-id envs/examples/carts.py:make --num-steps 16 --eval-episodes 0"
-GAMES = {"unimodal_poisson": (CARTS, 160), "fm3q": ("--env-id pong", 500), "arac": ("", 500)}
 BARE = "--eval-steps 0 --save-steps 0"
 FOUND = "gpu.py found "  # begins the line that `child` prints last
 
 
 @dataclass
 class Args:
-    part: Literal["defaults", "control", "models", "games", "two"]
+    part: Literal["defaults", "control", "models", "two"]
     """what to run"""
     only: str = ""
     """only runs whose name contains this"""
@@ -89,28 +86,15 @@ def model_run(shape: str, rows: int, length: int, more: str = "", processes: int
     return Run(name, "grpo", flags, shape, processes)
 
 
-def game_run(script: str, games: int, device: str) -> Run:
-    """Many games at once."""
-    flags, steps = GAMES[script]
-    flags += f" --num-envs {games} --total-timesteps {games * steps} {BARE} --device {device}"
-    return Run(f"{script}, {games} games", script, flags)
-
-
 def runs_of(part: str, device: str, small: bool) -> list[Run]:
     """The runs of a part, the most important first; small ones show that this program works."""
     if part == "defaults":
         flags = f"--max-steps {2 if small else 8} {BARE}"
-        return [
-            Run(f"{name}{bf16}", name, flags + bf16)
-            for bf16 in ("", " --bf16")
-            for name in LANGUAGE
-        ]
+        both = ("", " --bf16")
+        return [Run(f"{name}{bf16}", name, flags + bf16) for bf16 in both for name in LANGUAGE]
     if part == "control":
         flags = f"--total-timesteps {8192 if small else 40960} --device {device}"
         return [Run(script, script, flags) for script in CONTROL]
-    if part == "games":
-        sizes = (16,) if small else (256, 4096, 65536)
-        return [game_run(script, games, device) for games in sizes for script in CONTROL]
     if part == "models" and small:
         return [model_run("small", 16, 16)]
     if part == "models":
@@ -118,8 +102,7 @@ def runs_of(part: str, device: str, small: bool) -> list[Run]:
         sizes = [model_run(shape, 256, 256) for shape in ("0.5B", "1.5B")]
         return [*sizes, checkpointed, model_run("0.5B", 64, 1024)]
     shape, *size = ("small", 16, 16) if small else ("0.5B", 256, 256)
-    runs = [model_run(shape, *size, more, processes=2) for more in ("", "--fsdp")]
-    return runs
+    return [model_run(shape, *size, more, processes=2) for more in ("", "--fsdp")]
 
 
 def one(problem, completion: str) -> float:

@@ -2,14 +2,12 @@
 
     pip install trl==1.16.0                           # without it, only our arms are timed
     OMP_NUM_THREADS=1 python benchmarks/speed_grpo.py
-    OMP_NUM_THREADS=1 python benchmarks/speed_grpo.py --against HEAD~1    # and an older grpo.py
 
 The arms take turns in one process, and every step gives all of them the same prompts:
   TRL        its own trainer.train() with what is fastest on a CPU: float32, no gradient
              checkpointing, micro-batches of 64
   shipped    the script's rollout, advantages and update, which leaves out rows without advantage
   all rows   the same, but every row is computed: advantages of 0 are made 1e-8
-  COMMIT     (--against) `all rows` with the grpo.py of that commit
 
 Same weights, prompts, limits, rewards, loss (grpo, beta 0) and AdamW; the learning rate is 0. All
 decode the completions of a step at once; TRL draws its own. Before a case is timed, the gradients of
@@ -18,8 +16,6 @@ relative 1e-4, there are no times. Times are CPU time; a ratio is of the same st
 """
 
 import gc
-import importlib.util
-import subprocess
 import sys
 import tempfile
 import time
@@ -53,8 +49,6 @@ class Args:
     """cases to run"""
     steps: int = 7
     """timed steps of every arm, after one that is not"""
-    against: str = ""
-    """commit whose grpo.py is timed too"""
     csv: str = str(RESULTS / "speed_grpo.csv")
     """CSV to write"""
     smoke: bool = False
@@ -77,10 +71,10 @@ CASES = {  # task, prompts of a step, tokens of a completion; 8 completions of e
 }
 
 
-def flags(case: str, smoke: bool, script=grpo):
-    """Args of a version of the script."""
+def flags(case: str, smoke: bool):
+    """Flags of the script."""
     task, prompts, length = CASES[case]
-    args = script.Args(num_prompts_per_step=2 if smoke else prompts, learning_rate=0.0)
+    args = grpo.Args(num_prompts_per_step=2 if smoke else prompts, learning_rate=0.0)
     args.max_completion_length = 24 if smoke else length
     args.decode_batch_size = args.num_prompts_per_step * args.num_generations
     args.reward_weights = task.reward_weights
@@ -90,12 +84,11 @@ def flags(case: str, smoke: bool, script=grpo):
 class Script:
     """A step as the loop of grpo.py does it, without its logging."""
 
-    def __init__(self, case: str, smoke: bool, all_rows: bool, module=grpo):
-        self.module = module
+    def __init__(self, case: str, smoke: bool, all_rows: bool):
         self.task = CASES[case][0]
         self.all_rows = all_rows
-        self.args = flags(case, smoke, module)
-        self.model, self.tokenizer = module.load_model(self.args)
+        self.args = flags(case, smoke)
+        self.model, self.tokenizer = grpo.load_model(self.args)
         parameters = self.model.parameters()
         self.optimizer = torch.optim.AdamW(parameters, 0.0, weight_decay=0.0, fused=True)
         self.times = []  # CPU milliseconds of each step: rollout, all
@@ -107,33 +100,19 @@ class Script:
         gc.collect()
         began = time.process_time()
         problems = [self.task.train_problem(i, self.args.seed) for i in indices]
-        seeds = [self.module.random_seed(self.args.seed, i) for i in indices]
+        seeds = [grpo.random_seed(self.args.seed, i) for i in indices]
         work = (self.model, self.tokenizer, self.task, problems, self.args.num_generations)
-        self.completions = self.module.complete(*work, self.args, seeds)
+        self.completions = grpo.complete(*work, self.args, seeds)
         sampled = time.process_time()
         rewards = torch.tensor([completion.rewards for completion in self.completions])  # (B,K)
         totals = rewards @ torch.tensor(self.task.reward_weights)  # (B,)
-        self.advantages = self.module.group_advantages(totals, self.args.num_generations)
+        self.advantages = grpo.group_advantages(totals, self.args.num_generations)
         if self.all_rows:
             self.advantages = self.advantages.masked_fill(self.advantages == 0, 1e-8)
         work = (self.completions, self.advantages, self.args)
-        self.module.update(self.model, None, self.optimizer, *work)
+        grpo.update(self.model, None, self.optimizer, *work)
         ended = time.process_time()
         self.times.append((1e3 * (sampled - began), 1e3 * (ended - began)))
-
-
-def load_commit(commit: str, folder: str):
-    """grpo.py as it was."""
-    show = ["git", "show", f"{commit}:algorithms/grpo.py"]
-    path = Path(folder, "algorithms", "grpo.py")
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(subprocess.run(show, cwd=ROOT, capture_output=True, check=True).stdout)
-    (path.parents[1] / "envs").symlink_to(ROOT / "envs")  # the shipped model
-    spec = importlib.util.spec_from_file_location("grpo_before", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- TRL ------------------------------------------------------------------------------------------
@@ -217,18 +196,9 @@ def gradient_error(script: Script, trainer) -> float:
 # --- Measurement ----------------------------------------------------------------------------------
 
 
-def ratios(prefix: str, theirs: pd.Series, ours: pd.Series) -> dict[str, float]:
-    """How many times as fast as theirs, of the same steps."""
-    times = theirs / ours
-    return {f"{prefix}_{name}": getattr(times, name)() for name in ("median", "min", "max")}
-
-
 def run_case(case: str, args: Args, folder: str) -> list[dict]:
     """Check, then time. A row for each of our arms."""
     arms = {"shipped": Script(case, args.smoke, False), "all rows": Script(case, args.smoke, True)}
-    if args.against:
-        module = load_commit(args.against, folder)
-        arms[args.against] = Script(case, args.smoke, True, module)
 
     def run_arms(step: int) -> None:
         order = list(arms.values())
@@ -254,10 +224,8 @@ def run_case(case: str, args: Args, folder: str) -> list[dict]:
     for arm, own in times.items():
         row = {"case": case, "arm": arm, "ours_ms": own["all"].median()}
         row |= {"rollout_ms": own.rollout.median(), "peer_ms": theirs.median()}
-        row |= ratios("ratio", theirs, own["all"])
-        if args.against and arm == "all rows":
-            row["against"] = args.against
-            row |= ratios("against", times[args.against]["all"], own["all"])
+        ratios = theirs / own["all"]  # of the same steps
+        row |= {f"ratio_{name}": getattr(ratios, name)() for name in ("median", "min", "max")}
         rows.append(row)
     return rows
 

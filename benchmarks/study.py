@@ -99,9 +99,8 @@ ARITHMETIC = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task c
  --system-prompt "Think briefly, then end with the answer."
  --num-prompts-per-step 6 --max-completion-length 32 --micro-batch-size 16
  --max-steps 30 --eval-steps 30 --eval-problems 128 --num-generations-eval 2"""
-REWARDS = " ".join(
-    f"envs/examples/arithmetic_rewards.py:{name}" for name in ("right", "short", "well_formed")
-)
+GOALS = ("right", "short", "well_formed")
+REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOALS)
 PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
  --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
 START = "--policy poisson_repo --second-activation {} --rate-init {} --temperature {}"
@@ -159,8 +158,7 @@ STUDIES = {
             "grpo": Arm("--advantage grpo", LADDER, "4e-5", seeds=THREE),
             "grpo_batch_norm": Arm("--advantage grpo_batch_norm", LADDER, "4e-5"),
         },
-        scores=MEAN_AT_2
-        | {name: (f"eval/rewards/{name}", "last") for name in ("right", "short", "well_formed")},
+        scores=MEAN_AT_2 | {name: (f"eval/rewards/{name}", "last") for name in GOALS},
         best="mean_at_2",
         minutes=6.0,
     ),

@@ -71,12 +71,11 @@ def test_refiner_team():
 
 
 def test_speed_grpo(tmp_path):
-    """Also next to an older commit; without TRL its columns are empty."""
+    """Without TRL its columns are empty."""
     path = tmp_path / "speed.csv"
-    speed_grpo.main(speed_grpo.Args(("few",), 1, "HEAD", str(path), smoke=True))
+    speed_grpo.main(speed_grpo.Args(("few",), 1, str(path), smoke=True))
     table = pd.read_csv(path).set_index("arm")
-    assert list(table.index) == ["shipped", "all rows", "HEAD"]
-    assert table.against_median["all rows"] > 0
+    assert list(table.index) == ["shipped", "all rows"]
     assert (table.ours_ms > table.rollout_ms).all()
 
 
@@ -118,10 +117,10 @@ def test_speed_marl():
 def test_gpu_in_small(tmp_path):
     """A part on the CPU; a row that is repeated is replaced."""
     path = tmp_path / "gpu.csv"
-    pd.DataFrame([{"part": "models", "run": "small, 16 x 16"}, {"part": "games"}]).to_csv(path)
+    pd.DataFrame([{"part": "models", "run": "small, 16 x 16"}, {"part": "control"}]).to_csv(path)
     gpu.main(gpu.Args("models", device="cpu", small=True, csv=str(path)))
-    games, model = pd.read_csv(path).to_dict("records")
-    assert (games["part"], model["part"]) == ("games", "models") and pd.isna(model["error"])
+    control, model = pd.read_csv(path).to_dict("records")
+    assert (control["part"], model["part"]) == ("control", "models") and pd.isna(model["error"])
     for name in ("decode_tokens_per_second", "update_tokens_per_second", "peak_memory_gb"):
         assert model[name] > 0
 
@@ -137,7 +136,7 @@ def test_gpu_runs_without_a_result(tmp_path):
     assert gpu.measure(run, "", 5, "cpu")["error"].endswith("s of a part are over")
 
 
-@pytest.mark.parametrize("part", ["defaults", "control", "models", "games", "two"])
+@pytest.mark.parametrize("part", ["defaults", "control", "models", "two"])
 def test_gpu_flags_exist(part):
     for run in gpu.runs_of(part, "cuda", False):
         script = importlib.import_module(f"algorithms.{run.script}")
