@@ -103,7 +103,7 @@ GOALS = ("right", "short", "well_formed")
 REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOALS)
 PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
  --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
-START = "--policy poisson_repo --second-activation {} --rate-init {} --temperature {}"
+START = "--second-activation {} --rate-init {} --temperature {}"
 MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 MIXERS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 LEARNERS = {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
@@ -260,13 +260,11 @@ STUDIES = {
         command="algorithms/unimodal_poisson.py --total-timesteps 300000",
         tasks={name: f"--env-id {name}" for name in ("Hopper-v5", "InvertedPendulum-v5")},
         arms={
-            f"{layer}_{start}_{temperature}": Arm(
-                START.format(layer, start, temperature), seeds=(1,)
-            )
+            "_".join(start): Arm(START.format(*start), seeds=(1,))
             for layer in ("tanh", "softplus")
-            for start in ("0.6931", "6")
-            for temperature in ("0.5", "2.5")
-        },
+            for start in ((layer, "0.6931", "2.5"), *((layer, "6", t) for t in ("0.5", "1", "2.5")))
+        }
+        | {"exp_link": Arm("--rate-link exp", seeds=(1,))},
         scores=RETURNS,
         minutes=2.5,
     ),
