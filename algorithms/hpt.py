@@ -12,9 +12,11 @@ A rollout is right if its first reward is exactly 1. SRFT (arXiv 2506.19767), wh
 at once, is `--method srft`.
 
 Differs from the papers:
-1. Both terms are means over tokens, in HPT times their share of the questions. The sums of HPT's
-   code are `--normalizer length`; its entropy bonus is left out.
-2. SRFT's authors published no code. Its entropy is the mean over a row, as in HPT's code.
+1. HPT's loss is s * mean over SFT tokens + (1 - s) * mean over RL tokens, where s is the share of
+   questions that use their demonstration. The sums of HPT's code are `--normalizer length`; its
+   entropy bonus is left out.
+2. SRFT's authors published no code. Both of its terms are means over tokens, and its entropy is
+   the mean over a row, as in HPT's code.
 
 Two shortcuts do not change the gradient: the answers of a group share the computation of their
 prompt, and the update skips answers with zero advantage (not with a KL penalty, --fsdp or srft).
@@ -80,7 +82,7 @@ PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
-FIXED = "seed env task task_config dataset eval_dataset max_prompt_length system_prompt"
+FIXED = "seed env dataset eval_dataset max_prompt_length max_completion_length system_prompt"
 FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step"
 
 # torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
@@ -92,14 +94,10 @@ class Args:
     # model, problems, rewards
     model_name_or_path: str | None = None
     """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
-    env: Literal["countdown", "gsm8k", "tool_calls", "reasoning_gym"] = "countdown"
+    env: Literal["countdown", "gsm8k"] = "countdown"
     """kind of problems; countdown with --dataset is a file of lines with question and answer"""
-    task: str = "chain_sum"
-    """reasoning_gym: name of the task"""
-    task_config: str = "{}"
-    """reasoning_gym: settings of the task as JSON"""
     dataset: str | None = None
-    """JSON-lines file of problems, each with a `demonstration`"""
+    """JSON-lines file of problems, each with a `demonstration`; too long ones are dropped"""
     eval_dataset: str | None = None
     """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
     system_prompt: str | None = None
@@ -125,16 +123,16 @@ class Args:
     """sampling temperature, also applied to the log-probabilities in the loss"""
     # method
     method: Literal["hpt", "srft", "grpo", "sft"] = "hpt"
-    """controls: grpo never uses demonstrations, sft uses nothing else"""
+    """controls: grpo never learns from demonstrations, sft learns from nothing else"""
     gate: int = 0
-    """a question with at most so many right rollouts is learned from its demonstration; hpt only"""
+    """hpt: a question with at most so many right rollouts is learned from its demonstration"""
     sft_coef: float = 1.0
-    """weight of the SFT term; not with srft"""
+    """weight of the SFT term of hpt and sft"""
     scale_rewards: Literal["group", "batch", "none"] = "none"
     """divide advantages by the std of the group, of the batch, or not at all (Dr. GRPO)"""
     normalizer: Literal["tokens", "length"] = "tokens"
-    """tokens: RL and SFT are means over tokens, times their share of the questions (not srft);
-    length: RL is a sum / --max-completion-length, without clipping; no shares"""
+    """tokens: the RL and the SFT term are means over tokens, in hpt times the share of questions
+    that they learn from; length: RL is a sum over --max-completion-length instead, not clipped"""
     epsilon: float = 0.2
     """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
@@ -236,18 +234,20 @@ def policy_loss(
 
 
 def route(num_solved: Tensor, gate: int, gate_off: int | None = None) -> Tensor:
-    """HPT eq. 10: learn from the rollouts of a question, 0, or its demonstration, 1. (P,) -> (P,)
+    """HPT eq. 10: 1, learn from the demonstration, for at most `gate` right rollouts, else 0.
 
     -1, above gate and up to gate_off, is off-policy RL on the demonstration; no script uses it.
+    (P,) -> (P,)
     """
     off_policy = num_solved <= (gate if gate_off is None else gate_off)
     return torch.where(num_solved <= gate, 1, -off_policy.long())
 
 
 def assign(totals: Tensor, solved: Tensor, args: Args) -> Tensor:
-    """Advantage and weight of each row, and whether it is in RL and in SFT, 0 or 1.
+    """What a step does with each rollout, and with the demonstration, the last of G + 1 columns.
 
-    A question has G + 1 rows; the last is its demonstration. (B,), (P,G) -> (4,P,G+1)
+    Four planes: advantage, weight of its tokens, whether it is in the RL and in the SFT term, 0 or
+    1. P and B count the questions and rollouts of all processes. (B,), (P,G) -> (4,P,G+1)
     """
     if args.method == "srft":  # rewards of 0 and 1, and of 1 for the demonstration
         correct = F.pad(solved.float(), (0, 1), value=1.0)  # (P,G+1)
@@ -261,18 +261,19 @@ def assign(totals: Tensor, solved: Tensor, args: Args) -> Tensor:
     in_sft = F.pad(taught, (args.num_generations, 0))  # (P,G+1)
     weights = in_rl + in_sft
     advantages = group_advantages(totals, args.num_generations, args.scale_rewards)
+    # The 1 of a demonstration only says that it has a gradient; the SFT term has no advantages.
     advantages = F.pad(advantages.view(solved.shape), (0, 1), value=1.0) * weights
     if args.normalizer == "tokens":
         weights = (1 - taught.mean()) * in_rl + taught.mean() * in_sft
     return torch.stack([advantages, weights, in_rl, in_sft])
 
 
-def two_terms(losses, mask, sft_losses, sft_mask, normalizer: str, totals) -> Tensor:
-    """RL and SFT losses, (B,T), summed and divided by the two totals, by default of this batch."""
-    if totals is None:  # a term without tokens is 0; the official code has NaN
+def two_terms(losses, mask, sft_losses, sft_mask, normalizer: str, divisors) -> Tensor:
+    """The sum of the RL and that of the SFT losses, (B,T), each over its divisor -> scalar"""
+    if divisors is None:  # of this batch; a term without tokens is 0, the official code has NaN
         num_tokens = mask.size(1) if normalizer == "length" else mask.sum().clamp(min=1)
-        totals = (num_tokens, sft_mask.sum().clamp(min=1))
-    return (losses * mask).sum() / totals[0] + (sft_losses * sft_mask).sum() / totals[1]
+        divisors = (num_tokens, sft_mask.sum().clamp(min=1))
+    return (losses * mask).sum() / divisors[0] + (sft_losses * sft_mask).sum() / divisors[1]
 
 
 def hpt_loss(
@@ -284,7 +285,7 @@ def hpt_loss(
     *,
     sft_coef: float = 1.0,
     normalizer: str = "length",
-    totals: tuple | None = None,
+    divisors: tuple | None = None,
     **rl,
 ) -> Tensor:
     """RL on rollouts and SFT on demonstrations, HPT eq. 11 to 13. (B,T) each and (B,) -> scalar"""
@@ -292,7 +293,7 @@ def hpt_loss(
         rl["epsilon"] = math.inf  # as in the official code
     losses, _ = policy_loss(logprobs, old_logprobs, advantages, **rl)
     sft_mask = mask * is_demonstration[:, None]
-    return two_terms(losses, mask - sft_mask, -sft_coef * logprobs, sft_mask, normalizer, totals)
+    return two_terms(losses, mask - sft_mask, -sft_coef * logprobs, sft_mask, normalizer, divisors)
 
 
 def srft_loss(
@@ -303,7 +304,7 @@ def srft_loss(
     is_demonstration: Tensor,
     *,
     normalizer: str = "length",
-    totals: tuple | None = None,
+    divisors: tuple | None = None,
     off_policy_reshape: str = "no_reshape",
 ) -> Tensor:
     """RL on all rows and SFT on demonstrations, SRFT eq. 5 to 13. (B,T) each and (B,) -> scalar
@@ -319,7 +320,7 @@ def srft_loss(
     sft_mask = mask * is_demonstration[:, None]
     losses = torch.where(sft_mask > 0, -ratio * advantages, rollout_losses)
     sft_losses = -0.5 * (-entropy).exp() * logprobs
-    return two_terms(losses, mask, sft_losses, sft_mask, normalizer, totals)
+    return two_terms(losses, mask, sft_losses, sft_mask, normalizer, divisors)
 
 
 # --- Processes, problems, model -----------------------------------------------------------------
@@ -335,13 +336,10 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
-    if args.env in ("tool_calls", "reasoning_gym") and not (args.dataset and args.reward):
-        sys.exit(f"--env {args.env}: no demonstrations; give --dataset and --reward instead")
-    for name in ("task_config", "chat_template_kwargs"):
-        try:
-            json.loads(getattr(args, name))
-        except ValueError as error:
-            sys.exit(f"--{name.replace('_', '-')}: expected JSON, found {error}")
+    try:
+        json.loads(args.chat_template_kwargs)
+    except ValueError as error:
+        sys.exit(f"--chat-template-kwargs: expected JSON, found {error}")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -407,18 +405,8 @@ def epoch_order(size: int, epoch: int, seed: int) -> list[int]:
 def load_problems(args: Args, dataset: str | None):
     """An object with the methods of JsonLines, and with reward_functions and reward_weights."""
     try:
-        if dataset and args.env == "reasoning_gym":
-            sys.exit("--dataset: reasoning_gym generates its own problems")
         if dataset and args.reward:
             return JsonLines(dataset)
-        if args.env == "reasoning_gym":
-            from envs.reasoning_gym import ReasoningGym
-
-            return ReasoningGym(args.task, json.loads(args.task_config))
-        if args.env == "tool_calls":
-            from envs.tool_calls import ToolCalls
-
-            return ToolCalls(dataset)
         if args.env == "countdown" and dataset is None:
             from envs.countdown import Countdown
 
@@ -964,7 +952,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
     counts = (lengths * assigned[2:]).sum(1)  # tokens in RL and in SFT
     num_tokens, num_sft_tokens = torch.tensor(gather([counts.tolist()])).sum(0).tolist()
     divisor = args.max_completion_length if args.normalizer == "length" else max(1, num_tokens)
-    totals = (divisor, max(1, num_sft_tokens))
+    divisors = (divisor, max(1, num_sft_tokens))
     rows = list(range(len(completions)))
     if args.beta == 0 and args.method != "srft" and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
@@ -994,11 +982,11 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
             advantage, weight, in_rl, in_sft = assigned[:, index]  # (N,1) each
             is_demonstration = in_sft[:, 0]
             if args.method == "srft":
-                # srft_loss takes means over rows, here single tokens: give it those of completions.
+                # Here a row is one token, so give it the mean entropy of its completion.
                 means = torch.zeros(len(completions), 1, device=device)
                 means.scatter_reduce_(0, index[:, None], entropy, "mean", include_self=False)
                 loss = srft_loss(
-                    logprobs, advantage, means[index], weight, is_demonstration, totals=totals
+                    logprobs, advantage, means[index], weight, is_demonstration, divisors=divisors
                 )
             else:
                 loss = hpt_loss(
@@ -1009,7 +997,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
                     is_demonstration,
                     sft_coef=args.sft_coef,
                     normalizer=args.normalizer,
-                    totals=totals,
+                    divisors=divisors,
                     epsilon=args.epsilon,
                     beta=args.beta,
                     ref_logprobs=batch.ref_logprobs,
@@ -1037,7 +1025,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
     loss, sft_loss, kl = sums.tolist()
     metrics = {
         "loss": loss,
-        "num_demonstration_tokens": int(num_sft_tokens),
+        "num_sft_tokens": int(num_sft_tokens),
         "grad_norm": norm,
         "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
     }
@@ -1215,7 +1203,7 @@ def train(args: Args) -> dict[str, float]:
     eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
     if getattr(task, "train_rows", None):  # problems of a file, not generated ones
         task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
-        if args.method != "grpo" and args.max_steps > 0:
+        if args.max_steps > 0:
             task.train_rows = drop_long_demonstrations(task.train_rows, tokenizer, args)
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
@@ -1282,23 +1270,22 @@ def train(args: Args) -> dict[str, float]:
         assigned = assign(totals, solved, args)  # (4,P,G+1)
         own = assigned.chunk(world_size, dim=1)[rank]
         own = torch.cat([own[:, :, :-1].flatten(1), own[:, :, -1]], dim=1)  # demonstrations last
-        if args.method != "grpo":
-            prompts = [completion.prompt for completion in completions[:: args.num_generations]]
-            for prompt, problem in zip(prompts, problems):
-                ids = demonstration(problem, tokenizer)
-                logprobs = [math.nan] * len(ids)  # nobody sampled it
-                completions.append(Completion(prompt, ids, logprobs, entropy=0.0, ended=True))
-        own = own[:, : len(completions)]
+        demonstrations = []
+        for rollout, problem in zip(completions[:: args.num_generations], problems):
+            ids = demonstration(problem, tokenizer)
+            logprobs = [math.nan] * len(ids)  # nobody sampled it
+            demonstrations.append(Completion(rollout.prompt, ids, logprobs, 0.0, ended=True))
 
-        # 3. clipped policy-gradient steps
+        # 3. gradient steps on both
         rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
         optimizer.param_groups[0]["lr"] = rate
-        metrics = update(model, reference, optimizer, completions, own, args)
+        rows = completions + demonstrations
+        metrics = update(model, reference, optimizer, rows, own, args)
 
         # 4. log and save
         progress["step"] = step = step + 1
         progress["num_tokens"] += sum(lengths)
-        progress["num_demonstration_tokens"] += metrics["num_demonstration_tokens"]
+        progress["num_demonstration_tokens"] += metrics.pop("num_sft_tokens")
         groups = totals.view(-1, args.num_generations)  # (P,G)
         for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
             metrics[f"rewards/{name}/mean"] = mean

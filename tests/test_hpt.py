@@ -268,7 +268,7 @@ def test_update_has_the_gradient_of_the_loss_of_the_whole_batch(model, rows, met
         assert relative(found, gradient) < 1e-5, micro_batch
         assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-5)
     used = mask[is_demonstration] if method == "srft" else mask[is_demonstration & used]
-    assert metrics["num_demonstration_tokens"] == used.sum()
+    assert metrics["num_sft_tokens"] == used.sum()
     assert metrics["sampling/logprob_difference/max"] < 1e-4, "demonstrations were not sampled"
 
 

@@ -124,8 +124,6 @@ def test_a_line_without_demonstration_gets_one_sentence(tmp_path, own_data):
         file.write('\n{"question": "Say 99."}\n')
     with pytest.raises(SystemExit, match="^no demonstration, .* in {'question': 'Say 99.'}"):
         hpt.train(Args(**SMALL | own_data))
-    found = train_here(tmp_path / "run", **own_data, method="grpo")
-    assert found[1, "train/num_demonstration_tokens"] == 0, "which needs none"
 
 
 @pytest.mark.parametrize("graded", ["own reward", "by rule"])
@@ -148,10 +146,6 @@ def test_long_demonstrations_are_dropped(own_data, capsys, graded):
         hpt.drop_long_demonstrations(long, tokenizer, args)
 
 
-BAD = [({"env": "tool_calls"}, "--env tool_calls"), ({"num_generations": 1}, "--num-generations")]
-
-
-@pytest.mark.parametrize("values, flag", BAD)
-def test_bad_flags_get_one_sentence(values, flag):
-    with pytest.raises(SystemExit, match=f"{flag}: "):
-        hpt.train(Args(**SMALL | values))
+def test_a_group_of_one_gets_one_sentence():
+    with pytest.raises(SystemExit, match="--num-generations: "):
+        hpt.train(Args(**SMALL | {"num_generations": 1}))
