@@ -12,14 +12,13 @@ Elsayed, Vasan & Mahmood, Streaming Deep Reinforcement Learning Finally Works, a
 
 Four parts keep this from diverging: an optimizer that bounds its step (ObGD), sparse initial
 weights (sparse_init_), layer normalization (Network), and running normalization of observations
-and rewards (Stream). Agent.learn has the errors of both methods and what is learned from them.
+and rewards (Stream). Agent.learn computes the TD error of both methods and makes the update.
 
 Differs from the authors' code:
-1. An action is chosen and learned from with one forward pass, and both values of a transition are
-   computed in one. The gradients of the policy by the network's outputs are written out.
-2. The mean and the standard deviation of a continuous policy come from one layer, not two.
-3. Each episode starts from a seed made of --seed and the step, so that a resumed run is the same.
-4. At the end, the policy is evaluated with frozen statistics of observations.
+1. The policy acts and learns with one forward pass, and both values of a transition are computed
+   in one. The gradients of the policy by the network's outputs are written out.
+2. Each episode starts from a seed made of --seed and the step, so that a resumed run is the same.
+3. At the end, the policy is evaluated with frozen statistics of observations.
 
     python algorithms/stream_x.py                                    # Hopper-v5, CPU, 2 minutes
     python algorithms/stream_x.py --env-id HalfCheetah-v5 --total-timesteps 2000000
@@ -27,7 +26,7 @@ Differs from the authors' code:
     python algorithms/stream_x.py --optimizer sgd --lr 1e-3          # the same without the bound
 
 It runs on one CPU core: with one transition to compute at a time, a GPU has nothing to gain.
-Shapes: O numbers of an observation and the time, A action dimensions or actions.
+In shapes, O is the size of an observation plus 1, for the time.
 """
 
 import json
@@ -81,7 +80,7 @@ class Args:
     layer_norm: bool = True
     """normalize the hidden layers"""
     sparse_init: bool = True
-    """start with nine of ten weights at zero, not with PyTorch's default"""
+    """start with nine of ten weights at zero; without it, with those of PyTorch"""
     seed: int = 1
     """seed of environment, networks and sampling"""
     save_steps: int = 2_000
@@ -91,7 +90,8 @@ class Args:
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>"""
     resume: str | None = None
-    """run folder to continue; its flags are used unless given anew"""
+    """run folder to continue; the agent keeps its flags, but --total-timesteps, --save-steps and
+    --eval-episodes can be given anew"""
 
 
 # --- The method: a bounded step, sparse weights, running statistics -----------------------------
@@ -100,14 +100,15 @@ class Args:
 class ObGD:
     """Overshooting-bounded gradient descent with eligibility traces.
 
-    .grad of each parameter is the gradient of what is to grow. The step size is lr / max(M, 1) with
-    M = lr kappa max(|delta|, 1) ||z||_1, the norm over the traces z of all parameters. While M > 1,
-    the absolute changes add up to 1 / kappa at most. With kappa = 0 this is SGD.
+    .grad of each parameter is the gradient of the objective: V, Q, or ln pi and entropy. A step
+    adds delta z to the weights, times lr / max(M, 1) with M = lr kappa max(|delta|, 1) ||z||_1, the
+    norm over the traces z of all parameters. So the absolute changes add up to 1 / kappa at most.
+    With kappa = 0 this is SGD with traces, known as TD(lambda).
     """
 
     adaptive = False
     trace = 0  # z, a vector as long as the weights
-    square = 0
+    square = 0  # v of AdaptiveObGD
     power = 1.0  # 0.999 to the power of the number of steps
 
     def __init__(self, params, lr=1.0, gamma=0.99, lamda=0.8, kappa=2.0):
@@ -181,14 +182,14 @@ class ScaleReward(RunningMeanVar):
         self.gamma = gamma
 
     def __call__(self, reward, done):
-        """done: the old sum is dropped before the last reward is added, as in the official code"""
+        """done: the sum starts again with the last reward, as in the official code"""
         self.sum = self.gamma * (1 - done) * self.sum + reward
         self.update(self.sum)
         return reward / math.sqrt(self.var + 1e-8)
 
 
 def epsilon_schedule(step, start, end, fraction, total_steps):
-    """Linear from start to end in this fraction of the steps; the first step is 1."""
+    """Linear from start to end in this fraction of the steps, which are counted from 1."""
     slope = (end - start) / (fraction * total_steps)
     return max(start + slope * step, end)
 
@@ -199,7 +200,7 @@ def epsilon_schedule(step, start, end, fraction, total_steps):
 class Stream:
     """A task whose observations are normalized and have the time, with scaled rewards."""
 
-    frozen = False  # the statistics of observations
+    frozen = False  # True stops the statistics of observations
 
     def __init__(self, args):
         env = gym.make(args.env_id, disable_env_checker=True)
@@ -272,7 +273,7 @@ def sample_softmax(outputs):
     logprobs = outputs.log_softmax(-1)
     probs = logprobs.exp()
     entropy = -(probs * logprobs).sum()
-    action = (probs / torch.empty_like(probs).exponential_()).argmax()
+    action = (probs / torch.empty_like(probs).exponential_()).argmax()  # a sample from probs
     by_logprob = -probs
     by_logprob[action] += 1
     return action, by_logprob, -probs * (logprobs + entropy), entropy
@@ -283,7 +284,7 @@ def sample_gaussian(outputs):
     mean, spread = outputs.chunk(2)
     std = F.softplus(spread)
     noise = torch.randn_like(mean)
-    slope = spread.sigmoid() / std  # of ln std
+    slope = spread.sigmoid() / std  # d ln std / d spread
     by_logprob = torch.cat([noise / std, (noise**2 - 1) * slope])
     by_entropy = torch.cat([0 * mean, slope])
     entropy = (std.log() + 1.4189).sum()  # 1.4189 is that of a standard normal
@@ -325,17 +326,18 @@ class Agent(nn.Module):
     def learn(self, reward, next_observation, done):
         """One step of each network, for the last action. -> metrics"""
         values = self.critic(torch.cat([self.observation, next_observation]))
-        now, then = values.tolist()
+        now, then = values.tolist()  # stream AC has one value for each state
         delta = reward + self.args.gamma * (1 - done) * max(then) - now[self.chosen]
         reset = done or self.is_q and now.index(max(now)) != self.chosen
-        by_values = torch.zeros_like(values)
+        by_values = torch.zeros_like(values)  # the next values stay constants
         by_values[0, self.chosen] = 1
         self.zero_grad()
         metrics = {"losses/td_error": abs(delta)}
         if self.is_q:
             values.backward(by_values)
         else:
-            # ObGD multiplies by delta; the sign cancels delta's, so the entropy always grows.
+            # ObGD multiplies by delta. The sign cancels delta's, so that this step's term raises
+            # the entropy after good and bad surprises alike.
             by_logprob, by_entropy, entropy = self.derivatives
             metrics["losses/entropy"] = entropy.item()
             by_outputs = by_logprob + math.copysign(self.args.entropy_coef, delta) * by_entropy
@@ -396,7 +398,7 @@ def train(args):
         # 2. learn from this one transition, and forget it
         sums.update(agent.learn(reward, observation, done))
         if not math.isfinite(sum(sums.values())):
-            sys.exit(f"step {step}: the TD error is not finite; the last checkpoint is kept")
+            sys.exit(f"step {step}: error or step size not finite; the last checkpoint is kept")
 
         # 3. log and save
         if done:
