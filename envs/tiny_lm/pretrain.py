@@ -4,7 +4,7 @@
 
     # a cold start: a public model learns the format of an environment
     python envs/tiny_lm/pretrain.py --env text_games --model-name-or-path smollm2 --output-dir smollm2_games \
-        --steps 100 --batch-size 16 --learning-rate 5e-5 --no-compile
+        --steps 60 --batch-size 8 --learning-rate 1e-4 --no-compile    # 12 minutes on one thread
 
 A base model imitates its environment's imperfect demonstrations: well-formed most of the time, right sometimes. It is
 stored in Hugging Face format, so that scripts load it like any other model. A new environment is one entry in
