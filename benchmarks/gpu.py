@@ -46,7 +46,7 @@ SHAPES = {
     "1.5B": PUBLIC_MODELS["Qwen2.5-1.5B-Instruct"],
     "small": Model(2, 64, 128, 4, 2, 16, 2048, True, "qwen2"),
 }
-LANGUAGE = ("grpo", "dapo", "gdpo", "dr_mas", "igpo", "spiral_rae", "pi_play")
+LANGUAGE = ("grpo", "dapo", "gdpo", "hpt", "dr_mas", "igpo", "empg", "spiral_rae", "pi_play")
 CONTROL = ("unimodal_poisson", "fm3q", "arac")
 BARE = "--eval-steps 0 --save-steps 0"
 FOUND = "gpu.py found "  # begins the line that `child` prints last

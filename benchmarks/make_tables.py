@@ -494,7 +494,7 @@ def draw_default_runs() -> None:
             curves.append((method, default_curve(method)))
         except FileNotFoundError:
             continue
-    columns = 4 if len(curves) > 10 else 5
+    columns = 5
     rows = -(-len(curves) // columns)
     picture, axes = plt.subplots(rows, columns, figsize=(2.75 * columns, 2.5 * rows))
     for axis in axes.flat[len(curves) :]:

@@ -121,7 +121,7 @@ def memory_model(
         held["copies"] += compute * whole * (flags.opponent == "start" or in_evaluation)
     gradients = 4 * kept  # of one policy, from the beginning of its update to the end
 
-    if script in ("igpo", "pi_play"):
+    if script in ("igpo", "empg", "pi_play"):
         moments = turn_moments(script, shape, flags, compute)
     else:
         moments = rollout_moments(script, shape, flags, compute)
@@ -213,7 +213,7 @@ def packed_shape(script: str, flags) -> tuple[int, int, int]:
     """R, L and N of the largest micro-batch."""
     prompt, length, _ = sizes_of(flags)
     rows = flags.micro_batch_size
-    if script in ("igpo", "pi_play"):  # an episode ends when its context has S tokens, or a turn on
+    if script in ("igpo", "empg", "pi_play"):  # an episode ends when its context has S tokens, or a turn on
         written = min(prompt + length, flags.max_turns * length)
         return rows, eights(prompt + length), rows * written
     if script in ("dr_mas", "spiral_rae"):  # prompts differ

@@ -107,7 +107,7 @@ START = "--second-activation {} --rate-init {} --temperature {}"
 MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 MIXERS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 LEARNERS = {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
-SCRIPTS = "grpo dapo gdpo dr_mas igpo spiral_rae pi_play hpt unimodal_poisson stream_x fm3q arac"
+SCRIPTS = "grpo dapo gdpo dr_mas igpo empg spiral_rae pi_play hpt unimodal_poisson stream_x fm3q arac"
 STUDIES = {
     "defaults": Study(
         command="algorithms/{arm}.py",
@@ -120,17 +120,6 @@ STUDIES = {
             "charts/episodic_return",
             "charts/success",
         ),
-    ),
-    "grpo": Study(
-        command="algorithms/grpo.py --max-steps 60 --eval-steps 20",
-        arms={
-            "grpo": Arm("", TINY, "1e-4"),
-            "no_baseline": Arm("--advantage none", TINY, "1e-4"),
-            "shuffled": Arm("--advantage shuffled --learning-rate 2e-4"),
-        },
-        scores=MEAN_AT_8,
-        curves=("eval/mean_at_8",),
-        best="mean_at_8",
     ),
     "grpo_135m": Study(
         command=f"algorithms/grpo.py {ARITHMETIC}",
@@ -164,18 +153,18 @@ STUDIES = {
     ),
     "spiral_135m": Study(  # after a cold start, see README.md
         command="algorithms/spiral_rae.py --model-name-or-path smollm2_games --bf16 --games kuhn"
-        """ --game-options '{"kuhn": {"handicap": 3}}' --num-games-per-step 24 --micro-batch-size 16"""
-        " --max-completion-length 40 --max-steps 25 --eval-steps 5 --eval-games 1 --eval-samples 16",
+        """ --game-options '{"kuhn": {"handicap": 3}}' --num-games-per-step 12 --micro-batch-size 16"""
+        " --max-completion-length 40 --max-steps 20 --eval-steps 5 --eval-games 1 --eval-samples 16",
         arms={
-            "role": Arm("", LADDER, "2e-5"),
-            "none": Arm("--baseline none", LADDER, "2e-5"),
+            "role": Arm("", LADDER, "2e-5", seeds=THREE),
+            "none": Arm("--baseline none", LADDER, "2e-5", seeds=THREE),
             "global": Arm("--baseline global", LADDER, "2e-5", seeds=THREE),
         },
         scores=KUHN,
         curves=KUHN_CURVES,
         best="nash_conv_average",
         lowest=True,
-        minutes=8.0,
+        minutes=10.0,
     ),
     "igpo_135m": Study(  # after a cold start, see README.md
         command="algorithms/igpo.py --model-name-or-path smollm2_search --bf16 --max-turns 4"
@@ -202,6 +191,18 @@ STUDIES = {
         curves=("eval/greedy", "eval/mean_at_8", "train/sft_share"),
         best="mean_at_8",
         minutes=2.0,
+    ),
+    "empg": Study(
+        command="algorithms/empg.py --max-steps 40 --eval-steps 20",
+        arms={
+            "empg": Arm("", TINY, "2e-4"),
+            "grpo": Arm("--advantage grpo", TINY, "2e-4"),
+            "scaling": Arm("--zeta 0 --learning-rate 2e-4", seeds=THREE),
+            "bonus": Arm("--k 0 --learning-rate 2e-4", seeds=THREE),
+        },
+        scores=MEAN_AT_8,
+        curves=("eval/mean_at_8", "train/empg/entropy/mean", "train/entropy", "train/grad_norm"),
+        best="mean_at_8",
     ),
     "stream_x": Study(
         command="",

@@ -32,10 +32,11 @@ BOTH_TERMS = "token_weights load_problems logprob_gaps token_logprobs"  # not in
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
 OFF_POLICY = "linear_schedule ReplayBuffer update_target"
 FAMILIES = [
-    (["grpo", "dapo", "gdpo", "igpo"], SHARED.split()),
+    (["grpo", "dapo", "gdpo", "igpo", "empg"], SHARED.split()),
     (["grpo", "dapo", "gdpo"], ONE_TURN.split()),
-    (["igpo", "pi_play"], SEVERAL_TURNS.split()),
+    (["igpo", "pi_play", "empg"], SEVERAL_TURNS.split()),
     (["igpo", "pi_play"], EPISODES.split()),
+    (["igpo", "empg"], ["load_problems", "setup", "update", "evaluate", *EPISODES.split()]),
     (["grpo", "dapo"], ["evaluate"]),
     (["grpo", "gdpo"], ["update"]),
     (["grpo", "dr_mas"], [name for name in f"{SHARED} {ONE_TURN}".split() if name not in TEAM.split()]),

@@ -1,0 +1,1433 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# ///
+"""EMPG: GRPO for agents that act in several turns. Turns in which the model was sure count more,
+unsure ones less, and a turn gets a bonus that is larger the surer the model is in the next one.
+Wang et al., Harnessing Uncertainty, arXiv 2509.09265.
+
+    of an episode    A = GRPO's advantage: (outcome - mean of its group) / (std of its group + 1e-4)
+    of a turn        h = mean entropy of its tokens, scaled to 0..1 over all turns of the batch
+                     M = A exp(-k h) / mean of exp(-k h) + zeta exp(-k_future h of the next turn)
+                     advantage = M - mean of M over all turns; the last turn has no bonus
+
+modulate_advantages is the method, and step 2 of train calls it. The loss is that of grpo.py: every
+token has the advantage of its turn.
+
+Differs from igpo.py:
+1. modulate_advantages replaces turn_advantages. Its control, --advantage grpo, is GRPO on the
+   outcome. --zeta 0 leaves out the bonus, and --k 0 the scaling; the mean is always subtracted.
+2. No answer is scored during the rollout; it keeps the entropy of each turn, which is free.
+
+Differs from the paper, in parts a reconstruction, because one function of its code was published:
+1. The entropy is that of the distribution that was sampled from, at --temperature; at which one the
+   paper takes it was not found.
+2. The turns are those of the rollout. The published function finds them by special tokens.
+
+    python algorithms/empg.py                                # tiny model, CPU, offline
+
+    # one 80 GB GPU; questions with answers, and a search server with the protocol of Search-R1
+    python algorithms/empg.py --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 \
+        --dataset nq_train.jsonl --eval-dataset nq_test.jsonl \
+        --retriever-url http://127.0.0.1:8000/retrieve --max-prompt-length 4096 \
+        --max-completion-length 512 --gradient-checkpointing --micro-batch-size 4 \
+        --decode-batch-size 64 --eval-steps 50 --num-generations-eval 0
+
+    torchrun --nproc_per_node 8 algorithms/empg.py --fsdp ...
+
+Your own tools: `--env FILE.py:ClassName`, see envs/README.md. Your own reward: `--reward
+FILE.py:function`, called as function(problem, episode as text) -> float.
+
+Letters in shapes: P problems, G episodes of each, B = P G (of this process, if not said otherwise),
+T turns (in generate, tokens of a turn), Z turns of all episodes together, S tokens of a context, W
+new ones, V vocabulary, H hidden size, K reward functions; R packed rows of L tokens, N predicted
+tokens.
+"""
+
+import copy
+import json
+import math
+import os
+import random
+import runpy
+import shutil
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from types import MethodType
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+import tyro
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
+from torch.utils.tensorboard import SummaryWriter
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+ROOT = Path(__file__).resolve().parents[1]  # the repository root
+sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
+
+MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
+PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
+# Flags that cannot change when a run is resumed.
+FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length system_prompt"
+FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step"
+
+# torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+@dataclass
+class Args:
+    # model, problems, rewards
+    model_name_or_path: str | None = None
+    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    env: str = "search_qa"
+    """search_qa, or FILE.py:ClassName of an agent task, see envs/README.md"""
+    dataset: str | None = None
+    """JSON-lines file of problems; for search_qa, questions with golden_answers or answer"""
+    eval_dataset: str | None = None
+    """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
+    retriever_url: str | None = None
+    """search_qa: search server with the protocol of Search-R1; None searches an invented world"""
+    hops: tuple[int, ...] = (1, 2)
+    """search_qa without --dataset: numbers of searches that a question needs"""
+    system_prompt: str | None = None
+    """system message before every prompt"""
+    chat_template_kwargs: str = "{}"
+    """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
+    reward: tuple[str, ...] = ()
+    """one or more FILE.py:function, called as function(problem, text) -> float, in place of the
+    rewards of --env; text is all that was written and read in the episode"""
+    reward_weights: tuple[float, ...] = ()
+    """one weight for each reward function; the default is 1 for each --reward"""
+    format_penalty: float = -2.0
+    """search_qa: outcome of an episode whose format is wrong; without --reward"""
+    # rollout
+    num_prompts_per_step: int = 16
+    """P, problems in one step, over all processes"""
+    num_generations: int = 8
+    """G, episodes of each problem"""
+    max_turns: int = 5
+    """turns of an episode"""
+    max_prompt_length: int = 1024
+    """longest context of a turn in tokens: problems of a dataset with a longer prompt are dropped,
+    and episodes that would grow over it end"""
+    max_completion_length: int = 64
+    """longest turn in tokens"""
+    temperature: float = 1.0
+    """sampling temperature, also applied to all log-probabilities"""
+    # method
+    advantage: Literal["empg", "grpo"] = "empg"
+    """the control, grpo, gives every turn the advantage of its episode"""
+    k: float = 1.0
+    """how much less unsure turns count; 0: all turns count the same"""
+    k_future: float = 1.0
+    """how much smaller the bonus is before an unsure turn; 0: every turn but the last has zeta"""
+    zeta: float = 0.1
+    """largest bonus of a turn for the certainty of the next one"""
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
+    """how the losses of tokens are averaged, see token_weights"""
+    epsilon: float = 0.2
+    """clip range of the probability ratio; acts from the second of --num-iterations on"""
+    beta: float = 0.0
+    """weight of the KL penalty; above 0, a copy of the initial model is kept"""
+    num_iterations: int = 1
+    """mu, optimizer steps on each batch of episodes"""
+    # optimizer
+    learning_rate: float | None = None
+    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others"""
+    warmup_steps: int = 5
+    """linear warm-up steps"""
+    max_grad_norm: float = 1.0
+    """clip the gradient norm at this value"""
+    max_steps: int = 60
+    """training steps, one batch of episodes each; 0 only evaluates"""
+    seed: int = 1
+    """seed of problems and sampling"""
+    # memory and speed; results change by rounding only
+    decode_batch_size: int = 256
+    """episodes played at once"""
+    micro_batch_size: int = 32
+    """episodes in one forward pass of the update"""
+    bf16: bool = False
+    """compute in bfloat16; weights and optimizer stay in float32"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    fsdp: bool = False
+    """shard weights, gradients and optimizer state over the processes of torchrun"""
+    # bookkeeping
+    eval_steps: int = 25
+    """steps between evaluations; 0 disables them"""
+    eval_problems: int = 64
+    """number of evaluation problems, unless --eval-dataset is given"""
+    num_generations_eval: int = 8
+    """k, samples of each evaluation problem in addition to the greedy completion"""
+    save_steps: int = 25
+    """steps between checkpoints; 0 disables them"""
+    output_dir: str | None = None
+    """run folder; None is runs/<script>__<seed>__<time>"""
+    resume: str | None = None
+    """run folder to continue; its flags are used unless given anew"""
+
+
+# --- The method ---------------------------------------------------------------------------------
+
+
+def group_advantages(
+    rewards: Tensor,
+    num_generations: int,
+    scale_rewards: str = "group",
+    std_epsilon: float = 1e-4,
+    ddof: int = 1,
+) -> Tensor:
+    """Compare each reward with its group, DeepSeekMath sec. 4.1.2. (B,) -> (B,)
+
+    Groups of equal rewards get exactly 0. std_epsilon and ddof are TRL 1.16's; verl 0.9 adds 1e-6.
+    """
+    groups = 1.0 * rewards.view(-1, num_generations)  # (P,G), integers become floats
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "group":
+        advantages = advantages / (groups.std(1, keepdim=True, correction=ddof) + std_epsilon)
+    if scale_rewards == "batch":
+        advantages = advantages / (groups.std(correction=ddof) + std_epsilon)
+    # With equal rewards, a rounding error divided by a tiny std would not be 0.
+    equal = (groups == groups[:, :1]).all(1, keepdim=True)  # (P,1)
+    return advantages.masked_fill(equal, 0.0).flatten()
+
+
+def modulate_advantages(
+    trajectory_advantage: Tensor,
+    step_entropy: Tensor,
+    trajectory: Tensor,
+    k: float = 1.0,
+    k_future: float = 1.0,
+    zeta: float = 0.1,
+) -> Tensor:
+    """Advantage of each turn, EMPG eq. 7 to 12. (B,), (Z,), (Z,) -> (Z,)
+
+    trajectory is the index of each turn's episode in trajectory_advantage; turns of an episode are
+    neighbours, in their order. Minimum, maximum and means go over all turns given, so give those of
+    all processes. Episodes with advantage 0 still yield gradients: a bonus is added, and the mean
+    of the batch is subtracted. The small constants are those of the published function.
+    """
+    lowest = step_entropy.min()
+    normalized = (step_entropy - lowest) / (step_entropy.max() - lowest + 1e-8)  # eq. 12
+    scale = (-k * normalized).exp()
+    scale = scale / (scale.mean() + 1e-8)  # eq. 10
+    clarity = (-k_future * normalized).exp()  # eq. 11
+    advantages = trajectory_advantage[trajectory] * scale
+    is_followed = trajectory[1:] == trajectory[:-1]
+    advantages[:-1] += zeta * clarity[1:] * is_followed  # eq. 8
+    return advantages - advantages.mean()  # eq. 7
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """KL(policy || reference) at each sampled token, DeepSeekMath eq. 4, known as k3."""
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.exp() - log_ratio - 1
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
+
+    Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
+    """
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped_gain = ratio * advantages
+    clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
+    losses = -torch.min(unclipped_gain, clipped_gain)
+    if beta > 0:
+        losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
+    return losses, clipped_gain < unclipped_gain
+
+
+def token_weights(
+    lengths: Tensor,
+    loss_type: str,
+    *,
+    num_rows: int,
+    num_tokens: int,
+    max_completion_length: int,
+) -> Tensor:
+    """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
+
+    num_rows and num_tokens count over all processes and micro-batches. (B,) -> (B,)
+    """
+    ones = torch.ones_like(lengths, dtype=torch.float32)
+    if loss_type == "grpo":  # mean over a completion, then over completions (DeepSeekMath eq. 3)
+        return ones / (lengths.clamp(min=1) * num_rows)
+    if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
+        return ones / (num_rows * max_completion_length)
+    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
+
+
+# --- Processes, problems, model -----------------------------------------------------------------
+
+
+def setup(args: Args) -> tuple[int, int, torch.device]:
+    """Rank, number of processes, device."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
+    rank = int(os.environ.get("RANK", 0))
+    if args.num_prompts_per_step % world_size:
+        sys.exit(f"--num-prompts-per-step: not divisible by the {world_size} processes")
+    if args.fsdp and world_size == 1:
+        sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if args.num_generations < 2:
+        sys.exit("--num-generations: a group needs at least 2 episodes to compare")
+    if args.env != "search_qa" and not args.model_name_or_path:
+        sys.exit(f"--env {args.env}: needs --model-name-or-path")
+    try:
+        json.loads(args.chat_template_kwargs)
+    except ValueError as error:
+        sys.exit(f"--chat-template-kwargs: expected JSON, found {error}")
+    transformers.utils.logging.disable_progress_bar()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return rank, world_size, device
+
+
+def gather(items: list) -> list:
+    """The items of all processes, in rank order."""
+    if not dist.is_initialized():
+        return items
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, items)
+    return [item for piece in pieces for item in piece]
+
+
+def load_problems(args: Args, dataset: str | None):
+    """The agent task: an object with what envs/README.md lists."""
+    try:
+        if args.env != "search_qa":
+            return load_env(args.env)(dataset)
+        from envs.search_qa import SearchQA, f1
+
+        task = SearchQA(dataset, args.retriever_url, args.hops, max_turns=args.max_turns)
+    except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken
+        sys.exit(str(error))
+    task.rows = task.train_rows + task.evaluation_rows
+    outcome = partial(f1, invalid=args.format_penalty)
+    task.reward_functions = SearchQA.reward_functions | {"outcome": outcome}
+    task.reward_weights = (0.0, 0.0, 0.0, 1.0)
+    return task
+
+
+def load_env(name: str):
+    """The class that FILE.py:ClassName names."""
+    path, _, class_name = name.rpartition(":")
+    if not os.path.isfile(path):
+        sys.exit(f"--env {name}: expected search_qa or FILE.py:ClassName of a file that exists")
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    names = runpy.run_path(path)
+    if class_name not in names:
+        sys.exit(f"--env {name}: {path} has no class {class_name!r}")
+    return names[class_name]
+
+
+def load_reward(name: str):
+    """The function that FILE.py:function names."""
+    path, _, function = name.rpartition(":")
+    if not os.path.isfile(path):
+        sys.exit(f"--reward {name}: expected FILE.py:function, but there is no file {path!r}")
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    names = runpy.run_path(path)
+    if function not in names:
+        sys.exit(f"--reward {name}: {path} has no function {function!r}")
+    return names[function]
+
+
+def load_task(args: Args):
+    """The problems with their reward functions, and those problems that are for evaluation."""
+    if args.eval_dataset and not args.dataset and args.max_steps > 0:
+        sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
+    task = load_problems(args, args.dataset or args.eval_dataset)
+    problems = task.evaluation_problems(args.eval_problems)
+    if args.eval_dataset:
+        problems = load_problems(args, args.eval_dataset).rows
+        task.train_rows = task.rows  # nothing has to be held out
+    names = [name.rpartition(":")[2] for name in args.reward]
+    if len(set(names)) < len(names):
+        sys.exit("--reward: two functions have the same name")
+    if args.reward:
+        task.reward_functions = dict(zip(names, map(load_reward, args.reward)))
+        task.reward_weights = (1.0,) * len(args.reward)
+    task.reward_weights = args.reward_weights or task.reward_weights
+    if len(task.reward_weights) != len(task.reward_functions):
+        sys.exit(f"--reward-weights: expected one for each of {list(task.reward_functions)}")
+    if not problems:
+        sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
+    return task, problems
+
+
+def model_path(args: Args) -> str:
+    """Name or folder of the model that training starts from."""
+    return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / args.env)
+
+
+def load_model(args: Args):
+    """The policy in float32 and its tokenizer."""
+    path = model_path(args)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({error})")
+    if tokenizer.chat_template is None:
+        sys.exit(f"--model-name-or-path {path}: has no chat template; use an instruct model")
+    refuse_unsupported(model)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = {tokenizer.eos_token_id, *ends} - {None}
+    if not ends:
+        sys.exit(f"--model-name-or-path {path}: neither model nor tokenizer names an end token")
+    model.generation_config.eos_token_id = sorted(ends)
+    longest = longest_text(model)
+    if args.max_prompt_length + args.max_completion_length > longest:
+        sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
+    add_methods(model)
+    return model, tokenizer
+
+
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        messages = [{"role": "system", "content": args.system_prompt}] + messages
+    encoded = tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=True,
+        return_dict=True,
+        **json.loads(args.chat_template_kwargs),
+    )
+    return encoded["input_ids"]
+
+
+def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose prompts fit; prints how many are dropped."""
+    kept = []
+    for problem in problems:
+        if len(encode(tokenizer, task, problem, args)) <= args.max_prompt_length:
+            kept.append(problem)
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
+
+
+# --- Model compatibility ------------------------------------------------------------------------
+
+
+def refuse_unsupported(model) -> None:
+    """Exit if the configuration has layers that an attention mask cannot express.
+
+    check_model finds what the configuration does not tell.
+    """
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers - MASKED_LAYERS)]
+    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
+        if getattr(config, limit, None):
+            reasons.append(f"limits attention by {limit}")
+    if model._is_stateful:
+        reasons.append("is recurrent")
+    if reasons:
+        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+
+
+def longest_text(model) -> float:
+    """Most tokens of prompt and completion together.
+
+    Beyond that, learned positions end, and longrope changes all positions of a batch.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
+    """The attention masks of the model, given which keys each query may see, (B,queries,keys) bool.
+
+    A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
+    replaces the model's own mask, so it must include the sliding window, measured in positions.
+    Models with two types of layers take a dict. A query that sees no key at all would be NaN.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    layers = layers or ["sliding_attention" if window else "full_attention"]
+    dtype = model.dtype
+    if torch.is_autocast_enabled(visible.device.type):
+        dtype = torch.bfloat16  # else autocast would convert and keep the mask in every layer
+    masks = {}
+    for kind in set(layers):
+        seen = visible
+        if kind == "sliding_attention":
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
+            seen = visible & (distance < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
+    return masks if len(masks) > 1 else masks[layers[0]]
+
+
+class Hidden(BaseModelOutputWithPast):
+    """A model output that holds hidden states and nothing else."""
+
+    def __getattr__(self, name):
+        return None  # some models look for router_logits, cross_attentions and the like
+
+
+class ReturnHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns its input as their hidden states."""
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
+        return Hidden(last_hidden_state=inputs_embeds)
+
+
+def add_methods(model) -> None:
+    """Add two methods to the model: logits_from_hidden and token_logprobs.
+
+    logits_from_hidden runs what comes after the layers, on hidden states passed as inputs_embeds:
+    the head with Granite's scaling and Gemma's soft cap. As methods, both follow copy.deepcopy and
+    FSDP.
+    """
+    without_layers = copy.copy(model)  # a shallow copy, which shares all weights
+    without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
+    model.logits_from_hidden = without_layers.forward
+    model.token_logprobs = MethodType(token_logprobs, model)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing; that of transformers works in training mode only, with dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
+
+
+@torch.no_grad()
+def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
+    """Largest difference of log-probabilities, in nats, from those of the plain forward pass.
+
+    Takes two turns, so that the second continues from what the model has in memory.
+    """
+    episodes = [Episode(None, prompt) for prompt in prompts]
+    memory = None
+    for turn in range(2):
+        contexts = [episode.prompt + episode.ids for episode in episodes]
+        completions, memory = generate(model, contexts, args, range(len(prompts)), memory)
+        for episode, completion in zip(episodes, completions):
+            episode.write(completion)
+            if turn == 0:
+                episode.read(prompts[0][:5], "")
+    packed = pack(episodes, list(range(len(episodes))), model.device)
+    plain = []
+    for episode in episodes:
+        ids = torch.tensor([episode.prompt + episode.ids], device=model.device)
+        logits = model(ids).logits[0, len(episode.prompt) - 1 : -1]
+        targets = ids[0, len(episode.prompt) :]
+        written = torch.tensor(episode.turns, device=model.device) >= 0
+        plain.append(-F.cross_entropy(logits, targets, reduction="none")[written])
+    plain = torch.cat(plain)  # (N,)
+    learner = model.token_logprobs(packed, args)
+    return {
+        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
+        "packing": (learner - plain).abs().max().item(),
+    }
+
+
+def check_model(model, prompt: list[int], args: Args) -> None:
+    """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
+    name = type(model).__name__
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
+    # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
+    prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = 4  # shorter than the texts of this check
+    try:
+        gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sys.exit(f"{name}: not supported ({reason})")
+    if window:
+        config.sliding_window = window
+    for computation, gap in gaps.items():
+        if not gap < 1e-3:  # also if it is NaN
+            sys.exit(
+                f"{name}: not supported, {computation} is {gap:.2g} nats off the plain forward pass"
+            )
+
+
+# --- Rollout ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Completion:
+    """One turn."""
+
+    prompt: list[int]
+    ids: list[int]  # with the end token
+    logprobs: list[float]  # as sampled
+    entropy: float  # nats, sum over tokens
+    ended: bool
+    text: str = ""
+
+
+@dataclass
+class Episode:
+    """A conversation. In lists, the G episodes of a problem are neighbours."""
+
+    problem: object
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)  # all tokens after the prompt
+    turns: list[int] = field(default_factory=list)  # turn of each token; -1 if it was read
+    logprobs: list[float] = field(default_factory=list)  # of the written tokens, as sampled
+    entropy: float = 0.0  # nats, sum over all written tokens
+    ended: bool = True  # every turn has its end token, and no context is over the limit
+    texts: list[str] = field(default_factory=list)  # written, read, written ...
+    rewards: tuple[float, ...] = ()
+    entropies: list[float] = field(default_factory=list)  # of each turn, mean over its tokens
+
+    def write(self, completion: Completion) -> None:
+        """Add a turn of the model."""
+        self.turns += [len(self.texts) // 2] * len(completion.ids)
+        self.ids += completion.ids
+        self.logprobs += completion.logprobs
+        self.entropy += completion.entropy
+        self.entropies.append(completion.entropy / len(completion.ids))
+        self.ended = completion.ended
+        self.texts.append(completion.text)
+
+    def read(self, ids: list[int], text: str) -> None:
+        """Add what the model reads before its next turn."""
+        self.turns += [-1] * len(ids)
+        self.ids += ids
+        self.texts.append(text)
+
+
+def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
+    cumulative = logprobs.exp().cumsum(1)  # (B,V)
+    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
+
+
+@dataclass
+class Memory:
+    """What a model has read: token j of row r is in column j of ids and of the cache."""
+
+    ids: Tensor  # (B,S), -1 after the end of a row
+    layers: list[tuple[Tensor, Tensor]]  # keys and values, (B,heads,S,head size)
+
+    def select(self, rows: list[int]) -> "Memory":
+        """The memory of some rows, in this order."""
+        index = torch.tensor(rows, device=self.ids.device)
+        return Memory(self.ids[index], [(k[index], v[index]) for k, v in self.layers])
+
+    def cache(self, length: int) -> transformers.DynamicCache:
+        """The first columns as a cache, which can grow without changing this memory."""
+        cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
+        for number, (keys, values) in enumerate(self.layers):
+            cache.update(keys[:, :, :length], values[:, :, :length], number)
+        return cache
+
+
+@torch.no_grad()
+def read(
+    model, contexts: list[list[int]], memory: Memory | None = None, tail: int = 1
+) -> tuple[Memory, Tensor]:
+    """Compute the contexts. Returns their memory and the states of their last tokens, (B,tail,H).
+
+    memory holds earlier contexts of the same rows; tokens that a row begins with in both are not
+    computed again. Without it, equal contexts are computed once.
+    """
+    device = model.device
+    places = {}  # of each context among the different ones
+    if memory is None:
+        for context in contexts:
+            places.setdefault(tuple(context), len(places))
+    rows = [torch.tensor(context) for context in places or contexts]
+    lengths = torch.tensor([len(row) for row in rows], device=device)  # (B,)
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)  # (B,S)
+    starts = torch.zeros_like(lengths)  # tokens of each row that are in memory
+    cache = transformers.DynamicCache()
+    kept = 0  # columns of the cache
+    if memory is not None:
+        width = min(ids.size(1), memory.ids.size(1))
+        same = ids[:, :width] == memory.ids[:, :width]
+        # The last `tail` tokens are always computed, because their states are returned.
+        starts = same.cumprod(1).sum(1).minimum(lengths - tail).clamp(min=0)
+        kept = int(starts.max())
+        cache = memory.cache(kept)
+
+    # New tokens go to new columns, W of them. Shorter rows repeat their last token.
+    steps = torch.arange(int((lengths - starts).max()), device=device)
+    positions = (starts[:, None] + steps).minimum(lengths[:, None] - 1)  # (B,W)
+    columns = torch.arange(kept, device=device).expand(len(ids), kept)
+    key_positions = torch.cat([columns, positions], 1)  # (B,kept+W)
+    old = (columns < starts[:, None])[:, None, :].expand(-1, len(steps), -1)  # (B,W,kept)
+    new = (steps <= steps[:, None]).expand(len(ids), -1, -1)  # (B,W,W)
+    hidden = model.base_model(
+        ids.gather(1, positions),
+        attention_mask=attention_masks(model, torch.cat([old, new], 2), positions, key_positions),
+        position_ids=positions,
+        past_key_values=cache,
+    ).last_hidden_state  # (B,W,H)
+    last = (lengths - starts)[:, None] - torch.arange(tail, 0, -1, device=device)  # (B,tail)
+    last = last.clamp(min=0)[:, :, None].expand(-1, -1, hidden.size(2))
+    hidden = hidden.gather(1, last)  # (B,tail,H)
+
+    # Bring token j of every row to column j: the new ones lie in column kept + j - start.
+    columns = torch.arange(ids.size(1), device=device).expand(ids.shape)  # (B,S)
+    moved = (columns + kept - starts[:, None]).clamp(max=kept + len(steps) - 1)
+    source = torch.where(columns < starts[:, None], columns, moved)[:, None, :, None]
+    layers = []
+    for layer in cache.layers:
+        index = source.expand(-1, layer.keys.size(1), -1, -1)
+        keys = layer.keys.gather(2, index.expand(-1, -1, -1, layer.keys.size(3)))
+        values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.size(3)))
+        layers.append((keys, values))
+    memory = Memory(ids, layers)
+    if places:
+        order = [places[tuple(context)] for context in contexts]
+        memory = memory.select(order)
+        hidden = hidden[torch.tensor(order, device=device)]
+    return memory, hidden
+
+
+@torch.no_grad()
+def generate(
+    model, contexts: list[list[int]], args: Args, seeds=None, memory: Memory | None = None
+) -> tuple[list[Completion], Memory]:
+    """A completion of each context: sampled with one seed for each, greedy without seeds.
+
+    Also returns the memory of the contexts, which the next turn of the same rows continues from.
+    Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
+    rows does not change others.
+    """
+    device = model.device
+    steps = args.max_completion_length
+    ends = torch.tensor(model.generation_config.eos_token_id, device=device)
+    if seeds:
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        uniform = torch.stack([torch.rand(steps, generator=g) for g in generators])
+        uniform = uniform.to(device)  # (B,T)
+
+    # The result, in the order of the batch.
+    written = torch.zeros(len(contexts), steps, dtype=torch.long, device=device)  # (B,T)
+    logprobs = torch.zeros(len(contexts), steps, device=device)  # (B,T)
+    entropy = torch.zeros(len(contexts), steps, device=device)  # (B,T)
+
+    # The rows still in the cache: all at first, fewer later. Columns are those of the padded
+    # contexts and the completion; every step uses one more of them.
+    memory, hidden = read(model, contexts, memory)
+    logits = model.logits_from_hidden(inputs_embeds=hidden).logits[:, 0]  # (B,V)
+    lengths = torch.tensor([len(context) for context in contexts], device=device)
+    width = memory.ids.size(1)  # S
+    cache = memory.cache(width)
+    columns = torch.arange(width + steps, device=device)
+    filled = (columns < lengths[:, None]) | (columns >= width)  # (B,S+T)
+    positions = filled.cumsum(1) - 1  # (B,S+T)
+    rows = torch.arange(len(contexts), device=device)  # their indices in the batch
+    live = torch.ones_like(rows, dtype=torch.bool)
+
+    for t in range(steps):
+        logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
+        tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
+        written[rows, t] = tokens
+        logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
+        entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)  # 0 log 0 = 0
+        live = live & ~torch.isin(tokens, ends)
+        if t == steps - 1:
+            break
+        if device.type == "cpu" or t % 8 == 7:  # waits for a GPU, so only every 8 tokens
+            keep = live.nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache
+                cache.batch_select_indices(keep)
+                rows = rows[keep]
+                tokens = tokens[keep]
+                filled = filled[keep]
+                positions = positions[keep]
+                live = live[keep]
+        last = width + t  # column of the new tokens
+        visible = filled[:, None, : last + 1]
+        query = positions[:, last : last + 1]
+        key = positions[:, : last + 1]
+        out = model(
+            tokens[:, None],
+            attention_mask=attention_masks(model, visible, query, key),
+            position_ids=query,
+            past_key_values=cache,
+        )
+        logits = out.logits[:, -1]
+
+    # A completion ends with its first end token; some finished rows were sampled further.
+    is_end = torch.isin(written, ends)  # (B,T)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    lengths = (ends_before == 0).sum(1).tolist()
+    ended = is_end.any(1).tolist()
+    written = written.tolist()
+    logprobs = logprobs.tolist()
+    entropy = entropy.tolist()
+    completions = []
+    for row, length in enumerate(lengths):
+        completion = Completion(
+            prompt=contexts[row],
+            ids=written[row][:length],
+            logprobs=logprobs[row][:length],
+            entropy=sum(entropy[row][:length]),
+            ended=ended[row],
+        )
+        completions.append(completion)
+    return completions, memory
+
+
+def reply_ids(model, tokenizer, reply: dict, args: Args) -> list[int]:
+    """Token ids of a message that answers a turn, up to where the assistant begins again.
+
+    They begin after the end token of the turn, which the model has written.
+    """
+    chats = []
+    for text in ("b", "c"):  # two chats that differ in the assistant's text alone
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+        encoded = tokenizer.apply_chat_template(
+            turn + [reply],
+            add_generation_prompt=True,
+            return_dict=True,
+            **json.loads(args.chat_template_kwargs),
+        )
+        chats.append(encoded["input_ids"])
+    # Both chats are equal after the assistant's text.
+    length = 0
+    while chats[0][-length - 1] == chats[1][-length - 1]:
+        length += 1
+    rest = chats[0][-length:]
+    ends = [
+        place for place, token in enumerate(rest) if token in model.generation_config.eos_token_id
+    ]
+    if not ends:
+        sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
+    return rest[ends[0] + 1 :]
+
+
+def play(
+    sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None
+) -> list[Episode]:
+    """G episodes of each problem with their rewards: sampled, or greedy without seeds."""
+    episodes = []
+    row_seeds = []
+    for number, problem in enumerate(problems):
+        prompt = encode(tokenizer, task, problem, args)
+        for g in range(num_generations):
+            episodes.append(Episode(problem, prompt))
+            if seeds:
+                row_seeds.append(random_seed(seeds[number], g))
+    for first in range(0, len(episodes), args.decode_batch_size):
+        some = slice(first, first + args.decode_batch_size)
+        play_turns(sampler, tokenizer, task, episodes[some], args, row_seeds[some])
+    for episode in episodes:
+        text = "".join(episode.texts)
+        for name, function in task.reward_functions.items():
+            reward = function(episode.problem, text)
+            if reward is None or not math.isfinite(reward):
+                sys.exit(f"reward function {name}: returned {reward} for {text!r:.200}")
+            episode.rewards += (float(reward),)
+    return episodes
+
+
+def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds) -> None:
+    """Play episodes to their ends, all of them turn by turn."""
+    memory = None
+    for turn in range(args.max_turns):
+        contexts = [episode.prompt + episode.ids for episode in episodes]
+        turn_seeds = [random_seed(seed, turn) for seed in seeds]
+        completions, memory = generate(sampler, contexts, args, turn_seeds, memory)
+        for episode, completion in zip(episodes, completions):
+            completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+            episode.write(completion)
+        replies = task.step([completion.text for completion in completions], turn + 1, episodes)
+
+        # Some episodes go on: those with a reply that fits.
+        rows = []
+        for row, (episode, reply) in enumerate(zip(episodes, replies)):
+            if reply is None or not episode.ended or turn == args.max_turns - 1:
+                continue
+            ids = reply_ids(sampler, tokenizer, reply, args)
+            if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
+                episode.ended = False
+                continue
+            episode.read(ids, reply["content"])
+            rows.append(row)
+        if not rows:
+            return
+        memory = memory.select(rows)
+        episodes = [episodes[row] for row in rows]
+        seeds = [seeds[row] for row in rows] if seeds else seeds
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+# --- Log-probabilities of packed groups ---------------------------------------------------------
+
+
+@dataclass
+class Packed:
+    """A micro-batch. A row is a prompt and its episodes, which see the prompt and themselves:
+
+        tokens     p1 p2 | p3 a1 r1 a2 | p3 b1     prompt p1 p2 p3, episodes a1 r1 a2 a3 and b1 b2
+        owners      0  0 |  1  1  1  1 |  2  2     in which r1 was read
+        positions   0  1 |  2  3  4  5 |  2  3     as if each episode stood alone
+        targets          | a1    a2 a3 | b1 b2
+        turns            |  0     1  1 |  0  0
+
+    p3 starts every episode, because it predicts their first tokens.
+    """
+
+    input_ids: Tensor  # (R,L)
+    position_ids: Tensor  # (R,L)
+    owners: Tensor  # (R,L) 0 prompt, 1.. episodes, -1 padding
+    predicting: Tensor  # (N,) the tokens before a written one, as indices into R*L
+    targets: Tensor  # (N,) the tokens that they predict
+    sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
+    completion_index: Tensor  # (N,) the episode of the batch that each target belongs to
+    turns: Tensor  # (N,) its turn
+    old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
+    ref_logprobs: Tensor | None = None  # (N,)
+
+
+def pack(episodes: list[Episode], rows: list[int], device: torch.device) -> Packed:
+    """Pack some episodes of the batch; neighbours with the same prompt share a packed row."""
+    packed_rows = []  # lists of (token, position, owner, whether the next token was written)
+    order = []  # the episodes in the order of the packed rows
+    for prompt, group in groupby(rows, key=lambda row: episodes[row].prompt):
+        group = list(group)
+        # A long group is split over several packed rows, each of which repeats the prompt.
+        num_tokens = sum(len(episodes[row].ids) for row in group)
+        num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
+        num_parts = min(num_parts, len(group))
+        for part in range(num_parts):
+            packed_row = [(token, position, 0, 0) for position, token in enumerate(prompt[:-1])]
+            for owner, row in enumerate(group[part::num_parts], start=1):
+                inputs = [prompt[-1]] + episodes[row].ids[:-1]
+                written = [turn >= 0 for turn in episodes[row].turns]
+                positions = range(len(prompt) - 1, len(prompt) + len(inputs) - 1)
+                packed_row += zip(inputs, positions, [owner] * len(inputs), written)
+                order.append(row)
+            packed_rows.append(packed_row)
+
+    width = max(len(packed_row) for packed_row in packed_rows)
+    width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
+    for packed_row in packed_rows:
+        packed_row += [(0, 0, -1, 0)] * (width - len(packed_row))
+    input_ids, position_ids, owners, written = torch.tensor(packed_rows).unbind(2)  # (R,L)
+    chosen = [
+        (token, row, turn)
+        for row in order
+        for token, turn in zip(episodes[row].ids, episodes[row].turns)
+        if turn >= 0
+    ]
+    targets, completion_index, turns = torch.tensor(chosen, device=device).unbind(1)  # (N,)
+    sampled_logprobs = [logprob for row in order for logprob in episodes[row].logprobs]
+    return Packed(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        owners=owners.to(device),
+        predicting=written.flatten().nonzero()[:, 0].to(device),
+        targets=targets,
+        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
+        completion_index=completion_index,
+        turns=turns,
+    )
+
+
+def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
+    """Log-probability of every predicted token. -> (N,)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
+
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(logits / args.temperature, targets, reduction="none")
+
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
+
+
+# --- Update -------------------------------------------------------------------------------------
+
+
+def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
+    """Pack rows of the batch. Groups of similar length share a micro-batch, to avoid padding."""
+
+    def group_length(row: int) -> int:
+        first = row - row % args.num_generations
+        return sum(len(c.ids) for c in completions[first : first + args.num_generations])
+
+    # Longest first: a step that does not fit fails at once. Rows of a group stay neighbours.
+    rows = sorted(rows, key=group_length, reverse=True)
+    size = args.micro_batch_size
+    return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
+
+
+def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args) -> dict:
+    """num_iterations optimizer steps on the batch of all processes.
+
+    episodes and advantages (B,T) are those of this process. The loss of a step is a sum over
+    tokens, so its gradient depends neither on micro-batches nor on the number of processes.
+    """
+    device = model.device
+    lengths = torch.tensor([len(e.logprobs) for e in episodes])  # (B,) written tokens
+    all_lengths = gather(lengths.tolist())
+    num_tokens = sum(all_lengths)
+    weights = token_weights(
+        lengths,
+        args.loss_type,
+        num_rows=len(all_lengths),
+        num_tokens=num_tokens,
+        max_completion_length=args.max_completion_length,
+    ).to(device)  # (B,)
+    rows = list(range(len(episodes)))
+    if args.beta == 0 and not args.fsdp:
+        # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
+        # processes different numbers of passes, and they would wait for each other forever.
+        rows = advantages.any(1).nonzero()[:, 0].tolist()
+    advantages = advantages.to(device)
+    batches = micro_batches(episodes, rows, args, device)
+
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    largest_gap = torch.zeros((), device=device)
+    for iteration in range(args.num_iterations):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
+        for batch in batches:
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                # No step has been taken yet, so these are the old log-probabilities. Those of the
+                # sampler differ by rounding; the largest difference is logged.
+                batch.old_logprobs = logprobs.detach()
+                gap = (batch.old_logprobs - batch.sampled_logprobs).abs().max()
+                largest_gap = torch.maximum(largest_gap, gap)
+                if reference is not None:
+                    with torch.no_grad():
+                        batch.ref_logprobs = reference.token_logprobs(batch, args)
+            losses, clipped = policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                advantages[batch.completion_index, batch.turns],
+                epsilon=args.epsilon,
+                beta=args.beta,
+                ref_logprobs=batch.ref_logprobs,
+            )
+            loss = (losses * weights[batch.completion_index]).sum()
+            sums[0] += loss.detach()
+            sums[1] += clipped.sum()
+            if reference is not None:
+                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
+        if dist.is_initialized() and not args.fsdp:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(
+                f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
+            )
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    metrics = {
+        "loss": loss,
+        "clip_ratio": num_clipped / num_tokens,
+        "grad_norm": norm,
+        "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
+    }
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
+
+
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
+
+
+def copy_model(model, dtype: torch.dtype):
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype."""
+    weights = {}
+    for parameter in model.parameters():
+        weight = parameter.detach().to(dtype, copy=True)
+        weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
+    return copy.deepcopy(model, weights)  # deepcopy takes them for copies that it has made
+
+
+@torch.no_grad()
+def refresh(sampler, model, args: Args) -> None:
+    """Copy the weights of the policy into the sampler."""
+    if sampler is model:
+        return
+    weights = dict(model.named_parameters())
+    for name, parameter in sampler.named_parameters():
+        weight = weights[name]
+        parameter.copy_(weight.full_tensor() if args.fsdp else weight)
+
+
+# --- Checkpoints and logs -----------------------------------------------------------------------
+
+
+def checkpoints(run_dir: str) -> list[Path]:
+    """Finished checkpoints, oldest first: torch writes .metadata last."""
+    return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
+
+
+def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
+    """Every process writes its shard; the newest two checkpoints are kept.
+
+    No random state is saved: problems and samples depend on the seed and the progress alone.
+    """
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "progress": progress}
+    dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
+    if rank == 0:
+        for old in checkpoints(run_dir)[:-2]:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+    """Restore the newest checkpoint, if there is one; every process reads its shard."""
+    if not checkpoints(run_dir):
+        return  # get_state_dict makes a step with a new AdamW, which would count
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "progress": progress}
+    dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    progress.update(state["progress"])
+
+
+def save_final(run_dir: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=whole)  # all processes take part
+    if rank == 0:
+        final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
+        final.load_state_dict(weights)
+        final.save_pretrained(f"{run_dir}/final")
+        tokenizer.save_pretrained(f"{run_dir}/final")
+        print(f"{run_dir}/final: the trained model", flush=True)
+
+
+def open_run(args: Args, rank: int) -> str:
+    """The run folder, the same for all processes; the first one makes it."""
+    run_dir = args.resume or args.output_dir
+    if run_dir is None:
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}"
+        run_dir = gather([run_dir])[0]  # the clocks of processes differ
+    path = Path(run_dir, "args.json")
+    if rank == 0:
+        if path.exists() and not args.resume:
+            sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+        os.makedirs(run_dir, exist_ok=True)
+        path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    return run_dir
+
+
+def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
+    with open(f"{run_dir}/metrics.csv", "a") as file:
+        if file.tell() == 0:
+            file.write("step,tag,value\n")
+        for tag, value in values.items():
+            file.write(f"{step},{tag},{value}\n")
+            board.add_scalar(tag, value, step)
+    board.flush()
+
+
+def log_completions(run_dir: str, step: int, episodes, advantages, tokenizer, task, args: Args):
+    """Add the first groups of a step to completions.jsonl, for people to read."""
+    shown = episodes[: GROUPS_SHOWN * args.num_generations]
+    with open(f"{run_dir}/completions.jsonl", "a") as file:
+        for episode, values in zip(shown, advantages.tolist()):
+            row = {
+                "step": step,
+                "prompt": tokenizer.decode(episode.prompt),
+                "turns": episode.texts,
+                "rewards": dict(zip(task.reward_functions, episode.rewards)),
+                "entropies": episode.entropies,
+                "advantages": values[: len(episode.entropies)],
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def report(step: int, metrics: dict, task, args: Args) -> None:
+    """Print a summary of under 80 columns."""
+    name = next(iter(task.reward_functions))
+    left = metrics["seconds/step"] * (args.max_steps - step)
+    line = f"step {step:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
+    line += f"  {name[:12]} {metrics[f'rewards/{name}/mean']:.2f}"
+    line += f"  length {metrics['completions/mean_length']:.0f}"
+    line += f"  {metrics['seconds/step']:.1f} s"
+    print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+
+
+# --- Evaluation and training --------------------------------------------------------------------
+
+
+def evaluate(
+    sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
+) -> tuple[dict[str, float], str]:
+    """Score problems that are not trained on by the first reward function: the greedy episode, and
+    the mean and the best of k samples. Also returns some greedy episodes as text."""
+    k = args.num_generations_eval
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", i) for i in mine]
+    problems = [problems[i] for i in mine]
+    greedy = play(sampler, tokenizer, task, problems, 1, args)
+    scores = {
+        "eval/greedy": [episode.rewards[0] for episode in greedy],
+        "eval/turns": [1.0 + episode.turns[-1] for episode in greedy],
+    }
+    if k > 0:
+        sampled = play(sampler, tokenizer, task, problems, k, args, seeds)
+        rewards = torch.tensor([episode.rewards[0] for episode in sampled]).view(-1, k)
+        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
+        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
+        for place, name in enumerate(task.reward_functions):
+            scores[f"eval/rewards/{name}"] = [episode.rewards[place] for episode in sampled]
+    means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+    examples = []
+    for problem, episode in zip(problems[:3], greedy):
+        lines = [task.prompt(problem)[-1]["content"], *episode.texts]
+        examples.append("\n>>> ".join(lines) + f"\n(reward {episode.rewards[0]:g})\n")
+    return means, "\n".join(examples)
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        args = replace(args, learning_rate=1e-6 if args.model_name_or_path else 2e-4)
+    rank, world_size, device = setup(args)
+    task, eval_problems = load_task(args)
+    model, tokenizer = load_model(args)
+    model.to(device)
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
+        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
+    reference = None
+    if args.beta > 0:
+        reference = copy_model(model, torch.float32)
+        if args.fsdp:
+            shard(reference, args)
+    # The sampler is the policy itself, or a copy: unsharded for --fsdp, in bfloat16 for --bf16.
+    sampler = model
+    if args.bf16 or args.fsdp:
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
+    if args.fsdp:
+        shard(model, args)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), args.learning_rate, weight_decay=0.0, fused=True
+    )
+    run_dir = open_run(args, rank)
+    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
+    load_checkpoint(run_dir, model, optimizer, progress)
+    if rank == 0:
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    scores = {}
+    while True:
+        step = progress["step"]
+        last = step >= args.max_steps
+        refresh(sampler, model, args)
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores, examples = evaluate(
+                sampler, tokenizer, task, eval_problems, args, rank, world_size
+            )
+            if rank == 0:
+                log(run_dir, board, step, scores)
+                if last or step == 0:
+                    print(examples)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
+            break
+
+        # 1. play G episodes of each problem and score them; processes have different problems
+        began = time.perf_counter()
+        share = args.num_prompts_per_step // world_size
+        first = progress["num_prompts"] + rank * share
+        indices = range(first, first + share)
+        problems = [task.train_problem(i, args.seed) for i in indices]
+        seeds = [random_seed(args.seed, i) for i in indices]
+        episodes = play(sampler, tokenizer, task, problems, args.num_generations, args, seeds)
+        progress["num_prompts"] += args.num_prompts_per_step
+        sampled = time.perf_counter()
+
+        # 2. compare episodes with their group, weigh turns; B and Z count those of all processes
+        table = [(e.rewards, len(e.logprobs), e.ended, e.entropy, e.entropies) for e in episodes]
+        rewards, lengths, ended, entropy, entropies = zip(*gather(table))
+        rewards = torch.tensor(rewards)  # (B,K)
+        totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (B,)
+        turns = torch.tensor([len(values) for values in entropies])  # (B,)
+        trajectory = torch.arange(len(turns)).repeat_interleave(turns)  # (Z,)
+        step_entropy = torch.tensor([value for values in entropies for value in values])  # (Z,)
+        trajectory_advantage = group_advantages(totals, args.num_generations)  # (B,)
+        turn_advantages = trajectory_advantage[trajectory]  # (Z,)
+        if args.advantage == "empg":
+            turn_advantages = modulate_advantages(
+                trajectory_advantage, step_entropy, trajectory, args.k, args.k_future, args.zeta
+            )
+        advantages = pad_sequence(turn_advantages.split(turns.tolist()), batch_first=True)  # (B,T)
+        own_advantages = advantages.chunk(world_size)[rank]
+
+        # 3. clipped policy-gradient steps
+        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        optimizer.param_groups[0]["lr"] = rate
+        metrics = update(model, reference, optimizer, episodes, own_advantages, args)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        progress["num_tokens"] += sum(lengths)
+        groups = totals.view(-1, args.num_generations)  # (P,G)
+        for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
+            metrics[f"rewards/{name}/mean"] = mean
+        metrics |= {
+            "reward": totals.mean().item(),
+            "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
+            "empg/turns": turns.float().mean().item(),
+            "empg/entropy/min": step_entropy.min().item(),
+            "empg/entropy/mean": step_entropy.mean().item(),
+            "empg/entropy/max": step_entropy.max().item(),
+            "entropy": sum(entropy) / sum(lengths),
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
+        if rank == 0:
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_completions(run_dir, step, episodes, own_advantages, tokenizer, task, args)
+            report(step, metrics, task, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, model, optimizer, progress, rank)
+
+    if args.max_steps > 0:
+        save_final(run_dir, model, tokenizer, args, rank)
+    if rank == 0:
+        board.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return scores
+
+
+def parse_args() -> Args:
+    """The command line; with --resume, the flags of that run are its defaults."""
+    args = tyro.cli(Args)
+    if not args.resume:
+        return args
+    path = Path(args.resume, "args.json")
+    if not path.is_file():
+        sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+    saved = json.loads(path.read_text())
+    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+    saved = Args(**saved | lists)  # JSON has no tuples
+    args = tyro.cli(Args, default=saved)
+    for name, before in asdict(saved).items():
+        now = getattr(args, name)
+        if now == before or name in ("resume", "output_dir"):
+            continue
+        flag = "--" + name.replace("_", "-")
+        if name in FIXED.split():
+            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{flag} {now}: the run began with {before}", flush=True)
+    return args
+
+
+if __name__ == "__main__":
+    train(parse_args())

@@ -1,0 +1,88 @@
+"""EMPG's advantages of turns: worked numbers of the authors' formulas, Proposition 1, and properties."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from algorithms.empg import group_advantages, modulate_advantages, policy_loss
+
+REFERENCE = json.loads((Path(__file__).parent / "reference" / "empg.json").read_text())
+ADVANTAGES = torch.tensor([1.2, -0.3, 0.0, -1.4], dtype=torch.float64)
+ENTROPY = torch.tensor([1.1, 1.4, 1.2, 1.0, 0.8, 1.3, 0.9, 1.8, 1.9, 0.7], dtype=torch.float64)
+TRAJECTORY = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])
+
+
+def double(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", REFERENCE["cases"], ids=lambda case: case["name"])
+def test_reference_advantages(case):
+    """The formulas of the project page and of equations 7 to 12, computed step by step."""
+    found = modulate_advantages(
+        double(case["trajectory_advantage"]),
+        double(case["step_entropy"]),
+        torch.tensor(case["step_trajectory"]),
+        k=case["params"]["k"],
+        k_future=case["params"]["k_f"],
+        zeta=case["params"]["zeta"],
+    )
+    torch.testing.assert_close(found, double(case["out"]["A_final"]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("item", REFERENCE["proposition1"]["items"], ids=lambda item: f"{item['renyi2']:.2f}")
+def test_reference_proposition_1(item):
+    """The expected squared gradient of the loss by the logits is 1 - exp(-Renyi-2 entropy): sure turns move little."""
+    expected = 0.0
+    probs = double(item["logits"]).softmax(0)
+    for action, prob in enumerate(probs):
+        logits = double(item["logits"]).requires_grad_()
+        logprob = logits.log_softmax(0)[action]
+        policy_loss(logprob, logprob.detach(), double(1.0))[0].backward()
+        expected += prob * logits.grad.square().sum()
+    assert expected.item() == pytest.approx(item["expected_sq_score_norm"], abs=1e-12)
+    assert expected.item() == pytest.approx(1 - probs.square().sum().item(), abs=1e-12)
+
+
+def test_without_scaling_and_bonus_it_is_grpo_minus_the_mean():
+    of_turns = ADVANTAGES[TRAJECTORY]
+    found = modulate_advantages(ADVANTAGES, ENTROPY, TRAJECTORY, k=0, zeta=0)
+    torch.testing.assert_close(found, of_turns - of_turns.mean(), rtol=0, atol=2e-8)
+
+
+def test_entropies_of_another_unit_and_level_change_nothing():
+    expected = modulate_advantages(ADVANTAGES, ENTROPY, TRAJECTORY)
+    found = modulate_advantages(ADVANTAGES, 3 * ENTROPY + 5, TRAJECTORY)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+    assert found.mean().abs() < 1e-12
+
+
+def test_equal_entropies_leave_a_bonus_for_all_turns_but_the_last():
+    found = modulate_advantages(ADVANTAGES, torch.ones_like(ENTROPY), TRAJECTORY)
+    is_last = double([0, 0, 1, 0, 1, 0, 0, 0, 1, 1])
+    expected = ADVANTAGES[TRAJECTORY] + 0.1 * (1 - is_last)
+    torch.testing.assert_close(found, expected - expected.mean(), rtol=0, atol=1e-7)
+
+
+def test_surer_turns_get_more():
+    """Of an episode without a bonus, where the advantages are positive."""
+    found = modulate_advantages(double([1.0]), double([0.5, 0.1, 0.9]), torch.zeros(3, dtype=torch.long), zeta=0)
+    assert found[1] > found[0] > found[2]
+
+
+def test_the_order_of_episodes_does_not_matter():
+    expected = modulate_advantages(ADVANTAGES, ENTROPY, TRAJECTORY)
+    order = torch.cat([torch.arange(5, 10), torch.arange(5)])
+    renamed = torch.tensor([0, 0, 0, 0, 1, 2, 2, 2, 3, 3])
+    found = modulate_advantages(ADVANTAGES[[2, 3, 0, 1]], ENTROPY[order], renamed)
+    torch.testing.assert_close(found, expected[order], rtol=0, atol=1e-12)
+
+
+def test_equal_outcomes_still_yield_gradients():
+    advantages = group_advantages(torch.ones(4), 4)
+    found = modulate_advantages(advantages, ENTROPY.float(), TRAJECTORY)
+    assert (advantages == 0).all() and (found != 0).all()

@@ -1,0 +1,88 @@
+"""EMPG as people run it: what its update gets, its controls, resume, processes and own tools."""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
+from processes import ROOT
+from run_folders import assert_tags_of_pages, tags
+
+from algorithms import empg
+from algorithms.empg import group_advantages, modulate_advantages
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 32}
+SMALL |= {"eval_problems": 4, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
+LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04}
+CALCULATOR = {"env": str(ROOT / "envs" / "examples" / "calculator.py:Calculator")}
+CALCULATOR |= {"model_name_or_path": str(ROOT / "envs" / "tiny_lm" / "search_qa")}
+train_here = partial(train, empg, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Folder of two uninterrupted steps, and what the updates were given."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    with spy(empg) as given:
+        train(empg, run_dir, **LONG)
+    return run_dir, given
+
+
+@pytest.mark.quick
+def test_what_the_update_gets_is_what_completions_show(whole):
+    run_dir, given = whole
+    found, rows = numbers(run_dir), completions(run_dir)
+    assert all(map(math.isfinite, found.values()))
+    assert_tags_of_pages(tags(run_dir), "empg", "grpo")
+    assert len(rows) == 2 * 8, "both groups of both steps"
+    for step in (1, 2):
+        batch = [row for row in rows if row["step"] == step]
+        entropy = torch.tensor([value for row in batch for value in row["entropies"]])
+        outcomes = torch.tensor([row["rewards"]["outcome"] for row in batch])
+        trajectory = torch.tensor([i for i, row in enumerate(batch) for _ in row["entropies"]])
+        expected = modulate_advantages(group_advantages(outcomes, 4), entropy, trajectory)
+        shown = torch.tensor([value for row in batch for value in row["advantages"]])
+        torch.testing.assert_close(shown, expected)
+        for row, own in zip(batch, given[step - 1][4]):
+            assert len(row["turns"]) == 2 * len(row["entropies"]) - 1
+            assert own[: len(row["advantages"])].tolist() == pytest.approx(row["advantages"])
+        assert found[step, "train/empg/turns"] == pytest.approx(len(entropy) / 8)
+        assert found[step, "train/empg/entropy/max"] == pytest.approx(entropy.max().item())
+        assert found[step, "train/empg/entropy/min"] == pytest.approx(entropy.min().item())
+
+
+def test_entropies_are_means_over_the_tokens_of_a_turn(whole):
+    for episode in whole[1][0][3]:
+        lengths = [episode.turns.count(turn) for turn in range(len(episode.entropies))]
+        total = sum(length * value for length, value in zip(lengths, episode.entropies))
+        assert total == pytest.approx(episode.entropy) and min(episode.entropies) > 0
+
+
+def test_a_killed_run_continues(whole, tmp_path):
+    kill_and_resume(empg, whole[0], tmp_path, 2, **LONG)
+
+
+def test_two_processes_equal_one(tmp_path):
+    """Minimum, maximum and means go over the turns of both."""
+    two_processes_equal_one(empg, tmp_path, **SMALL, max_steps=2, hops=(1, 3))
+
+
+def test_controls_see_the_same_episodes_and_have_advantages_of_their_own(tmp_path):
+    flags = [{}, {"advantage": "grpo"}, {"zeta": 0.0}, {"k": 0.0}, {"k_future": 2.0}]
+    runs = []
+    for number, values in enumerate(flags):
+        train_here(tmp_path / str(number), **values, num_generations=8, hops=(1, 2, 3), temperature=1.3)
+        runs.append(completions(tmp_path / str(number)))
+    assert len({json.dumps([row["turns"] for row in rows]) for rows in runs}) == 1
+    assert len({json.dumps([row["advantages"] for row in rows]) for rows in runs}) == 5
+    assert all(len(set(row["advantages"])) == 1 for row in runs[1]), "GRPO: one advantage for a whole episode"
+
+
+def test_own_tools(tmp_path):
+    """The example of envs/README.md; its class has a right answer that EMPG does not need."""
+    found = train_here(tmp_path, **CALCULATOR, eval_steps=1, learning_rate=1e-4)
+    assert all(map(math.isfinite, found.values())) and (1, "eval/rewards/right") in found
