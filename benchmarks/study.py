@@ -122,21 +122,18 @@ STUDIES = {
         ),
     ),
     "grpo_135m": Study(
-        command=f"algorithms/grpo.py {ARITHMETIC}",
+        command="",
+        tasks={"": ARITHMETIC},
         arms={
-            "grpo": Arm("", LADDER, "4e-5"),
-            "no_baseline": Arm("--advantage none", LADDER, "4e-5"),
-            "shuffled": Arm("--advantage shuffled --learning-rate 4e-5", seeds=(2,)),
+            "grpo": Arm("algorithms/grpo.py", LADDER, "4e-5"),
+            "dapo": Arm("algorithms/dapo.py", LADDER, "4e-5"),
+            "no_baseline": Arm("algorithms/grpo.py --advantage none", LADDER, "4e-5"),
+            "shuffled": Arm(
+                "algorithms/grpo.py --advantage shuffled --learning-rate 4e-5", seeds=(2,)
+            ),
         },
         scores=MEAN_AT_2,
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
-        best="mean_at_2",
-        minutes=6.0,
-    ),
-    "dapo_135m": Study(  # its control is in grpo_135m
-        command=f"algorithms/dapo.py {ARITHMETIC}",
-        arms={"dapo": Arm("", LADDER, "4e-5")},
-        scores=MEAN_AT_2,
         best="mean_at_2",
         minutes=8.0,
     ),
