@@ -1,7 +1,7 @@
-"""Three rewards of one's own for sums, in three units: right, short, and well-formed.
+r"""Three rewards of one's own for sums, in three units: right, short, and well-formed.
 
-python algorithms/gdpo.py --env reasoning_gym --task chain_sum --reward \\
-    envs/examples/arithmetic_rewards.py:right envs/examples/arithmetic_rewards.py:short \\
+python algorithms/gdpo.py --env reasoning_gym --task chain_sum --reward \
+    envs/examples/arithmetic_rewards.py:right envs/examples/arithmetic_rewards.py:short \
     envs/examples/arithmetic_rewards.py:well_formed --model-name-or-path ...
 """
 
