@@ -108,13 +108,16 @@ def load_curves(study: str) -> pd.DataFrame:
     return curves.merge(runs, on=list(keys))
 
 
-def at_edge(own: pd.DataFrame) -> bool:
-    """Whether the rate of an arm's runs of a task is the lowest or highest of its sweep there."""
+def tuning(own: pd.DataFrame) -> str:
+    """(edge) if the rate of an arm's runs of a task is the lowest or highest of its sweep there,
+    (not swept) if other arms or tasks of the study have sweeps."""
     run = own.iloc[0]
     runs = load_runs(run.study)
-    runs = runs[runs.is_sweep & (runs.task == run.task) & (runs.arm == run.arm)]
-    rates = runs.learning_rate.astype(float)
-    return rates.nunique() > 1 and float(run.learning_rate) in (rates.min(), rates.max())
+    sweeps = runs[runs.is_sweep & runs.task.isin(runs[~runs.is_sweep].task)]
+    rates = sweeps[(sweeps.task == run.task) & (sweeps.arm == run.arm)].learning_rate.astype(float)
+    if rates.nunique() > 1:
+        return " (edge)" * (float(run.learning_rate) in (rates.min(), rates.max()))
+    return " (not swept)" if len(sweeps) and run.learning_rate != "" else ""
 
 
 # --- Statistics -----------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ def study_table(name: str, links: str) -> str:
             row |= {table.get("arm_label", "arm"): labels.get(arm, arm)}
             row |= {"learning rate": "", "seeds": ""}
             if arm in labels:
-                row["learning rate"] = own.learning_rate.iloc[0] + " (edge)" * at_edge(own)
+                row["learning rate"] = own.learning_rate.iloc[0] + tuning(own)
                 row["seeds"] = len(own)
                 shown.append(own)
             for column, label, *form in scores:
@@ -269,14 +272,15 @@ def judge(claim: SimpleNamespace) -> tuple[str, str]:
     form = form_of(claim)
     result = f"{show_values(ours, *form)} against {show_values(theirs, *form)} {claim.unit}".strip()
     if claim.kind == "exact":
-        said = "exact: holds" if (found.mean > 0) == (claim.better == "higher") else "exact: fails"
+        sign = 1 if claim.better == "higher" else -1
+        said = "exact: holds" if sign * found.mean > 0 else "exact: fails"
     else:
         said = verdict(found, claim.better)
         result += f": {show_interval(found, *form)}" if found.low is not None else ""
     runs = final_runs(claim.study)
     runs = runs[runs.task == claim.task]
     arms = dict.fromkeys((claim.ours, claim.theirs))
-    edges = ", ".join(f"`{arm}`" for arm in arms if at_edge(runs[runs.arm == arm]))
+    edges = ", ".join(f"`{arm}`" for arm in arms if "edge" in tuning(runs[runs.arm == arm]))
     edge = f"rate at the edge of the sweep: {edges}" if edges else ""
     return result, "; ".join(filter(None, [f"{said} ({claim.scale})", edge, claim.note]))
 
@@ -296,12 +300,6 @@ def claims(links: str) -> str:
     return markdown(rows)
 
 
-def load_methods() -> list[SimpleNamespace]:
-    """Rows of methods.csv whose scripts exist."""
-    rows = load_rows("methods.csv")
-    return [row for row in rows if (ROOT / f"algorithms/{row.script}.py").exists()]
-
-
 def fill(template: str) -> str:
     """{NAME} becomes the size of the difference in the claim of that name."""
     known = {claim.name: claim for claim in load_rows("claims.csv")}
@@ -316,7 +314,7 @@ def fill(template: str) -> str:
 def methods(links: str) -> str:
     """The README's table of methods."""
     rows = []
-    for method in load_methods():
+    for method in load_rows("methods.csv"):
         name = method.script
         pages = f"[{name}.py](algorithms/{name}.py), [page](algorithms/{name}.md)"
         row = {"method": method.title, "script, page": pages, "use it when": method.use}
@@ -489,7 +487,7 @@ def default_curve(method: SimpleNamespace) -> pd.DataFrame:
 def draw_default_runs() -> None:
     """A small learning curve of every default run."""
     curves = []
-    for method in load_methods():
+    for method in load_rows("methods.csv"):
         try:
             curves.append((method, default_curve(method)))
         except FileNotFoundError:
@@ -519,9 +517,8 @@ TABLES |= {"speed_marl": speed_marl, "gpu": gpu, "memory_fit": memory_fit}
 
 
 def pages() -> list[Path]:
-    """Markdown files that hold a table."""
-    paths = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
-    return [path for path in paths if "<!-- table:" in path.read_text(encoding="utf-8")]
+    """Markdown files that may hold a table."""
+    return [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
 
 
 def redraw(path: Path) -> str:

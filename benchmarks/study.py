@@ -1,6 +1,6 @@
 """The studies: a queue of training runs, two at a time with one thread each.
 
-    python benchmarks/study.py                     # every study: runs that are done, left, hours
+    python benchmarks/study.py            # every study: runs that are done, left, hours of a thread
     python benchmarks/study.py fm3q_games          # runs it; continues where it was stopped
     python benchmarks/study.py defaults --arms fm3q arac --seeds 2 3
 
@@ -53,7 +53,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """A command, its tasks and arms. `{arm}` and `{seed}` in the command are replaced."""
+    """A command, its tasks and arms; flags of arm and task follow the command, which is empty where
+    arms have scripts of their own. `{arm}` and `{seed}` are replaced."""
 
     command: str
     arms: dict[str, Arm]
@@ -252,7 +253,7 @@ STUDIES = {
             "beta": ("train/arac/beta", "last"),
         },
         curves=("charts/success", "train/arac/beta"),
-        minutes=5.0,
+        minutes=8.0,
     ),
     "poisson_start": Study(
         command="algorithms/unimodal_poisson.py --total-timesteps 300000",
@@ -320,7 +321,7 @@ class Args:
     jobs: int = 2
     """runs at the same time, one thread each"""
     extra: str = ""
-    """further flags for every run, as in --extra="--max-steps 1" to try the program"""
+    """further flags for every run, to try the program: --extra="--max-steps 1" --results FOLDER"""
     results: str = str(RESULTS)
     """folder of the CSVs"""
 
@@ -338,18 +339,17 @@ class Run:
 lock = Lock()  # of the CSVs and of what is printed
 
 
-def score(metrics: pd.DataFrame, tag: str, which: str) -> float | None:
-    """The first or last value of a tag, or its mean over the first or last tenth of the steps."""
+def score(metrics: pd.DataFrame, tag: str, which: str) -> float:
+    """First or last value of a tag, or its mean over the first or last tenth of the steps, or NaN."""
     rows = metrics[metrics.tag == tag]
-    if rows.empty:
-        return None
-    if which in ("first", "last"):
-        return rows.value.iloc[0 if which == "first" else -1]
-    tenth = metrics.step.max() / 10
-    early = rows[rows.step <= tenth]
-    late = rows[rows.step > metrics.step.max() - tenth]
-    chosen = early if which == "early" else late
-    return chosen.value.mean() if len(chosen) else rows.value.iloc[-1]
+    end = metrics.step.max()
+    chosen = {
+        "first": rows.head(1),
+        "last": rows.tail(1),
+        "early": rows[rows.step <= 0.1 * end],
+        "late": rows[rows.step > 0.9 * end],
+    }
+    return chosen[which].value.mean()
 
 
 def finished(args: Args) -> pd.DataFrame:
@@ -357,13 +357,14 @@ def finished(args: Args) -> pd.DataFrame:
     path = Path(args.results, f"{args.study}.csv")
     if not path.exists():
         return pd.DataFrame(columns=["task", "arm", "seed", "learning_rate"])
-    return pd.read_csv(path, dtype=str, keep_default_na=False)
+    with lock:
+        return pd.read_csv(path, dtype=str, keep_default_na=False)
 
 
 def is_done(rows: pd.DataFrame, run: Run) -> bool:
     """Whether a run has its row."""
-    same = (rows.task == run.task) & (rows.arm == run.arm) & (rows.seed == str(run.seed))
-    return bool((same & (rows.learning_rate == run.learning_rate)).any())
+    key = {name: str(value) for name, value in vars(run).items()}
+    return bool((rows[[*key]] == key).all(axis=1).any())
 
 
 def append(path: Path, rows: pd.DataFrame) -> None:
@@ -409,9 +410,8 @@ def train(args: Args, run: Run) -> None:
             sys.stderr.write(f"{shlex.join(words)} failed:\n{process.stderr}")
             return
         metrics = pd.read_csv(f"{folder}/run/metrics.csv")
-    key = {"task": run.task, "arm": run.arm, "seed": run.seed, "learning_rate": run.learning_rate}
-    scores = {name: score(metrics, *which) for name, which in study.scores.items()}
-    row = key | {name: "" if x is None else f"{x:.5g}" for name, x in scores.items()}
+    scores = {name: f"{score(metrics, *which):.5g}" for name, which in study.scores.items()}
+    row = vars(run) | scores
     row["minutes"] = f"{(time.perf_counter() - start) / 60:.2f}"
     row["device"] = f"CPU ({platform.machine()}), one thread"
     row["torch"] = torch.__version__
@@ -419,7 +419,7 @@ def train(args: Args, run: Run) -> None:
     row["commit"] = made
     row["command"] = shlex.join(["python", *words])
     curve = metrics[metrics.tag.isin(study.curves)][["step", "tag", "value"]]
-    curve = pd.DataFrame([key]).merge(curve, "cross")
+    curve = pd.DataFrame([vars(run)]).merge(curve, "cross")
     with lock:
         append(Path(args.results, f"{args.study}_curves.csv"), curve)
         append(Path(args.results, f"{args.study}.csv"), pd.DataFrame([row]))
@@ -453,27 +453,29 @@ def sweep(args: Args, task: str, name: str) -> str:
 def chosen(args: Args) -> list[tuple[str, str]]:
     """Tasks and arms to run."""
     study = STUDIES[args.study]
-    pairs = []
-    for task in study.tasks:
-        for name, arm in study.arms.items():
-            wanted = (not args.tasks or task in args.tasks) and (not args.arms or name in args.arms)
-            if wanted and (not arm.tasks or task in arm.tasks):
-                pairs.append((task, name))
-    return pairs
+    return [
+        (task, name)
+        for task in args.tasks or study.tasks
+        for name in args.arms or study.arms
+        if task in (study.arms[name].tasks or study.tasks)
+    ]
 
 
 def main(args: Args) -> None:
     """The sweeps, then the seeds."""
     if args.study not in STUDIES:
         sys.exit(f"no study {args.study}: expected one of {', '.join(STUDIES)}")
+    if args.extra and args.results == str(RESULTS):
+        sys.exit("--extra: give --results as well, or a trial counts as a run of the study")
     pairs = chosen(args)
     arms = STUDIES[args.study].arms
     with ThreadPoolExecutor(args.jobs) as pool:
         rates = list(pool.map(lambda pair: sweep(args, *pair), pairs))
-        runs = []
-        for (task, name), rate in zip(pairs, rates):
-            seeds = args.seeds or arms[name].seeds
-            runs += [Run(task, name, seed, rate) for seed in seeds]
+        runs = [
+            Run(task, name, seed, rate)
+            for (task, name), rate in zip(pairs, rates)
+            for seed in args.seeds or arms[name].seeds
+        ]
         runs.sort(key=lambda run: run.seed)
         begin = time.perf_counter()
         waiting = [run for run in runs if not is_done(finished(args), run)]
@@ -487,9 +489,13 @@ def overview() -> None:
     for name, study in STUDIES.items():
         args = Args(name)
         rows = finished(args)
-        arms = [study.arms[arm] for _, arm in chosen(args)]
-        planned = sum(len(arm.seeds) + 3 * bool(arm.rates) for arm in arms)
-        left = max(0, planned - len(rows))
+        left = 0
+        for task, name_of_arm in chosen(args):
+            arm = study.arms[name_of_arm]
+            own = rows[(rows.task == task) & (rows.arm == name_of_arm)]
+            swept = own[(own.seed == str(SWEEP_SEED)) & (own.learning_rate != "")]
+            left += len(set(map(str, arm.seeds)) - set(own.seed))
+            left += max(0, 3 - len(swept)) * bool(arm.rates)
         hours = left * study.minutes / 60
         print(f"{name:18} {len(rows):3} runs done, {left:3} left, about {hours:.1f} hours")
 
