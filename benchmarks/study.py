@@ -216,7 +216,6 @@ STUDIES = {
         },
         curves=("charts/episodic_return",),
         best="train_return",
-        minutes=3.0,
     ),
     "fm3q_games": Study(  # a seed is a game
         command="algorithms/fm3q.py --env-id arat_random --num-pro 3 --num-ant 3 --num-states 50"
@@ -273,7 +272,8 @@ STUDIES = {
         arms={
             name: Arm(f"--policy {name}", CONTROL, "3e-4")
             for name in ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
-        },
+        }
+        | {"poisson_softplus": Arm("--second-activation softplus", CONTROL, "3e-4")},
         scores=RETURNS,
         curves=("charts/episodic_return",),
         best="train_return",
