@@ -195,8 +195,8 @@ STUDIES = {
         arms={
             "empg": Arm("", TINY, "2e-4"),
             "grpo": Arm("--advantage grpo", TINY, "2e-4"),
-            "scaling": Arm("--zeta 0 --learning-rate 2e-4", seeds=THREE),
-            "bonus": Arm("--k 0 --learning-rate 2e-4", seeds=THREE),
+            "scaling": Arm("--zeta 0 --learning-rate 8e-4", seeds=THREE),
+            "bonus": Arm("--k 0 --learning-rate 8e-4", seeds=THREE),
         },
         scores=MEAN_AT_8,
         curves=("eval/mean_at_8", "train/empg/entropy/mean", "train/entropy", "train/grad_norm"),
