@@ -47,7 +47,7 @@ SHORT = "--max-completion-length 9 "
 CONTINUED = {  # flags with which one more step is made
     "grpo": SHORT + "--max-steps 2 --num-iterations 2 --gradient-checkpointing",
     "gdpo": SHORT + "--max-steps 2 --advantage grpo_batch_norm",
-    "hpt": SHORT + "--max-steps 2 --gate 1",
+    "hpt": "--max-steps 2 --gate 1",
     "dr_mas": SHORT + "--max-steps 2 --normalization global",
     "igpo": "--max-steps 2 --normalization joint --information-gain prob",
     "empg": "--max-steps 2 --zeta 0",
