@@ -237,7 +237,7 @@ STUDIES = {
     ),
     "arac_grid": Study(
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
-        " --total-timesteps 60000 --eval-steps 15000",
+        " --total-timesteps 60000 --eval-steps 15000 --batch-size 32",
         tasks={"shortest": "--reference shortest", "dp": "--reference dp"},
         arms={
             name: Arm(f"--beta-mode {name}", seeds=(1, 2, 3)) for name in ("dual", "exp", "fixed")
@@ -252,7 +252,7 @@ STUDIES = {
             "beta": ("train/arac/beta", "last"),
         },
         curves=("charts/success", "train/arac/beta"),
-        minutes=8.0,
+        minutes=4.0,
     ),
     "poisson_start": Study(
         command="algorithms/unimodal_poisson.py --total-timesteps 300000",
