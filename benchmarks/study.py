@@ -237,7 +237,7 @@ STUDIES = {
     ),
     "arac_grid": Study(
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
-        " --total-timesteps 60000 --eval-steps 15000 --batch-size 32",
+        " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
         tasks={"shortest": "--reference shortest", "dp": "--reference dp"},
         arms={
             name: Arm(f"--beta-mode {name}", seeds=(1, 2, 3)) for name in ("dual", "exp", "fixed")
