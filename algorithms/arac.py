@@ -612,7 +612,8 @@ def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
     run_dir = args.resume or args.output_dir
     if run_dir is None:
-        run_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{time.time():.0f}"
+        started = f"{time.time():.0f}_{os.getpid()}"
+        run_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
     path = Path(run_dir, "args.json")
     if path.exists() and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")

@@ -53,7 +53,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from types import MethodType
@@ -118,7 +118,7 @@ class Args:
     retriever_url: str | None = None
     """search_qa: search server with the protocol of Search-R1; None searches an invented world"""
     system_prompt: str | None = None
-    """system message before every prompt"""
+    """system message before every prompt, in place of its own"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
@@ -157,7 +157,7 @@ class Args:
     warmup_steps: int = 0
     """linear warm-up steps"""
     max_grad_norm: float = 1.0
-    """clip the gradient norm at this value"""
+    """clip the gradient norm at this value; 0 does not clip"""
     max_steps: int = 60
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
@@ -326,6 +326,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     rank = int(os.environ.get("RANK", 0))
     if args.num_prompts_per_step % world_size:
         sys.exit(f"--num-prompts-per-step: not divisible by the {world_size} processes")
+    if args.temperature <= 0:
+        sys.exit("--temperature: must be above 0")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.fsdp and not args.share_model:
@@ -373,13 +375,19 @@ def load_team(args: Args, dataset: str | None):
         sys.exit(str(error))
 
 
+@lru_cache
+def run_file(path: str) -> dict:
+    """What a Python file defines. It runs once, also if several of its functions are named."""
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    return runpy.run_path(path)
+
+
 def load_env(name: str):
     """The class that FILE.py:ClassName names."""
     path, _, class_name = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"--env {name}: expected search_qa, countdown or FILE.py:ClassName")
-    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
-    names = runpy.run_path(path)
+    names = run_file(path)
     if class_name not in names:
         sys.exit(f"--env {name}: {path} has no class {class_name!r}")
     return names[class_name]
@@ -390,8 +398,7 @@ def load_reward(name: str):
     path, _, function = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"--reward {name}: expected FILE.py:function, but there is no file {path!r}")
-    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
-    names = runpy.run_path(path)
+    names = run_file(path)
     if function not in names:
         sys.exit(f"--reward {name}: {path} has no function {function!r}")
     return names[function]
@@ -450,7 +457,8 @@ def load_model(args: Args):
 def encode(tokenizer, messages: list[dict], args: Args) -> list[int]:
     """Token ids of a prompt, up to where the assistant begins."""
     if args.system_prompt:
-        messages = [{"role": "system", "content": args.system_prompt}] + messages
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
     encoded = tokenizer.apply_chat_template(
         messages,
         add_generation_prompt=True,
@@ -644,13 +652,13 @@ def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicC
         places.setdefault(tuple(prompt), len(places))
     ids = [torch.tensor(prompt) for prompt in places]
     ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
-    positions = torch.arange(ids.size(1), device=model.device).expand(ids.shape)  # (U,S)
-    visible = positions[:, None, :] <= positions[:, :, None]  # (U,S,S)
+    positions = torch.arange(ids.size(1), device=model.device)[None]  # (1,S)
+    visible = positions[:, None, :] <= positions[:, :, None]  # (1,S,S), one mask for all prompts
     cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
     hidden = model.base_model(
         ids,
         attention_mask=attention_masks(model, visible, positions, positions),
-        position_ids=positions,
+        position_ids=positions.expand(ids.shape),
         past_key_values=cache,
     ).last_hidden_state  # (U,S,H)
     last = [hidden[place, len(prompt) - 1] for prompt, place in places.items()]
@@ -982,7 +990,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         if dist.is_initialized() and not args.fsdp:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = (norm.full_tensor() if args.fsdp else norm).item()
         if not math.isfinite(norm):
             sys.exit(
@@ -1156,8 +1164,8 @@ def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
     run_dir = args.resume or args.output_dir
     if run_dir is None:
-        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}"
-        run_dir = gather([run_dir])[0]  # the clocks of processes differ
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
     path = Path(run_dir, "args.json")
     if rank == 0:
         if path.exists() and not args.resume:

@@ -118,7 +118,7 @@ class Args:
     learning_rate: float = 1e-3
     """of Adam, at the beginning; it falls linearly to 0"""
     max_grad_norm: float = 10.0
-    """clip the gradient norm at this value"""
+    """clip the gradient norm at this value; 0 does not clip"""
     start_e: float = 1.0
     """chance of a random action at the beginning, each agent by itself"""
     end_e: float = 0.1
@@ -438,7 +438,7 @@ class Learner:
         norm (2,); nothing waits for the device."""
         gradients = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         self.weights.grad = parameters_to_vector(gradients)
-        norm = nn.utils.clip_grad_norm_(self.weights, self.args.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self.weights, self.args.max_grad_norm or math.inf)
         self.optimizer.step()
         if number % self.args.target_network_frequency == 0:
             update_target(self.target, self.online, self.args.tau)
@@ -715,7 +715,8 @@ def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
     run_dir = args.resume or args.output_dir
     if run_dir is None:
-        run_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{time.time():.0f}"
+        started = f"{time.time():.0f}_{os.getpid()}"
+        run_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
     path = Path(run_dir, "args.json")
     if path.exists() and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")

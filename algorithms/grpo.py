@@ -110,13 +110,13 @@ class Args:
     eval_dataset: str | None = None
     """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
     system_prompt: str | None = None
-    """system message before every prompt"""
+    """system message before every prompt, in place of its own"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
     """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
-    the rewards of --env; with --dataset, problem is the line of the file as a dict; evaluations
-    report the first function"""
+    the rewards of --env; with --dataset, problem is the line of the file as a dict, and its text
+    alone is the prompt; evaluations report the first function"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
@@ -149,7 +149,7 @@ class Args:
     warmup_steps: int = 5
     """linear warm-up steps"""
     max_grad_norm: float = 1.0
-    """clip the gradient norm at this value"""
+    """clip the gradient norm at this value; 0 does not clip"""
     max_steps: int = 150
     """training steps, one batch of completions each; 0 only evaluates"""
     seed: int = 1
@@ -266,6 +266,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     rank = int(os.environ.get("RANK", 0))
     if args.num_prompts_per_step % world_size:
         sys.exit(f"--num-prompts-per-step: not divisible by the {world_size} processes")
+    if args.temperature <= 0:
+        sys.exit("--temperature: must be above 0")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2 and args.advantage != "none":
@@ -297,8 +299,8 @@ def gather(items: list) -> list:
 class JsonLines:
     """Problems of a JSON-lines file, to be scored by --reward.
 
-    A line is an object with the user's text, or a list of chat messages, under `prompt`,
-    `question` or `problem`. One line in 16 is held out for evaluation, by a hash of its prompt.
+    A line is an object with the user's text, or a list of chat messages, under `question`,
+    `problem` or `prompt`. One line in 16 is held out for evaluation, by a hash of its prompt.
     """
 
     def __init__(self, path: str):
@@ -310,7 +312,7 @@ class JsonLines:
                 self.rows.append(json.loads(line))
                 self.prompt(self.rows[-1])
             except (ValueError, IndexError, TypeError):
-                wanted = "a JSON object with a prompt, question or problem"
+                wanted = "a JSON object with a question, problem or prompt"
                 raise ValueError(f"{path}, line {number}: expected {wanted}") from None
         held_out = [zlib.crc32(repr(self.prompt(row)).encode()) % 16 == 0 for row in self.rows]
         self.train_rows = [row for row, held in zip(self.rows, held_out) if not held]
@@ -318,7 +320,7 @@ class JsonLines:
 
     def prompt(self, row: dict) -> list[dict]:
         """Chat messages."""
-        texts = [row[key] for key in ("prompt", "question", "problem") if key in row]
+        texts = [row[key] for key in ("question", "problem", "prompt") if key in row]
         return texts[0] if isinstance(texts[0], list) else [{"role": "user", "content": texts[0]}]
 
     def train_problem(self, index: int, seed: int) -> dict:
@@ -363,13 +365,19 @@ def load_problems(args: Args, dataset: str | None):
         sys.exit(str(error))
 
 
+@lru_cache
+def run_file(path: str) -> dict:
+    """What a Python file defines. It runs once, also if several of its functions are named."""
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    return runpy.run_path(path)
+
+
 def load_reward(name: str):
     """The function that FILE.py:function names."""
     path, _, function = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"--reward {name}: expected FILE.py:function, but there is no file {path!r}")
-    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
-    names = runpy.run_path(path)
+    names = run_file(path)
     if function not in names:
         sys.exit(f"--reward {name}: {path} has no function {function!r}")
     return names[function]
@@ -431,7 +439,8 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     """Token ids of a prompt, up to where the assistant begins."""
     messages = task.prompt(problem)
     if args.system_prompt:
-        messages = [{"role": "system", "content": args.system_prompt}] + messages
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
     encoded = tokenizer.apply_chat_template(
         messages,
         add_generation_prompt=True,
@@ -623,13 +632,13 @@ def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicC
         places.setdefault(tuple(prompt), len(places))
     ids = [torch.tensor(prompt) for prompt in places]
     ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
-    positions = torch.arange(ids.size(1), device=model.device).expand(ids.shape)  # (U,S)
-    visible = positions[:, None, :] <= positions[:, :, None]  # (U,S,S)
+    positions = torch.arange(ids.size(1), device=model.device)[None]  # (1,S)
+    visible = positions[:, None, :] <= positions[:, :, None]  # (1,S,S), one mask for all prompts
     cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
     hidden = model.base_model(
         ids,
         attention_mask=attention_masks(model, visible, positions, positions),
-        position_ids=positions,
+        position_ids=positions.expand(ids.shape),
         past_key_values=cache,
     ).last_hidden_state  # (U,S,H)
     last = [hidden[place, len(prompt) - 1] for prompt, place in places.items()]
@@ -922,7 +931,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         if dist.is_initialized() and not args.fsdp:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = (norm.full_tensor() if args.fsdp else norm).item()
         if not math.isfinite(norm):
             sys.exit(
@@ -1025,8 +1034,8 @@ def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
     run_dir = args.resume or args.output_dir
     if run_dir is None:
-        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}"
-        run_dir = gather([run_dir])[0]  # the clocks of processes differ
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
     path = Path(run_dir, "args.json")
     if rank == 0:
         if path.exists() and not args.resume:

@@ -53,7 +53,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from types import MethodType
@@ -114,7 +114,7 @@ class Args:
     hops: tuple[int, ...] = (1, 2)
     """search_qa without --dataset: numbers of searches that a question needs"""
     system_prompt: str | None = None
-    """system message before every prompt"""
+    """system message before every prompt, in place of its own"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
@@ -161,7 +161,7 @@ class Args:
     warmup_steps: int = 5
     """linear warm-up steps"""
     max_grad_norm: float = 1.0
-    """clip the gradient norm at this value"""
+    """clip the gradient norm at this value; 0 does not clip"""
     max_steps: int = 60
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
@@ -308,6 +308,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     rank = int(os.environ.get("RANK", 0))
     if args.num_prompts_per_step % world_size:
         sys.exit(f"--num-prompts-per-step: not divisible by the {world_size} processes")
+    if args.temperature <= 0:
+        sys.exit("--temperature: must be above 0")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2:
@@ -354,13 +356,19 @@ def load_problems(args: Args, dataset: str | None):
     return task
 
 
+@lru_cache
+def run_file(path: str) -> dict:
+    """What a Python file defines. It runs once, also if several of its functions are named."""
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    return runpy.run_path(path)
+
+
 def load_env(name: str):
     """The class that FILE.py:ClassName names."""
     path, _, class_name = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"--env {name}: expected search_qa or FILE.py:ClassName of a file that exists")
-    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
-    names = runpy.run_path(path)
+    names = run_file(path)
     if class_name not in names:
         sys.exit(f"--env {name}: {path} has no class {class_name!r}")
     return names[class_name]
@@ -371,8 +379,7 @@ def load_reward(name: str):
     path, _, function = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"--reward {name}: expected FILE.py:function, but there is no file {path!r}")
-    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
-    names = runpy.run_path(path)
+    names = run_file(path)
     if function not in names:
         sys.exit(f"--reward {name}: {path} has no function {function!r}")
     return names[function]
@@ -434,7 +441,8 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     """Token ids of a prompt, up to where the assistant begins."""
     messages = task.prompt(problem)
     if args.system_prompt:
-        messages = [{"role": "system", "content": args.system_prompt}] + messages
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
     encoded = tokenizer.apply_chat_template(
         messages,
         add_generation_prompt=True,
@@ -1137,7 +1145,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
         if dist.is_initialized() and not args.fsdp:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = (norm.full_tensor() if args.fsdp else norm).item()
         if not math.isfinite(norm):
             sys.exit(
@@ -1240,8 +1248,8 @@ def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
     run_dir = args.resume or args.output_dir
     if run_dir is None:
-        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}"
-        run_dir = gather([run_dir])[0]  # the clocks of processes differ
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
     path = Path(run_dir, "args.json")
     if rank == 0:
         if path.exists() and not args.resume:

@@ -51,7 +51,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from types import MethodType
@@ -105,7 +105,7 @@ class Args:
     hops: tuple[int, ...] = (1, 2)
     """search_qa: hops of the questions, drawn evenly; 1 1 2 has twice as many of 1"""
     system_prompt: str | None = None
-    """system message before every prompt"""
+    """system message before every prompt, in place of its own"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     # rollout
@@ -151,7 +151,7 @@ class Args:
     warmup_steps: int = 5
     """linear warm-up steps of each policy"""
     max_grad_norm: float = 1.0
-    """clip the gradient norm at this value"""
+    """clip the gradient norm at this value; 0 does not clip"""
     max_steps: int = 60
     """training steps of both policies; 0 only evaluates"""
     seed: int = 1
@@ -334,6 +334,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         if getattr(args, name) % world_size:
             flag = name.replace("_", "-")
             sys.exit(f"--{flag}: not divisible by the {world_size} processes")
+    if args.temperature <= 0:
+        sys.exit("--temperature: must be above 0")
     try:
         json.loads(args.chat_template_kwargs)
     except ValueError as error:
@@ -371,13 +373,19 @@ def load_problems(args: Args, dataset: str | None):
     return task
 
 
+@lru_cache
+def run_file(path: str) -> dict:
+    """What a Python file defines. It runs once, also if several of its functions are named."""
+    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+    return runpy.run_path(path)
+
+
 def load_env(name: str):
     """The class that FILE.py:ClassName names."""
     path, _, class_name = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"--env {name}: expected search_qa or FILE.py:ClassName of a file that exists")
-    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
-    names = runpy.run_path(path)
+    names = run_file(path)
     if class_name not in names:
         sys.exit(f"--env {name}: {path} has no class {class_name!r}")
     return names[class_name]
@@ -428,7 +436,8 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     """Token ids of a prompt, up to where the assistant begins."""
     messages = task.prompt(problem)
     if args.system_prompt:
-        messages = [{"role": "system", "content": args.system_prompt}] + messages
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
     encoded = tokenizer.apply_chat_template(
         messages,
         add_generation_prompt=True,
@@ -1221,7 +1230,7 @@ def update(
     if dist.is_initialized():
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
     if not math.isfinite(norm):
         sys.exit(f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept")
     optimizer.step()
@@ -1320,8 +1329,8 @@ def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
     run_dir = args.resume or args.output_dir
     if run_dir is None:
-        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}"
-        run_dir = gather([run_dir])[0]  # the clocks of processes differ
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
     path = Path(run_dir, "args.json")
     if rank == 0:
         if path.exists() and not args.resume:

@@ -108,7 +108,7 @@ class Args:
     opponent: Literal["self", "random", "start"] = "self"
     """self is SPIRAL; controls: a random player or the initial policy has the other role"""
     system_prompt: str | None = None
-    """system message before every prompt"""
+    """system message before every prompt, in place of its own"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     # rollout
@@ -142,7 +142,7 @@ class Args:
     warmup_steps: int = 0
     """linear warm-up steps"""
     max_grad_norm: float = 1.0
-    """clip the gradient norm at this value"""
+    """clip the gradient norm at this value; 0 does not clip"""
     max_steps: int = 16
     """training steps, one batch of games each; 0 only evaluates"""
     seed: int = 1
@@ -307,6 +307,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     rank = int(os.environ.get("RANK", 0))
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
+    if args.temperature <= 0:
+        sys.exit("--temperature: must be above 0")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.fsdp and args.opponent != "self":
@@ -368,7 +370,8 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     """Token ids of a prompt, up to where the assistant begins."""
     messages = task.prompt(problem)
     if args.system_prompt:
-        messages = [{"role": "system", "content": args.system_prompt}] + messages
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
     encoded = tokenizer.apply_chat_template(
         messages,
         add_generation_prompt=True,
@@ -546,13 +549,13 @@ def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicC
         places.setdefault(tuple(prompt), len(places))
     ids = [torch.tensor(prompt) for prompt in places]
     ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
-    positions = torch.arange(ids.size(1), device=model.device).expand(ids.shape)  # (U,S)
-    visible = positions[:, None, :] <= positions[:, :, None]  # (U,S,S)
+    positions = torch.arange(ids.size(1), device=model.device)[None]  # (1,S)
+    visible = positions[:, None, :] <= positions[:, :, None]  # (1,S,S), one mask for all prompts
     cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
     hidden = model.base_model(
         ids,
         attention_mask=attention_masks(model, visible, positions, positions),
-        position_ids=positions,
+        position_ids=positions.expand(ids.shape),
         past_key_values=cache,
     ).last_hidden_state  # (U,S,H)
     last = [hidden[place, len(prompt) - 1] for prompt, place in places.items()]
@@ -947,7 +950,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         if dist.is_initialized() and not args.fsdp:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = (norm.full_tensor() if args.fsdp else norm).item()
         if not math.isfinite(norm):
             sys.exit(
@@ -1050,8 +1053,8 @@ def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
     run_dir = args.resume or args.output_dir
     if run_dir is None:
-        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}"
-        run_dir = gather([run_dir])[0]  # the clocks of processes differ
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
     path = Path(run_dir, "args.json")
     if rank == 0:
         if path.exists() and not args.resume:

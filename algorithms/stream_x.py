@@ -356,7 +356,7 @@ def train(args):
     torch.manual_seed(args.seed)
     stream = Stream(args)
     agent = Agent(stream, args)
-    new_dir = f"runs/stream_x__{args.env_id}__{args.seed}__{time.time():.0f}"
+    new_dir = f"runs/stream_x__{args.env_id}__{args.seed}__{time.time():.3f}"
     run_dir = args.resume or args.output_dir or new_dir
     if os.path.exists(f"{run_dir}/args.json") and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")

@@ -123,7 +123,7 @@ class Args:
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
-    """clip the gradient norm at this value"""
+    """clip the gradient norm at this value; 0 does not clip"""
     norm_obs: bool = True
     """normalize observations by running statistics, and clip them to +-10"""
     norm_reward: bool = True
@@ -696,7 +696,8 @@ def update(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args, loss_f
             loss, metrics = loss_function(agent, minibatch, args)
             optimizer.zero_grad()
             loss.backward()
-            metrics["grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            largest = args.max_grad_norm or math.inf
+            metrics["grad_norm"] = nn.utils.clip_grad_norm_(parameters, largest)
             optimizer.step()
             history.append(torch.stack(list(metrics.values())))
     return dict(zip(metrics, torch.stack(history).mean(0).tolist()))
@@ -764,7 +765,8 @@ def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
     run_dir = args.resume or args.output_dir
     if run_dir is None:
-        run_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{time.time():.0f}"
+        started = f"{time.time():.0f}_{os.getpid()}"
+        run_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
     path = Path(run_dir, "args.json")
     if path.exists() and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")

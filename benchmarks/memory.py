@@ -179,7 +179,7 @@ def rollout_moments(script: str, shape: Model, flags, compute: int) -> list[dict
     if script in ("grpo", "dapo", "gdpo", "hpt") and not flags.eval_steps:
         group = flags.num_generations
     prompts = ceil(rows / group)  # greedy evaluation writes one completion of each
-    prefill = prompts * S * forward_bytes(shape, compute) + prompts * S * S * (2 + compute)
+    prefill = prompts * S * forward_bytes(shape, compute) + S * S * (2 + compute)  # one mask
     moments.append({"cache": prompts * S * cache_bytes(shape, compute), "prefill": prefill})
     if script == "spiral_rae" and flags.eval_steps and "kuhn" in flags.games:
         length = min(S, KUHN_PROMPT) + T  # an information set is sampled at once

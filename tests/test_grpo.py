@@ -493,6 +493,8 @@ def test_gradient_is_scaled_down_to_max_grad_norm(model, batch):
     gradient, metrics = updated_gradient(model, batch, replace(BASE, max_grad_norm=1e-3))
     assert metrics["grad_norm"] == whole["grad_norm"] > 1e-3
     assert_close(gradient, expected * 1e-3 / whole["grad_norm"], 1e-7)
+    unclipped, _ = updated_gradient(model, batch, replace(BASE, max_grad_norm=0))
+    assert_close(unclipped, expected, 0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -249,6 +249,14 @@ def test_own_data_and_rewards(data, tmp_path):
         assert row["rewards"] == expected
 
 
+def test_a_reward_file_runs_once(data, tmp_path):
+    path = data / "rewards.py"
+    path.write_text(REWARDS + f"open({str(tmp_path / 'runs.txt')!r}, 'a').write('run\\n')\n")
+    rewards = (f"{path}:brief", f"{path}:ones")
+    train_here(tmp_path / "run", dataset=str(data / "train.jsonl"), reward=rewards)
+    assert (tmp_path / "runs.txt").read_text() == "run\n"
+
+
 def test_evaluation_data_is_scored_whole(data, tmp_path):
     values = {"dataset": str(data / "train.jsonl"), "eval_dataset": str(data / "test.jsonl")}
     values |= {"reward": (f"{data}/rewards.py:given",), "eval_problems": 2, "eval_steps": 1}
@@ -266,6 +274,16 @@ def test_system_prompt_and_template_settings(tmp_path):
     for row in completions(tmp_path / "run"):
         assert row["prompt"].startswith("<|system|>Add the numbers.<|end|><|user|>Numbers")
         assert row["prompt"].endswith("<|assistant|>now:")
+
+
+def test_the_system_prompt_replaces_that_of_a_line(data, tmp_path):
+    chat = [{"role": "system", "content": "Shout."}, {"role": "user", "content": "Say 1"}]
+    write_lines(data / "train.jsonl", [{"prompt": chat}] * 20)
+    values = {"dataset": str(data / "train.jsonl"), "eval_dataset": str(data / "test.jsonl")}
+    values |= {"reward": (f"{data}/rewards.py:ones",), "system_prompt": "Whisper."}
+    train_here(tmp_path / "run", **values)
+    row = next(iter(completions(tmp_path / "run")))
+    assert row["prompt"] == "<|system|>Whisper.<|end|><|user|>Say 1<|end|><|assistant|>"
 
 
 def test_long_prompts_are_left_out_and_counted(data, tmp_path, capsys):
