@@ -49,6 +49,7 @@ import time
 import warnings
 import zlib
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -295,7 +296,9 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # A process waits for those that sample longer.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
     return rank, world_size, device
 
 

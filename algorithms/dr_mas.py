@@ -53,6 +53,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -118,7 +119,7 @@ class Args:
     retriever_url: str | None = None
     """search_qa: search server with the protocol of Search-R1; None searches an invented world"""
     system_prompt: str | None = None
-    """system message before every prompt, in place of its own"""
+    """system message before every prompt"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
@@ -344,7 +345,9 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # A process waits for those that sample longer.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
     return rank, world_size, device
 
 
@@ -457,8 +460,7 @@ def load_model(args: Args):
 def encode(tokenizer, messages: list[dict], args: Args) -> list[int]:
     """Token ids of a prompt, up to where the assistant begins."""
     if args.system_prompt:
-        others = [message for message in messages if message["role"] != "system"]
-        messages = [{"role": "system", "content": args.system_prompt}] + others
+        messages = [{"role": "system", "content": args.system_prompt}] + messages
     encoded = tokenizer.apply_chat_template(
         messages,
         add_generation_prompt=True,
@@ -803,8 +805,8 @@ def play(players, team, episodes: list, args: Args) -> None:
             completion.agent = agent
             completion.text = player.tokenizer.decode(completion.ids, skip_special_tokens=True)
         valid = team.advance(due, [completion.text for completion in completions])
-        for episode, completion, is_valid in zip(due, completions, valid):
-            completion.valid = is_valid
+        for episode, completion, is_valid in zip(due, completions, valid, strict=True):
+            completion.valid = bool(is_valid)
             episode.completions.append(completion)
 
 

@@ -55,6 +55,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -324,7 +325,9 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # A process waits for those that sample longer.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
     return rank, world_size, device
 
 
@@ -339,11 +342,13 @@ def gather(items: list) -> list:
 
 def load_problems(args: Args, dataset: str | None):
     """The agent task: an object with what envs/README.md lists."""
-    try:
-        if args.env != "search_qa":
-            return load_env(args.env)(dataset)
-        from envs.search_qa import SearchQA, f1
+    if args.env != "search_qa":
+        return load_env(args.env)(dataset)
+    if args.retriever_url and not dataset:
+        sys.exit("--retriever-url: needs --dataset, questions that its documents answer")
+    from envs.search_qa import SearchQA, f1
 
+    try:
         task = SearchQA(dataset, args.retriever_url, args.hops, max_turns=args.max_turns)
     except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken
         sys.exit(str(error))
@@ -906,7 +911,7 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds) -> None:
 
         # Some episodes go on: those with a reply that fits.
         rows = []
-        for row, (episode, reply) in enumerate(zip(episodes, replies)):
+        for row, (episode, reply) in enumerate(zip(episodes, replies, strict=True)):
             if reply is None or not episode.ended or turn == args.max_turns - 1:
                 continue
             ids = reply_ids(sampler, tokenizer, reply, args)

@@ -51,6 +51,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -129,8 +130,9 @@ class Args:
     privileged_context: Literal["qcp", "partial", "answer", "none"] = "qcp"
     """what only the teacher sees: the question's construction path, half of it, or its answer;
     control: none has no teacher"""
-    lambda_schedule: tuple[float, ...] = (1.0, 0.3, 0.1)
-    """lambda, weight of the divergence, in each round; the last one stays"""
+    lambda_schedule: tuple[float, ...] | None = None
+    """lambda, weight of the divergence, in each round; the last one stays; None is 1 0.3 0.1 for
+    the tiny model and the paper's 0.03 0.003 0.002 for others"""
     teacher_tau: float = 0.05
     """share of the student in the teacher after each step of the student"""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
@@ -336,6 +338,10 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
             sys.exit(f"--{flag}: not divisible by the {world_size} processes")
     if args.temperature <= 0:
         sys.exit("--temperature: must be above 0")
+    if min(args.num_generations, args.num_answers) < 2:
+        sys.exit("--num-generations and --num-answers: a group needs at least 2 to compare")
+    if args.env != "search_qa" and not args.model_name_or_path:
+        sys.exit(f"--env {args.env}: needs --model-name-or-path")
     try:
         json.loads(args.chat_template_kwargs)
     except ValueError as error:
@@ -346,7 +352,9 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # A process waits for those that sample longer.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
     return rank, world_size, device
 
 
@@ -363,6 +371,8 @@ def load_problems(args: Args, dataset: str | None):
     """The task: an object with the methods that pi_play.md lists."""
     if args.env != "search_qa":
         return load_env(args.env)(dataset)
+    if args.retriever_url and not dataset:
+        sys.exit("--retriever-url: needs --dataset, whose lines find the examiner's documents")
     from envs.search_qa import SearchQA
 
     try:
@@ -897,7 +907,7 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds) -> None:
 
         # Some episodes go on: those with a reply that fits.
         rows = []
-        for row, (episode, reply) in enumerate(zip(episodes, replies)):
+        for row, (episode, reply) in enumerate(zip(episodes, replies, strict=True)):
             if reply is None or not episode.ended or turn == args.max_turns - 1:
                 continue
             ids = reply_ids(sampler, tokenizer, reply, args)
@@ -1452,6 +1462,9 @@ def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     if args.learning_rate is None:
         args = replace(args, learning_rate=1e-6 if args.model_name_or_path else 2e-4)
+    if args.lambda_schedule is None:
+        own = (0.03, 0.003, 0.002)
+        args = replace(args, lambda_schedule=own if args.model_name_or_path else (1.0, 0.3, 0.1))
     rank, world_size, device = setup(args)
     task, eval_problems = load_task(args)
     student, tokenizer = load_model(args)

@@ -44,6 +44,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -79,7 +80,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository r
 
 from envs.game import Game
 from envs.game_demonstrations import random_action
-from envs.game_solvers import kuhn_decision_points, kuhn_nash_conv, minimax_action
+from envs.game_solvers import kuhn_average, kuhn_decision_points, kuhn_nash_conv, minimax_action
 from envs.text_games import make_game
 
 ROOT = Path(__file__).resolve().parents[1]  # the repository root
@@ -216,7 +217,8 @@ class Result:
     roles: list[int]  # of the policy's turns
     turns: int  # of both roles
     draw: bool
-    forfeit: bool
+    forfeit: bool  # of the policy
+    cut: bool = False  # a prompt was too long
 
 
 def game_advantages(results: list[Result], baseline: RoleBaseline, kind: str) -> list[list[float]]:
@@ -318,13 +320,18 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
             json.loads(getattr(args, name))
         except ValueError as error:
             sys.exit(f"--{name.replace('_', '-')}: expected JSON, found {error}")
+    unknown = set(json.loads(args.game_options)) - set(args.games)
+    if unknown:
+        sys.exit(f"--game-options: {unknown.pop()} is not among the --games")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # A process waits for those that sample longer.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
     return rank, world_size, device
 
 
@@ -662,7 +669,17 @@ class Match:
 
     def player(self) -> str:
         """Whose turn it is."""
-        return "" if self.game.done else self.players[self.game.player]
+        return "" if self.game.done else self.mover()
+
+    def mover(self) -> str:
+        """Whose turn it is, or was when the game ended by a forfeit."""
+        return self.players[self.game.player]
+
+    def cut(self) -> None:
+        """End the game as a draw, because the prompt of a turn is too long."""
+        self.game.done = True
+        self.game.rewards = [self.game.handicap, -self.game.handicap]
+        self.game.reason = "cut"
 
     def move(self, text: str) -> None:
         """The player's turn."""
@@ -684,7 +701,8 @@ class Match:
             roles=[role for role, _ in self.turns],
             turns=self.game.turns,
             draw=self.margin(0) == 0,
-            forfeit=self.game.reason in ("forfeit", "rejected"),
+            forfeit=self.game.reason in ("forfeit", "rejected") and self.mover() == "policy",
+            cut=self.game.reason == "cut",
         )
 
 
@@ -712,6 +730,8 @@ def first_prompt(tokenizer, args: Args) -> list[int]:
     for name in args.games:
         try:
             game = new_match(name, ("policy", "policy"), "", args).game
+            if "random" in (args.opponent, *args.eval_opponents):
+                random_action(game, random.Random(0))  # not possible where moves are free text
         except ValueError as error:
             sys.exit(f"--games: {error}")
         prompts.append(encode(tokenizer, game, game.player, args))
@@ -750,7 +770,7 @@ def take_turns(models: dict, tokenizer, running: list[Match], args: Args) -> Non
                 continue
             prompt = encode(tokenizer, match.game, match.game.player, args)
             if len(prompt) > args.max_prompt_length:
-                match.game.done = True  # a draw, because no rewards have been given yet
+                match.cut()
             else:
                 due.append(match)
                 prompts.append(prompt)
@@ -1092,16 +1112,18 @@ def log_games(run_dir: str, step: int, matches: list[Match], advantages, tokeniz
 
 
 def game_metrics(results: list[Result]) -> dict[str, float]:
-    """Means over the games of each kind."""
+    """Means over the games of each kind; returns are those of the policy."""
     values = {}
     for result in results:
         columns = {
-            "return_0": result.rewards[0],
-            "return_1": result.rewards[1],
             "turns": result.turns,
             "draws": result.draw,
             "forfeits": result.forfeit,
+            "cut": result.cut,
         }
+        for role in (0, 1):
+            if result.learns[role]:
+                columns[f"return_{role}"] = result.rewards[role]
         for column, value in columns.items():
             values.setdefault(f"spiral_rae/{result.name}/{column}", []).append(float(value))
     return {tag: mean(some) for tag, some in values.items()}
@@ -1127,7 +1149,8 @@ def evaluate(
     """Shares of games that the policy wins, draws and loses against each opponent, moving first
     (role 0) and second. Also returns some games as text."""
     matches = []
-    for name, opponent in product(args.games, args.eval_opponents):
+    # A game that is named twice is only trained on twice as often.
+    for name, opponent in product(dict.fromkeys(args.games), args.eval_opponents):
         if opponent == "minimax" and name != "tictactoe":
             continue
         for i in range(args.eval_games):
@@ -1150,28 +1173,37 @@ def evaluate(
     return scores, "\n".join(examples)
 
 
-def evaluate_kuhn(sampler, tokenizer, args: Args, progress: dict) -> dict[str, float]:
+def evaluate_kuhn(
+    sampler, tokenizer, args: Args, progress: dict, rank: int, world_size: int
+) -> dict[str, float]:
     """NashConv: what both players could gain by answering the policy best, 0 at an equilibrium.
 
-    The policy is read out by samples at each of the 12 information sets. In self-play it is the
-    mean of all policies that approaches an equilibrium, so progress keeps what was read out.
+    The policy is read out by samples at each of the 12 information sets, so the last policy's is
+    too high: about 0.05 at an equilibrium with 64 samples. In self-play it is the average of all
+    policies that approaches an equilibrium, so progress keeps what was read out.
     """
+    games = [game for _, game in kuhn_decision_points()]
+    prompts = [encode(tokenizer, game, game.player, args) for game in games]
+    asked = list(product(range(len(games)), range(args.eval_samples)))[rank::world_size]
+    texts = []
+    for first in range(0, len(asked), args.decode_batch_size):
+        some = asked[first : first + args.decode_batch_size]
+        seeds = [random_seed("kuhn", len(progress["kuhn"]), *pair) for pair in some]
+        completions = generate(sampler, [prompts[number] for number, _ in some], args, seeds)
+        texts += tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
+    actions = {number: [] for number in range(len(games))}
+    for number, text in gather([(number, text) for (number, _), text in zip(asked, texts)]):
+        actions[number].append(games[number].parse(text))
     bets = []  # probability of betting or calling
     legal = []
-    for number, (_, game) in enumerate(kuhn_decision_points()):
-        context = encode(tokenizer, game, game.player, args)
-        names = [("kuhn", len(progress["kuhn"]), number, i) for i in range(args.eval_samples)]
-        seeds = [random_seed(*name) for name in names]
-        completions = generate(sampler, [context] * len(seeds), args, seeds)
-        texts = tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
-        actions = [game.parse(text) for text in texts]
-        passes, calls = [actions.count(action) for action in game.legal_actions()]
+    for number, game in enumerate(games):
+        passes, calls = [actions[number].count(action) for action in game.legal_actions()]
         bets.append(calls / (passes + calls) if passes + calls else 0.5)
-        legal.append((passes + calls) / len(actions))
+        legal.append((passes + calls) / args.eval_samples)
     progress["kuhn"] = progress["kuhn"] + [bets]
     return {
         "eval/kuhn/nash_conv_last": kuhn_nash_conv(bets),
-        "eval/kuhn/nash_conv_average": kuhn_nash_conv([mean(x) for x in zip(*progress["kuhn"])]),
+        "eval/kuhn/nash_conv_average": kuhn_nash_conv(kuhn_average(progress["kuhn"])),
         "eval/kuhn/illegal": 1 - mean(legal),
     }
 
@@ -1223,7 +1255,7 @@ def train(args: Args) -> dict[str, float]:
         if args.eval_steps and (last or step % args.eval_steps == 0):
             scores, examples = evaluate(models, tokenizer, args, rank, world_size)
             if "kuhn" in args.games and kuhn.get("variant", "standard") == "standard":
-                scores |= evaluate_kuhn(sampler, tokenizer, args, progress)
+                scores |= evaluate_kuhn(sampler, tokenizer, args, progress, rank, world_size)
             if rank == 0:
                 log(run_dir, board, step, scores)
                 if last or step == 0:
@@ -1246,6 +1278,8 @@ def train(args: Args) -> dict[str, float]:
         # 2. compare each result with the average of its role, which moves; all turns of a role in a
         # game have its advantage
         results = gather([match.result() for match in matches])  # of all processes, in order
+        if not any(result.roles for result in results):
+            sys.exit("no game of a step reached the policy's turn: raise --num-games-per-step")
         pairs = game_advantages(results, baseline, args.baseline)
         pairs = pairs[rank * share : (rank + 1) * share]
         completions = []

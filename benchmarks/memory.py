@@ -16,7 +16,6 @@ from typing import Literal
 
 LOGITS_AT_ONCE = 2**26  # of the scripts; logits in memory during the update
 PACKED_LENGTH = 4096  # of the scripts; longer groups are split over several rows
-KUHN_PROMPT = 512  # tokens; more than a prompt of Kuhn poker has
 RUNTIME = 1.0  # GB: CUDA with its libraries, or Python and torch
 SPARE = 0.1  # share of a GPU that is left free for the holes of the allocator
 TEAMS = {"search_qa": 3, "countdown": 2}  # agents of dr_mas.py; a team of one's own counts as 3
@@ -181,9 +180,6 @@ def rollout_moments(script: str, shape: Model, flags, compute: int) -> list[dict
     prompts = ceil(rows / group)  # greedy evaluation writes one completion of each
     prefill = prompts * S * forward_bytes(shape, compute) + S * S * (2 + compute)  # one mask
     moments.append({"cache": prompts * S * cache_bytes(shape, compute), "prefill": prefill})
-    if script == "spiral_rae" and flags.eval_steps and "kuhn" in flags.games:
-        length = min(S, KUHN_PROMPT) + T  # an information set is sampled at once
-        moments.append({"cache": flags.eval_samples * length * cache_bytes(shape, compute)})
     return moments
 
 

@@ -87,20 +87,25 @@ def simulate(handicap: int, rate: float, arm: str, seeds: int, steps: int) -> pd
     generators = [torch.Generator().manual_seed(1 + seed) for seed in range(seeds)]
     baselines = [RoleBaseline(DECAY) for _ in range(seeds)]
     logits = torch.zeros(seeds, len(KUHN_INFOSETS)).double()  # (R,12)
-    played = torch.zeros_like(logits)
+    played = torch.zeros_like(logits)  # sums over steps for the average policy, see kuhn_average
+    reached = torch.zeros_like(logits)
     norms = []
     for _ in range(steps):
         deals = torch.stack([torch.randint(len(DEALS), (HANDS,), generator=g) for g in generators])
         uniform = torch.stack([torch.rand(HANDS, 3, generator=g) for g in generators])
-        played += logits.sigmoid()
-        sets, acted, chips = play(logits.sigmoid(), deals, uniform)
+        bets = logits.sigmoid()
+        weights = torch.ones_like(bets)
+        weights[:, 3:6] = 1 - bets[:, :3]  # where player 0 has checked
+        played += weights * bets
+        reached += weights
+        sets, acted, chips = play(bets, deals, uniform)
         returns = torch.stack([chips + handicap, -chips - handicap], -1).tolist()  # (R,H,2)
         found = [advantages(arm, *row) for row in zip(baselines, returns)]
         step_down = gradient(logits, sets, acted, torch.tensor(found).double())
         logits = logits - rate * step_down
         norms.append(step_down.square().sum(1))
     found = {"seed": range(1, seeds + 1), "squared_norm": torch.stack(norms[:100]).mean(0)}
-    found["nash_conv_average"] = [kuhn_nash_conv(table) for table in (played / steps).tolist()]
+    found["nash_conv_average"] = [kuhn_nash_conv(table) for table in (played / reached).tolist()]
     return pd.DataFrame(found).assign(arm=arm, handicaps=handicap, learning_rate=rate)
 
 

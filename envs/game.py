@@ -94,7 +94,9 @@ class Game:
         self.turns += 1
         if action is None:
             self.end(offender, *self.forfeit_rewards, "forfeit")
-        elif not self.play(action):
+        elif not (accepted := self.play(action)):
+            if accepted is None:
+                raise TypeError(f"{type(self).__name__}.play() must return True or False")
             self.end(offender, *self.rejected_rewards, "rejected")
         elif not self.done and self.turns >= self.max_turns:
             self.end(0, 0.0, 0.0, "turn limit")

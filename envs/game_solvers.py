@@ -112,6 +112,23 @@ def kuhn_nash_conv(policy) -> float:
     return sum(kuhn_best_response(policy, player)[0] for player in (0, 1))
 
 
+def kuhn_average(policies: Sequence[Sequence[float]]) -> list[float]:
+    """The policy that plays like one of the policies, drawn anew for every hand. (M,12) -> (12,)
+
+    Where a player has checked before (0pb, 1pb, 2pb), a policy counts as often as it checks there: one that never
+    checks with a card says nothing about what comes after that. Where none ever checks, all count the same.
+    """
+    average = []
+    for number, name in enumerate(KUHN_INFOSETS):
+        weights = [1.0] * len(policies)
+        if len(name) == 3:
+            weights = [1.0 - policy[KUHN_INFOSETS.index(name[0])] for policy in policies]
+        weights = weights if sum(weights) > 0 else [1.0] * len(policies)
+        bets = sum(weight * policy[number] for weight, policy in zip(weights, policies))
+        average.append(bets / sum(weights))
+    return average
+
+
 # --- Tic-tac-toe --------------------------------------------------------------------------------------------------
 
 

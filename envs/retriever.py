@@ -82,7 +82,8 @@ class World(Retriever):
 
 
 class HttpRetriever:
-    """Client of a Search-R1 retrieval server: one POST for a batch of queries, three attempts, no dependencies.
+    """Client of a Search-R1 retrieval server: one POST for a batch of queries, eight attempts in two minutes, no
+    dependencies.
 
     A document's contents are a title in quotes, a line break, the text. What goes wrong is one sentence:
     ConnectionError when there is no answer, ValueError when the answer is none of that protocol.
@@ -98,8 +99,8 @@ class HttpRetriever:
             return []
         body = json.dumps({"queries": queries, "topk": top_k, "return_scores": True}).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        for attempt in range(3):
-            time.sleep(attempt * self.pause)
+        for attempt in range(8):
+            time.sleep(self.pause * 2 ** (attempt - 1) if attempt else 0)
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout) as response:
                     answer = response.read()
@@ -107,7 +108,7 @@ class HttpRetriever:
             except (OSError, http.client.HTTPException) as error:
                 reason = error
         else:
-            raise ConnectionError(f"retriever {self.url}: no answer in three attempts ({reason})") from None
+            raise ConnectionError(f"retriever {self.url}: no answer in eight attempts ({reason})") from None
         try:
             found = [[self.read(item["document"]["contents"]) for item in row] for row in json.loads(answer)["result"]]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

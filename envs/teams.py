@@ -5,7 +5,8 @@ A team of your own is a class for `--env FILE.py:ClassName`. It is called with -
 
     agents             names, in the order in which they write when several episodes wait
     task               the problems: train_problem(index, seed), evaluation_problems(count), and
-                       reward_functions, a dict of function(problem, answer) -> float
+                       reward_functions, a dict of function(problem, answer) -> float; if it reads
+                       files, also train_rows and evaluation_rows, lists of problems
     start(problem)     an Episode
     prompt(episode)    chat messages for the agent that writes next, `episode.agent`
     advance(episodes, texts)

@@ -147,12 +147,12 @@ def test_a_server_that_is_broken_or_down_is_one_sentence(server):
     with pytest.raises(ValueError, match=r"^retriever http://.+: answered b.+, expected \{.+\} with 1 lists of .+$"):
         client.search_batch(["q"])
     server.status = 500
-    with pytest.raises(ConnectionError, match=r"no answer in three attempts \(HTTP Error 500: .+\)$"):
+    with pytest.raises(ConnectionError, match=r"no answer in eight attempts \(HTTP Error 500: .+\)$"):
         client.search_batch(["q"])
-    assert len(server.requests) == 1 + 3
+    assert len(server.requests) == 1 + 8
     server.shutdown()
     server.server_close()
-    with pytest.raises(ConnectionError, match=r"^retriever http://.+: no answer in three attempts \(.+refused.*\)$"):
+    with pytest.raises(ConnectionError, match=r"^retriever http://.+: no answer in eight attempts \(.+refused.*\)$"):
         client.search_batch(["q"])
 
 

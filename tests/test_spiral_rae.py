@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from algorithms import spiral_rae
-from algorithms.spiral_rae import Args, RoleBaseline, game_advantages, play, training_match
+from algorithms.spiral_rae import (
+    Args,
+    RoleBaseline,
+    evaluate_kuhn,
+    game_advantages,
+    play,
+    training_match,
+)
+from envs.game_solvers import kuhn_nash_conv
 from envs.text_games import make_game
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -208,10 +216,11 @@ def test_rows_are_the_turns_of_the_games(matches, model_and_tokenizer):
 def test_a_game_ends_as_a_draw_when_its_prompt_gets_too_long(model_and_tokenizer):
     model, tokenizer = model_and_tokenizer
     args = replace(ARGS, games=("negotiation",))
-    match = training_match(0, args)
+    match = training_match(0, replace(args, game_options='{"negotiation": {"handicap": 3}}'))
     longest = len(spiral_rae.encode(tokenizer, match.game, 0, args))
     play({"policy": model}, tokenizer, [match], replace(args, max_prompt_length=longest))
-    assert len(match.turns) == 1 and match.result().draw
+    result = match.result()
+    assert len(match.turns) == 1 and result.draw and result.cut and result.rewards == [3, -3]
 
 
 def test_an_opponent_plays_each_role_in_turn_and_is_not_learned_from(model_and_tokenizer):
@@ -245,22 +254,24 @@ def test_evaluation_counts_wins_by_role_and_without_handicap(monkeypatch):
 
 
 def test_kuhn_read_out(model_and_tokenizer, monkeypatch):
-    """Passing always, then betting always: NashConv 2, 2/3, and that of betting half of the time,
-    11/12 (OpenSpiel). One in four samples is illegal."""
+    """Passing always, then betting always: NashConv 2 and 2/3 (OpenSpiel). In the average, who has
+    checked folds, because only the first policy checks. One in four samples is illegal."""
     model, tokenizer = model_and_tokenizer
     progress = {"kuhn": []}
     scores = []
     for number in (0, 1):
 
         def write(sampler, contexts, args, seeds, number=number):
-            text = tokenizer.decode(contexts[0])
-            actions = ["[fold]", "[call]"] if "[fold]" in text else ["[check]", "[bet]"]
-            texts = [f"\\boxed{{{actions[number]}}}"] * 3 + ["\\boxed{[raise]}"]
+            texts = []
+            for row, context in enumerate(map(tokenizer.decode, contexts)):
+                actions = ["[fold]", "[call]"] if "[fold]" in context else ["[check]", "[bet]"]
+                texts.append(f"\\boxed{{{'[raise]' if row % 4 == 3 else actions[number]}}}")
             ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
             return [spiral_rae.Completion([], row, [], 0.0, True) for row in ids]
 
         monkeypatch.setattr(spiral_rae, "generate", write)
-        scores.append(spiral_rae.evaluate_kuhn(model, tokenizer, Args(eval_samples=4), progress))
+        scores.append(evaluate_kuhn(model, tokenizer, Args(eval_samples=4), progress, 0, 1))
     assert [x["eval/kuhn/nash_conv_last"] for x in scores] == pytest.approx([2, 2 / 3])
-    assert scores[1]["eval/kuhn/nash_conv_average"] == pytest.approx(11 / 12)
+    average = [0.5] * 3 + [0.0] * 3 + [0.5] * 6
+    assert scores[1]["eval/kuhn/nash_conv_average"] == pytest.approx(kuhn_nash_conv(average))
     assert scores[1]["eval/kuhn/illegal"] == pytest.approx(1 / 4)
