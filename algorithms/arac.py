@@ -83,7 +83,8 @@ class Args:
     start: Literal["same", "independent", "far"] = "same"
     """pursuit: pursuers begin on one node, anywhere, or on one node far from the evader"""
     opponent: Literal["shortest", "random", "self"] = "shortest"
-    """confrontation: the others go for the nearest opponent, anywhere, or learn too (self-play)"""
+    """confrontation: the others go for the nearest opponent, anywhere, or learn too (self-play;
+    evaluations play against shortest)"""
     horizon: int = 16
     """steps after which a game is cut off"""
     # method
@@ -546,7 +547,7 @@ def update(
             target = args.beta_target * uniform
             loss = loss + coefficient_loss(learner.log_beta, divergence, target)
         metrics["train/arac/divergence"] = divergence.mean()
-        metrics["train/arac/beta"] = torch.as_tensor(beta)
+        metrics["train/arac/beta"] = torch.as_tensor(beta, device=positions.device)
 
     learner.optimizer.zero_grad()
     loss.backward()
@@ -720,6 +721,8 @@ def train(args: Args) -> dict:
         sys.exit(f"--embed-dim {args.embed_dim}: must be a multiple of {NUM_HEADS}")
     if args.beta <= 0:
         sys.exit(f"--beta {args.beta:g}: must be above 0; use --beta-mode none instead")
+    if args.alpha is not None and args.alpha <= 0:
+        sys.exit(f"--alpha {args.alpha:g}: must be above 0")
     if args.gamma == 1 and args.alpha is None:
         sys.exit("--gamma 1: any entropy bonus makes it pay best never to win; choose --alpha")
     device = setup(args)
@@ -749,7 +752,7 @@ def train(args: Args) -> dict:
     print(f"{run_dir}: {args.env_id} on {' '.join(args.graph)}, {args.num_envs} games, {device}")
 
     scores = {}
-    counts = torch.zeros(2, device=device)  # games won, games ended since the last log
+    counts = torch.zeros(2, device=device)  # games won, games ended since step `counted`
     logged = progress["step"]
     began = time.perf_counter()
     starting = True
@@ -759,15 +762,19 @@ def train(args: Args) -> dict:
             torch.manual_seed(random_seed(args.seed, step))
             for game in games:
                 game.reset(args.num_envs, random_seed(args.seed, step, game.graph.name))
+            counts.zero_()
+            counted = step
             starting = False
         last = step >= args.total_timesteps
         if last or due(step, args.eval_steps, args.num_envs):
+            paused = time.perf_counter()
             scores = evaluate(learners[0].policy, games, args)
             if unseen:
                 scores |= evaluate(learners[0].policy, unseen, args, "eval/unseen_")
             log(run_dir, board, step, scores)
             shown = [f"{tag} {scores[tag]:.2f}" for tag in scores if "success" in tag]
             print("  ".join(shown), flush=True)
+            began += time.perf_counter() - paused
         if last:
             break
 
@@ -818,11 +825,12 @@ def train(args: Args) -> dict:
             if ended:
                 progress["success"] = won / ended
                 metrics["charts/success"] = won / ended
-                metrics["charts/episodic_length"] = (step - logged) / ended
+                metrics["charts/episodic_length"] = (step - counted) / ended
+                counts.zero_()
+                counted = step
             metrics["charts/SPS"] = (step - logged) / (time.perf_counter() - began)
             log(run_dir, board, step, metrics)
             report(step, metrics, args)
-            counts.zero_()
             logged = step
             began = time.perf_counter()
         if saving and args.save_steps:
@@ -864,7 +872,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "opponent", "video", "output_dir"):
+        if now == before or name in ("resume", "evaluate", "video", "output_dir"):
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():

@@ -298,8 +298,8 @@ class Networks(nn.Module):
     def value(self, state: Tensor) -> Tensor:
         """FM3Q's value of a state, at everybody's best actions. (B,S) -> (B,)"""
         pro_q, ant_q = self.utilities(state).amax(-1).split(self.game.teams, 1)
-        if not hasattr(self, "mixer"):  # pairwise: each pair learns the team's whole reward, so
-            return (pro_q - ant_q).sum(1)  # that the sum of pairs counts it n times
+        if not hasattr(self, "mixer"):  # pairwise: each pair learns the team's whole reward
+            return (pro_q - ant_q).mean(1)
         return self.mixer(pro_q, ant_q, state)
 
 
@@ -773,18 +773,19 @@ def train(args: Args) -> dict[str, float]:
         if starting:
             torch.manual_seed(random_seed(args.seed, step))
             game.reset(random_seed(args.seed, "games", step))
+            results = torch.zeros(2, device=device)  # rewards and games since the last one ended
             starting = False
         if last or is_due(args.eval_steps, step, size):
             scores = evaluate(learner.online, args, device)
             if last and args.exploiter_steps:
                 scores |= exploit(learner.online, args, device)
             log(run_dir, board, step, scores)
-            print("  ".join(f"{tag} {value:.3f}" for tag, value in list(scores.items())[:3]))
+            shown = list(scores.items())[: None if last else 3]
+            print("  ".join(f"{tag} {value:.3f}" for tag, value in shown))
         if last:
             break
 
         began = time.perf_counter()
-        results = torch.zeros(2, device=device)
         learned = []
         for now in range(step, step + size, args.num_envs):
             # 1. act
@@ -812,6 +813,7 @@ def train(args: Args) -> dict[str, float]:
         rewards, games = results.tolist()
         if games:
             metrics["charts/episodic_return"] = rewards / games
+            results.zero_()
         if learned:
             loss, norm = torch.stack(learned).mean(0).tolist()
             metrics["losses/td_loss"] = loss
@@ -845,7 +847,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "opponent", "video", "output_dir"):
+        if now == before or name in ("resume", "evaluate", "video", "output_dir"):
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():

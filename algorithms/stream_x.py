@@ -190,8 +190,7 @@ class ScaleReward(RunningMeanVar):
 
 def epsilon_schedule(step, start, end, fraction, total_steps):
     """Linear from start to end in this fraction of the steps, which are counted from 1."""
-    slope = (end - start) / (fraction * total_steps)
-    return max(start + slope * step, end)
+    return max(start + (end - start) / (fraction * total_steps) * step, end)
 
 
 # --- What the agent sees ------------------------------------------------------------------------
@@ -226,7 +225,7 @@ class Stream:
         torch.manual_seed(seed)
         self.length = 0
         self.episodic_return = 0.0
-        return self.observe(self.env.reset(seed=seed)[0])
+        return self.observe(self.env.reset(seed=seed % 2**32)[0])
 
     def step(self, action):
         """-> next observation (1,O), scaled reward, whether the episode ended"""
@@ -317,7 +316,7 @@ class Agent(nn.Module):
             self.outputs = self.actor(observation)
             action, *self.derivatives = self.sample(self.outputs.detach()[0])
             return action.tolist()
-        if torch.rand(()) < epsilon:
+        if torch.rand(1) < epsilon:
             self.chosen = torch.randint(self.num_values, ()).item()
         else:
             self.chosen = self.critic(observation).argmax().item()

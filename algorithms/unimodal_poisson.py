@@ -35,11 +35,11 @@ dimensions, K atoms.
 """
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
 import random
+import runpy
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -247,7 +247,8 @@ class CategoricalHead(Head):
 
     def to_env(self, actions: Tensor) -> Tensor:
         """Atoms are evenly spaced from the lowest to the highest value. (B,A) -> (B,A)"""
-        return self.low + self.width * actions / (self.args.num_atoms - 1)
+        values = self.low + self.width * actions / (self.args.num_atoms - 1)
+        return torch.minimum(values, self.high)  # rounding may pass it
 
 
 class OrdinalHead(CategoricalHead):
@@ -456,6 +457,8 @@ class Agent(nn.Module):
 def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
     """Copies of the task in this process: pipes between processes cost more than MuJoCo's steps."""
     if ".py:" in args.env_id:
+        if args.video:
+            sys.exit(f"--video: not with --env-id {args.env_id}")
         envs = load_function(args.env_id)(num_envs)
     else:
 
@@ -464,6 +467,9 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
             return gym.wrappers.FlattenObservation(env)
 
         try:
+            if gym.spec(args.env_id).max_episode_steps is None and args.eval_episodes:
+                advice = "register it with max_episode_steps, or give --eval-episodes 0"
+                sys.exit(f"--env-id {args.env_id}: has no time limit; {advice}")
             envs = SyncVectorEnv([make_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
         except (gym.error.Error, ImportError) as error:
             sys.exit(f"--env-id {args.env_id}: {error}")
@@ -482,10 +488,11 @@ def load_function(path: str):
     file, name = path.rsplit(":", 1)
     if not os.path.isfile(file):
         sys.exit(f"{path}: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    sys.path.append(os.path.dirname(file))  # so that the file can import its neighbours
+    names = runpy.run_path(file)
+    if name not in names:
+        sys.exit(f"{path}: the file has no function {name!r}")
+    return names[name]
 
 
 @dataclass
@@ -502,7 +509,7 @@ def start_episodes(envs: VectorEnv, seed: int) -> Unfinished:
     """Reset all environments."""
     observations, _ = envs.reset(seed=seed)
     zeros = np.zeros(envs.num_envs)
-    return Unfinished(observations, zeros.copy(), zeros.copy(), zeros.copy())
+    return Unfinished(np.array(observations), zeros.copy(), zeros.copy(), zeros.copy())
 
 
 @torch.inference_mode()
@@ -520,9 +527,11 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> di
         observations = agent.normalize(raw_observations)
         actions = agent.head.sample(agent.outputs(observations))
         env_actions = agent.head.to_env(actions).cpu().numpy()
-        unfinished.observations, rewards, terminated, truncated, info = envs.step(env_actions)
+        following, rewards, terminated, truncated, info = envs.step(env_actions)
         dones = terminated | truncated
-        steps.append((raw_observations, observations, actions, rewards, dones))
+        # Copies, because a simulator may use its arrays again.
+        steps.append((raw_observations, observations, actions, np.array(rewards), dones))
+        unfinished.observations = np.array(following)
         unfinished.returns += rewards
         unfinished.lengths += 1
         for n in np.flatnonzero(dones):
@@ -817,7 +826,7 @@ def play(envs: VectorEnv, agent: Agent, seed: int, deterministic: bool, video: b
     with torch.random.fork_rng(devices):  # evaluations do not change the training
         torch.manual_seed(seed)
         while running.any():
-            if video:
+            if video and len(pictures) < 600:
                 pictures.append(envs.render()[0])
             actions = choose(agent.outputs(agent.normalize(observations)))
             env_actions = agent.head.to_env(actions).cpu().numpy()
@@ -852,7 +861,7 @@ def score_run(args: Args, device: torch.device) -> dict[str, float]:
     if args.video:
         _, pictures = play(envs, agent, args.seed + 10_000, deterministic=True, video=True)
         path = f"{args.evaluate}/episode.gif"
-        small = [picture[::2, ::2] for picture in pictures[:600:2]]
+        small = [picture[::2, ::2] for picture in pictures[::2]]
         imageio.mimsave(path, small, duration=1000 / 30, loop=0)
         print(path)
     return scores
@@ -868,6 +877,8 @@ def train(args: Args) -> dict[str, float]:
             f"--temperature {args.temperature} with --rate-init {args.rate_init}: nearly all mass "
             "is at the lowest atom, so nothing else is tried; leave --rate-init out"
         )
+    if args.num_atoms < 2 or (args.temperature is not None and args.temperature <= 0):
+        sys.exit("--num-atoms must be at least 2, --temperature above 0")
     rollout_size = args.num_envs * args.num_steps
     if rollout_size % args.num_minibatches:
         sys.exit(f"--num-minibatches: does not divide {rollout_size}, the steps of a rollout")
@@ -966,7 +977,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "opponent", "video", "output_dir"):
+        if now == before or name in ("resume", "evaluate", "video", "output_dir"):
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():

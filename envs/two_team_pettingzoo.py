@@ -3,7 +3,8 @@
 Agents called adversary are the antagonists and all others the protagonists, unless the environment
 has an attribute `teams`: the protagonists' names, the antagonists' names. The reward of a step is
 the mean over the protagonists' rewards minus the mean over the antagonists'. An agent that has left
-the game has reward 0, observes zeros, and its one legal action is 0.
+the game has reward 0, observes zeros, and its one legal action is 0; so is that of an agent whose
+mask allows none.
 """
 
 import importlib
@@ -65,11 +66,13 @@ class PettingZooGame:
         weights = [1 / len(pro)] * len(pro) + [-1 / len(ant)] * len(ant)
         self.weights = dict(zip(self.agents, weights))  # of an agent's reward
         self.sizes = []  # number of actions of each agent
+        self.first_actions = {}  # the number of its first one, usually 0
         for agent in self.agents:
             space = env.action_space(agent)
             if not hasattr(space, "n"):
                 sys.exit(f"--env-id {env_id}: {agent} has actions {space}; they must be Discrete")
             self.sizes.append(int(space.n))
+            self.first_actions[agent] = int(getattr(space, "start", 0))
         self.num_actions = max(self.sizes)
         observations, infos = env.reset(seed=seed % 2**31)
         lengths = [len(split(observations[name], infos.get(name, {}))[0]) for name in self.agents]
@@ -95,6 +98,7 @@ class PettingZooGame:
             if name in observations:
                 numbers, legal = split(observations[name], infos.get(name, {}))
                 row[: len(numbers)] = numbers
+                legal = legal if np.any(legal) else [True] + [False] * (size - 1)
                 row[-self.num_actions :][:size] = legal
         return rows
 
@@ -120,7 +124,11 @@ class PettingZooGame:
         following = []  # what all agents see before new games begin
         now = []
         for number, (env, row) in enumerate(zip(self.envs, actions.tolist())):
-            chosen = {name: action for name, action in zip(self.agents, row) if name in env.agents}
+            chosen = {
+                name: action + self.first_actions[name]
+                for name, action in zip(self.agents, row)
+                if name in env.agents
+            }
             observations, gains, terminated, truncated, infos = env.step(chosen)
             rewards[number] = sum(self.weights[name] * gain for name, gain in gains.items())
             dones[number] = all(terminated[name] for name in chosen)

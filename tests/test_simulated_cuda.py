@@ -34,7 +34,7 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "empg": GROUPS + "--num-prompts-per-step 1 --max-turns 2",
     "spiral_rae": "--num-games-per-step 2 --eval-games 2 --eval-opponents start --eval-steps 0 "
     "--max-steps 1 --max-completion-length 5",
-    "pi_play": GROUPS + "--num-documents-per-step 2 --num-answers 1 --examiner-steps 1 "
+    "pi_play": GROUPS + "--num-documents-per-step 2 --num-answers 2 --examiner-steps 1 "
     "--student-steps 1 --max-turns 2 --hops 1 --max-steps 2 --seed 2",
     "unimodal_poisson": "--env-id Pendulum-v1 --num-envs 2 --num-steps 110 --num-minibatches 4 "
     "--update-epochs 1 --eval-episodes 1 --total-timesteps 660 --save-steps 440",
@@ -57,7 +57,7 @@ CONTINUED = {  # flags with which one more step is made
 OTHERS = {  # flags of runs that go other ways
     "unimodal_poisson": FIRST["unimodal_poisson"] + " --policy beta --eval-episodes 0",
     "fm3q": FIRST["fm3q"] + " --env-id pong --num-pro 1 --eval-games 1",
-    "arac": FIRST["arac"] + " --env-id graph_confrontation --graph grid_3x3 --opponent self",
+    "arac": FIRST["arac"] + " --env-id graph_confrontation --graph grid_3x3 --opponent self --beta-mode exp",
 }
 STEPS = {  # how many of the steps that waits.csv names are in a call
     "grpo": {"8 tokens": 2, "optimizer step": 1},
