@@ -1,6 +1,6 @@
 """Variance of the policy gradient under policies over atoms: results/variance_poisson.csv.
 
-    python benchmarks/variance_poisson.py        # two minutes on one core
+    python benchmarks/variance_poisson.py        # a minute on one core
 
 One step: a state, an action of 6 dimensions in [-1, 1], the reward -|a - best(s)|^2. The network is
 one linear layer over 16 fixed random features; the heads are those of unimodal_poisson.py, fitted to
