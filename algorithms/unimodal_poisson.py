@@ -467,12 +467,12 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
             return gym.wrappers.FlattenObservation(env)
 
         try:
-            if gym.spec(args.env_id).max_episode_steps is None and args.eval_episodes:
-                advice = "register it with max_episode_steps, or give --eval-episodes 0"
-                sys.exit(f"--env-id {args.env_id}: has no time limit; {advice}")
             envs = SyncVectorEnv([make_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
         except (gym.error.Error, ImportError) as error:
             sys.exit(f"--env-id {args.env_id}: {error}")
+        if envs.envs[0].spec.max_episode_steps is None and args.eval_episodes:
+            advice = "register it with max_episode_steps, or give --eval-episodes 0"
+            sys.exit(f"--env-id {args.env_id}: has no time limit; {advice}")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id {args.env_id}: its metadata needs autoreset_mode SAME_STEP")
     space = envs.single_action_space

@@ -68,12 +68,6 @@ def test_equal_entropies_leave_a_bonus_for_all_turns_but_the_last():
     torch.testing.assert_close(found, expected - expected.mean(), rtol=0, atol=1e-7)
 
 
-def test_surer_turns_get_more():
-    """Of an episode without a bonus, where the advantages are positive."""
-    found = modulate_advantages(double([1.0]), double([0.5, 0.1, 0.9]), torch.zeros(3, dtype=torch.long), zeta=0)
-    assert found[1] > found[0] > found[2]
-
-
 def test_the_order_of_episodes_does_not_matter():
     expected = modulate_advantages(ADVANTAGES, ENTROPY, TRAJECTORY)
     order = torch.cat([torch.arange(5, 10), torch.arange(5)])

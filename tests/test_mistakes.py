@@ -28,7 +28,6 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--num-generations 1", "--num-generations: a group needs at least 2"),
     ("grpo", "--fsdp", "--fsdp: nothing to shard over"),
     ("grpo", "--temperature 0", "--temperature: must be above 0"),
-    ("pi_play", "--temperature 0", "--temperature: must be above 0"),
     ("grpo", "--model-name-or-path nothing", "--model-name-or-path nothing: cannot be loaded"),
     ("grpo", "--model-name-or-path model", "has no chat template"),
     ("grpo", "--max-completion-length 2000", "--max-completion-length"),

@@ -124,11 +124,8 @@ def test_no_wrapped_sentence_becomes_a_list(page):
     """A line such as "- 3 = 1" or "8) follows" inside a paragraph would be drawn as an item."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     item = r"([-+*]|\d+[.)]) "
-    wrong = []
-    for before, line in itertools.pairwise(text.splitlines()):
-        in_list = re.match(rf"{item}|  ", before)
-        if re.match(item, line) and before.strip() and not in_list:
-            wrong.append(line)
+    pairs = itertools.pairwise(text.splitlines())
+    wrong = [line for before, line in pairs if re.match(item, line) and not re.match(rf"{item}|  |$", before)]
     assert not wrong
 
 

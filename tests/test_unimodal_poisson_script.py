@@ -123,6 +123,7 @@ def test_what_cannot_be_run(whole, monkeypatch):
     sentence = refusal(unimodal_poisson, monkeypatch, "--resume", whole[0], "--seed", 2)
     assert sentence == "--seed 2: cannot change on resume, the run began with 1"
     assert "actions are unbounded" in refusal(unimodal_poisson, monkeypatch, "--env-id", "test/Unbounded-v0")
+    assert "has no time limit" in refusal(unimodal_poisson, monkeypatch, "--env-id", "test/Endless-v0")
 
 
 def test_a_loss_that_is_not_finite(tmp_path, monkeypatch):
@@ -173,3 +174,4 @@ class Unbounded(Seen):
 
 gym.register("test/Seen-v0", Seen, max_episode_steps=50)
 gym.register("test/Unbounded-v0", Unbounded, max_episode_steps=50)
+gym.register("test/Endless-v0", Seen)
