@@ -87,8 +87,7 @@ def simulate(handicap: int, rate: float, arm: str, seeds: int, steps: int) -> pd
     generators = [torch.Generator().manual_seed(1 + seed) for seed in range(seeds)]
     baselines = [RoleBaseline(DECAY) for _ in range(seeds)]
     logits = torch.zeros(seeds, len(KUHN_INFOSETS)).double()  # (R,12)
-    played = torch.zeros_like(logits)  # sums over steps for the average policy, see kuhn_average
-    reached = torch.zeros_like(logits)
+    played, reached = torch.zeros(2, *logits.shape).double()  # for the average, see kuhn_average
     norms = []
     for _ in range(steps):
         deals = torch.stack([torch.randint(len(DEALS), (HANDS,), generator=g) for g in generators])
