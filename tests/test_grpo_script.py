@@ -252,8 +252,7 @@ def test_own_data_and_rewards(data, tmp_path):
 def test_a_reward_file_runs_once(data, tmp_path):
     path = data / "rewards.py"
     path.write_text(REWARDS + f"open({str(tmp_path / 'runs.txt')!r}, 'a').write('run\\n')\n")
-    rewards = (f"{path}:brief", f"{path}:ones")
-    train_here(tmp_path / "run", dataset=str(data / "train.jsonl"), reward=rewards)
+    train_here(tmp_path / "run", dataset=str(data / "train.jsonl"), reward=(f"{path}:brief", f"{path}:ones"))
     assert (tmp_path / "runs.txt").read_text() == "run\n"
 
 
@@ -282,8 +281,7 @@ def test_the_system_prompt_replaces_that_of_a_line(data, tmp_path):
     values = {"dataset": str(data / "train.jsonl"), "eval_dataset": str(data / "test.jsonl")}
     values |= {"reward": (f"{data}/rewards.py:ones",), "system_prompt": "Whisper."}
     train_here(tmp_path / "run", **values)
-    row = next(iter(completions(tmp_path / "run")))
-    assert row["prompt"] == "<|system|>Whisper.<|end|><|user|>Say 1<|end|><|assistant|>"
+    assert next(iter(completions(tmp_path / "run")))["prompt"] == "<|system|>Whisper.<|end|><|user|>Say 1<|end|><|assistant|>"
 
 
 def test_long_prompts_are_left_out_and_counted(data, tmp_path, capsys):

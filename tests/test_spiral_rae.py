@@ -221,6 +221,8 @@ def test_a_game_ends_as_a_draw_when_its_prompt_gets_too_long(model_and_tokenizer
     play({"policy": model}, tokenizer, [match], replace(args, max_prompt_length=longest))
     result = match.result()
     assert len(match.turns) == 1 and result.draw and result.cut and result.rewards == [3, -3]
+    match.game.reason, match.game.player, match.players = "forfeit", 1, ("policy", "start")
+    assert not match.result().forfeit  # it is not the policy's
 
 
 def test_an_opponent_plays_each_role_in_turn_and_is_not_learned_from(model_and_tokenizer):
