@@ -19,7 +19,7 @@ Differs from grpo.py:
 
 Differs from the paper:
 1. Every optimizer step uses the whole batch; the paper makes 16 steps, each on a part of it.
-2. Dynamic sampling stops after 10 rounds and fills the batch with groups that add no gradient;
+2. Dynamic sampling stops after 10 rounds and fills the batch with groups of advantage 0;
    verl 0.9 stops with an error then. Useful groups beyond the batch are thrown away, as in verl.
 3. Tokens are averaged over the whole step, as in TRL and verl; eq. 8 averages over one group.
 
@@ -773,7 +773,7 @@ def complete(
 
 
 def as_groups(completions: list[Completion], num_generations: int) -> list[list[Completion]]:
-    """Completions cut where the prompt changes."""
+    """The completions of one prompt together."""
     firsts = range(0, len(completions), num_generations)
     return [completions[first : first + num_generations] for first in firsts]
 
@@ -922,6 +922,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     largest_gap = torch.zeros((), device=device)
+    largest_norm = 0.0
     for iteration in range(args.num_iterations):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
@@ -963,6 +964,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
             sys.exit(
                 f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
             )
+        largest_norm = max(largest_norm, norm)
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
@@ -971,7 +973,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     metrics = {
         "loss": loss,
         "clip_ratio": num_clipped / num_tokens,
-        "grad_norm": norm,
+        "grad_norm": largest_norm,
         "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
     }
     if reference is not None:
@@ -1189,7 +1191,7 @@ def train(args: Args) -> dict[str, float]:
         if last:
             break
 
-        # 1. draw groups until P of them have right and wrong answers; then share them out
+        # 1. draw groups until P of them have right and wrong answers, or 10 times; share them out
         began = time.perf_counter()
         share = args.num_prompts_per_step // world_size
         useful = []  # groups of all processes, in the order of drawing
@@ -1227,7 +1229,7 @@ def train(args: Args) -> dict[str, float]:
         advantages = group_advantages(
             totals[:num_rows], args.num_generations, args.scale_rewards
         )  # (B,)
-        if args.dynamic_sampling:  # groups that only fill the batch teach nothing
+        if args.dynamic_sampling:  # groups that only fill the batch get no advantage
             advantages[len(useful) * args.num_generations :] = 0.0
         own_advantages = advantages.chunk(world_size)[rank]
         own_rows = num_rows // world_size

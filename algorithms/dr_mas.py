@@ -13,7 +13,8 @@ A group is the G episodes of one problem. The loss is policy_loss of grpo.py.
 Differs from grpo.py:
 1. A row is a call: what one agent writes when it is its turn, with a prompt of its own. Teams are
    in envs/teams.py.
-2. agent_advantages replaces group_advantages. Its control is --normalization global, which is GRPO.
+2. agent_advantages replaces group_advantages. Its control is --normalization global, which is GRPO;
+   three others are between them or take all calls as one pool.
 3. Every agent has a model of its own, or all share one (--share-model).
 
 Differs from the paper:
@@ -28,8 +29,9 @@ Differs from the paper:
     # one 80 GB GPU; questions with answers, and a search server with the protocol of Search-R1
     python algorithms/dr_mas.py --share-model --model-name-or-path Qwen/Qwen2.5-3B-Instruct --bf16 \
         --dataset nq_train.jsonl --eval-dataset nq_test.jsonl \
-        --retriever-url http://127.0.0.1:8000/retrieve --max-prompt-length 4096 \
-        --max-completion-length 800 --invalid-penalty 0.01 --gradient-checkpointing \
+        --retriever-url http://127.0.0.1:8000/retrieve --num-prompts-per-step 128 \
+        --num-generations 5 --max-prompt-length 4096 --max-completion-length 800 \
+        --invalid-penalty 0.01 --loss-type dapo --gradient-checkpointing \
         --micro-batch-size 4 --decode-batch-size 16 --eval-steps 50 --num-generations-eval 0
 
     torchrun --nproc_per_node 8 algorithms/dr_mas.py --share-model --fsdp ...
@@ -231,8 +233,8 @@ def agent_advantages(
     agent_std      mean over episodes, std over the agent's calls, table 3
     call           all calls of the group, whoever made them; not in the paper
 
-    Equal scores get exactly 0. An agent's only call in a group keeps its score, or gets 0 with
-    lone_call zero. Trajectories of different groups have different ids.
+    Where std is 0, advantages are exactly 0. An agent's only call in a group keeps its score, or
+    gets 0 with lone_call zero. Trajectories of different groups have different ids.
     """
     values = scores.double()
     once = torch.ones_like(values)
@@ -958,6 +960,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     largest_gap = torch.zeros((), device=device)
+    largest_norm = 0.0
     for iteration in range(args.num_iterations):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
@@ -998,6 +1001,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
             sys.exit(
                 f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
             )
+        largest_norm = max(largest_norm, norm)
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
@@ -1006,7 +1010,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     metrics = {
         "loss": loss,
         "clip_ratio": num_clipped / num_tokens,
-        "grad_norm": norm,
+        "grad_norm": largest_norm,
         "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
     }
     if reference is not None:

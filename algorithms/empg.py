@@ -1077,6 +1077,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
 
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     largest_gap = torch.zeros((), device=device)
+    largest_norm = 0.0
     for iteration in range(args.num_iterations):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
@@ -1116,6 +1117,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
             sys.exit(
                 f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
             )
+        largest_norm = max(largest_norm, norm)
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
@@ -1124,7 +1126,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
     metrics = {
         "loss": loss,
         "clip_ratio": num_clipped / num_tokens,
-        "grad_norm": norm,
+        "grad_norm": largest_norm,
         "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
     }
     if reference is not None:

@@ -938,6 +938,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     largest_gap = torch.zeros((), device=device)
+    largest_norm = 0.0
     for iteration in range(args.num_iterations):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
@@ -977,6 +978,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
             sys.exit(
                 f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
             )
+        largest_norm = max(largest_norm, norm)
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
@@ -985,7 +987,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     metrics = {
         "loss": loss,
         "clip_ratio": num_clipped / num_tokens,
-        "grad_norm": norm,
+        "grad_norm": largest_norm,
         "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
     }
     if reference is not None:
@@ -1224,9 +1226,10 @@ def train(args: Args) -> dict[str, float]:
         # 2. compare each reward with its group, then add; B counts the rows of all processes
         table = gather([(c.rewards, len(c.ids), c.ended, c.entropy) for c in completions])
         rewards, lengths, ended, entropy = zip(*table)
-        rewards = condition_rewards(torch.tensor(rewards), torch.tensor(conditioned))  # (B,K)
+        rewards = torch.tensor(rewards)  # (B,K)
         totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (B,)
-        advantages = compute_advantages(rewards, task.reward_weights, args)  # (B,)
+        counted = condition_rewards(rewards, torch.tensor(conditioned))  # (B,K)
+        advantages = compute_advantages(counted, task.reward_weights, args)  # (B,)
         own_advantages = advantages.chunk(world_size)[rank]
 
         # 3. clipped policy-gradient steps
@@ -1242,7 +1245,7 @@ def train(args: Args) -> dict[str, float]:
             metrics[f"rewards/{name}/mean"] = mean
         metrics |= {
             "reward": totals.mean().item(),
-            "frac_reward_zero_std": (groups == 0).all(1).float().mean().item(),
+            "frac_reward_zero_std": (groups.abs() < 0.01).all(1).float().mean().item(),
             "entropy": sum(entropy) / sum(lengths),
             "completions/mean_length": sum(lengths) / len(lengths),
             "completions/clipped_ratio": 1 - sum(ended) / len(ended),

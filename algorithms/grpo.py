@@ -901,6 +901,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     largest_gap = torch.zeros((), device=device)
+    largest_norm = 0.0
     for iteration in range(args.num_iterations):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
@@ -940,6 +941,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
             sys.exit(
                 f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
             )
+        largest_norm = max(largest_norm, norm)
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
@@ -948,7 +950,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     metrics = {
         "loss": loss,
         "clip_ratio": num_clipped / num_tokens,
-        "grad_norm": norm,
+        "grad_norm": largest_norm,
         "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
     }
     if reference is not None:

@@ -13,8 +13,8 @@ at once, is `--method srft`.
 
 Differs from the papers:
 1. HPT's loss is s * mean over SFT tokens + (1 - s) * mean over RL tokens, where s is the share of
-   questions that use their demonstration. The sums of HPT's code are `--normalizer length`; its
-   entropy bonus is left out.
+   questions that use their demonstration, and advantages are not divided by std. The sums of
+   HPT's code are `--normalizer length`; its entropy bonus is left out.
 2. SRFT's authors published no code. Both of its terms are means over tokens, and its entropy is
    the mean over a row, as in HPT's code.
 
@@ -133,7 +133,7 @@ class Args:
     """divide advantages by the std of the group, of the batch, or not at all (Dr. GRPO)"""
     normalizer: Literal["tokens", "length"] = "tokens"
     """tokens: the RL and the SFT term are means over tokens, in hpt times the share of questions
-    that they learn from; length: RL is a sum over --max-completion-length instead, not clipped"""
+    that they learn from; length: RL is a sum / --max-completion-length, not clipped; no shares"""
     epsilon: float = 0.2
     """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
@@ -247,8 +247,8 @@ def route(num_solved: Tensor, gate: int, gate_off: int | None = None) -> Tensor:
 def assign(totals: Tensor, solved: Tensor, args: Args) -> Tensor:
     """What a step does with each rollout, and with the demonstration, the last of G + 1 columns.
 
-    Four planes: advantage, weight of its tokens, whether it is in the RL and in the SFT term, 0 or
-    1. P and B count the questions and rollouts of all processes. (B,), (P,G) -> (4,P,G+1)
+    Stacked: advantage; weight of its tokens; 1 if it is in the RL term; 1 if it is in the SFT term.
+    P and B count the questions and rollouts of all processes. (B,), (P,G) -> (4,P,G+1)
     """
     if args.method == "srft":  # rewards of 0 and 1, and of 1 for the demonstration
         correct = F.pad(solved.float(), (0, 1), value=1.0)  # (P,G+1)
@@ -262,7 +262,7 @@ def assign(totals: Tensor, solved: Tensor, args: Args) -> Tensor:
     in_sft = F.pad(taught, (args.num_generations, 0))  # (P,G+1)
     weights = in_rl + in_sft
     advantages = group_advantages(totals, args.num_generations, args.scale_rewards)
-    # The 1 of a demonstration only says that it has a gradient; the SFT term has no advantages.
+    # A 1 keeps the demonstration when rows without advantage are skipped; SFT does not use it.
     advantages = F.pad(advantages.view(solved.shape), (0, 1), value=1.0) * weights
     if args.normalizer == "tokens":
         weights = (1 - taught.mean()) * in_rl + taught.mean() * in_sft
@@ -270,7 +270,7 @@ def assign(totals: Tensor, solved: Tensor, args: Args) -> Tensor:
 
 
 def two_terms(losses, mask, sft_losses, sft_mask, normalizer: str, divisors) -> Tensor:
-    """The sum of the RL and that of the SFT losses, (B,T), each over its divisor -> scalar"""
+    """Sum of RL losses / divisors[0] + sum of SFT losses / divisors[1]. (B,T) each -> scalar"""
     if divisors is None:  # of this batch; a term without tokens is 0, the official code has NaN
         num_tokens = mask.size(1) if normalizer == "length" else mask.sum().clamp(min=1)
         divisors = (num_tokens, sft_mask.sum().clamp(min=1))
@@ -339,6 +339,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
+    if args.method == "srft" and args.beta > 0:
+        sys.exit("--beta: srft has no KL penalty")
     try:
         json.loads(args.chat_template_kwargs)
     except ValueError as error:
@@ -526,12 +528,12 @@ def demonstration(problem, tokenizer) -> list[int]:
     """Token ids of the demonstration of a problem, with the end token."""
     text = problem.get("demonstration") if isinstance(problem, dict) else problem.demonstration
     if not text:
-        sys.exit(f"no demonstration, the text of a right answer, in {problem!r:.200}")
+        sys.exit(f"no `demonstration` (the text of a right answer) in {problem!r:.200}")
     return tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
 
 
 def drop_long_demonstrations(problems: list, tokenizer, args: Args) -> list:
-    """The problems whose demonstrations fit; prints how many are dropped."""
+    """The problems whose demonstrations fit; prints how many do."""
     limit = args.max_completion_length
     kept = [problem for problem in problems if len(demonstration(problem, tokenizer)) <= limit]
     if not kept:
@@ -943,9 +945,13 @@ def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
 def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
     """Pack rows of the batch. Groups of similar length share a micro-batch, to avoid padding."""
 
+    group_size = args.num_generations + 1  # a group ends with its demonstration
+    kept = set(rows)
+
     def group_length(row: int) -> int:
-        first = row - row % args.num_generations
-        return sum(len(c.ids) for c in completions[first : first + args.num_generations])
+        first = row - row % group_size
+        group = range(first, first + group_size)
+        return sum(len(completions[i].ids) for i in group if i in kept)
 
     # Longest first: a step that does not fit fails at once. Rows of a group stay neighbours.
     rows = sorted(rows, key=group_length, reverse=True)
@@ -956,8 +962,9 @@ def micro_batches(completions, rows: list[int], args: Args, device) -> list[Pack
 def update(model, reference, optimizer, completions, assigned: Tensor, args: Args) -> dict:
     """num_iterations optimizer steps on the batch of all processes.
 
-    completions and assigned are those of this process. The loss of a step is a sum over tokens,
-    so its gradient depends neither on micro-batches nor on the number of processes.
+    completions (rollouts and demonstrations, B counts both) and assigned are those of this process.
+    The loss of a step is a sum over tokens, so its gradient depends neither on micro-batches nor on
+    the number of processes.
     """
     device = model.device
     lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
@@ -975,6 +982,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
 
     sums = torch.zeros(3, device=device)  # loss, -log-probability of demonstrations, KL
     largest_gap = torch.zeros((), device=device)
+    largest_norm = 0.0
     for iteration in range(args.num_iterations):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
@@ -985,7 +993,8 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
                 # No step has been taken yet, so these are the old log-probabilities. Those of the
                 # sampler differ by rounding; the largest difference is logged.
                 batch.old_logprobs = logprobs.detach()
-                gap = (batch.old_logprobs[:, 0] - batch.sampled_logprobs).abs().nan_to_num().max()
+                gap = (batch.old_logprobs[:, 0] - batch.sampled_logprobs).abs()
+                gap = gap.nan_to_num().max()  # NaN: demonstrations, which nobody sampled
                 largest_gap = torch.maximum(largest_gap, gap)
                 if reference is not None:
                     with torch.no_grad():
@@ -1030,6 +1039,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
             sys.exit(
                 f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
             )
+        largest_norm = max(largest_norm, norm)
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
@@ -1038,7 +1048,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
     metrics = {
         "loss": loss,
         "num_sft_tokens": int(num_sft_tokens),
-        "grad_norm": norm,
+        "grad_norm": largest_norm,
         "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
     }
     if reference is not None:
@@ -1281,18 +1291,17 @@ def train(args: Args) -> dict[str, float]:
         solved = (rewards[:, 0] == 1).view(-1, args.num_generations)  # (P,G)
         assigned = assign(totals, solved, args)  # (4,P,G+1)
         own = assigned.chunk(world_size, dim=1)[rank]
-        own = torch.cat([own[:, :, :-1].flatten(1), own[:, :, -1]], dim=1)  # demonstrations last
-        demonstrations = []
-        for rollout, problem in zip(completions[:: args.num_generations], problems):
+        rows = []  # of each question the rollouts, then the demonstration
+        for i, problem in enumerate(problems):
+            rollouts = completions[i * args.num_generations : (i + 1) * args.num_generations]
             ids = demonstration(problem, tokenizer)
             logprobs = [math.nan] * len(ids)  # nobody sampled it
-            demonstrations.append(Completion(rollout.prompt, ids, logprobs, 0.0, ended=True))
+            rows += [*rollouts, Completion(rollouts[0].prompt, ids, logprobs, 0.0, ended=True)]
 
         # 3. gradient steps on both
         rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
         optimizer.param_groups[0]["lr"] = rate
-        rows = completions + demonstrations
-        metrics = update(model, reference, optimizer, rows, own, args)
+        metrics = update(model, reference, optimizer, rows, own.flatten(1), args)
 
         # 4. log and save
         progress["step"] = step = step + 1
@@ -1316,7 +1325,8 @@ def train(args: Args) -> dict[str, float]:
         }
         if rank == 0:
             log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
-            log_completions(run_dir, step, completions, own[0], tokenizer, task, args)
+            advantages = own[0, :, :-1].flatten()
+            log_completions(run_dir, step, completions, advantages, tokenizer, task, args)
             report(step, metrics, task, args)
         if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
             save_checkpoint(run_dir, model, optimizer, progress, rank)

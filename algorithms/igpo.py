@@ -1119,6 +1119,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
 
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     largest_gap = torch.zeros((), device=device)
+    largest_norm = 0.0
     for iteration in range(args.num_iterations):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
@@ -1158,6 +1159,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
             sys.exit(
                 f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
             )
+        largest_norm = max(largest_norm, norm)
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
@@ -1166,7 +1168,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
     metrics = {
         "loss": loss,
         "clip_ratio": num_clipped / num_tokens,
-        "grad_norm": norm,
+        "grad_norm": largest_norm,
         "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
     }
     if reference is not None:

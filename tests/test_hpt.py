@@ -212,23 +212,31 @@ def model():
 
 @pytest.fixture(scope="module")
 def rows(model):
-    """Rollouts of six questions, then their demonstrations."""
+    """Of each of six questions the rollouts, then the demonstration."""
     generator = torch.Generator().manual_seed(8)
-    demonstrations = []
-    for prompt in [*PROMPTS, PROMPTS[3], [30, 31]]:
+    rollouts, rows = some_batch(model), []
+    for i, prompt in enumerate([*PROMPTS, PROMPTS[3], [30, 31]]):
         length = int(torch.randint(2, 11, (), generator=generator))
         ids = torch.randint(6, 64, (length,), generator=generator).tolist()
-        demonstrations.append(Completion(prompt, ids, [math.nan] * length, 0.0, True))
-    return some_batch(model) + demonstrations
+        rows += [*rollouts[i * G : (i + 1) * G], Completion(prompt, ids, [math.nan] * length, 0.0, True)]
+    return rows
 
 
 def updated_gradient(model, rows, args: Args):
     """Gradient that `update` gives to the optimizer, and its metrics."""
-    assigned = assign(*rewards(), args)
-    assigned = torch.cat([assigned[:, :, :-1].flatten(1), assigned[:, :, -1]], dim=1)
     recorder = Recorder(model)
-    metrics = hpt.update(model, None, recorder, rows, assigned[:, : len(rows)], args)
+    metrics = hpt.update(model, None, recorder, rows, assign(*rewards(), args).flatten(1), args)
     return recorder.gradient, metrics
+
+
+def test_a_demonstration_shares_the_prompt_of_its_rollouts(rows):
+    """And demonstrations that stand alone are together, behind the longer groups."""
+    device, args = torch.device("cpu"), replace(BASE, micro_batch_size=G + 1)
+    whole = hpt.micro_batches(rows, list(range(len(rows))), args, device)
+    assert [len(batch.input_ids) for batch in whole] == [1] * 6
+    some = [*range(2 * (G + 1)), *range(2 * (G + 1) + G, len(rows), G + 1)]
+    indices = [set(batch.completion_index.tolist()) for batch in hpt.micro_batches(rows, some, args, device)]
+    assert indices[-1] == set(some[-4:])
 
 
 def padded(model, rows):
@@ -248,17 +256,16 @@ def padded(model, rows):
 def test_update_has_the_gradient_of_the_loss_of_the_whole_batch(model, rows, method, normalizer):
     args = replace(BASE, method=method, normalizer=normalizer, gate=1, sft_coef=0.7)
     logprobs, entropy, mask = padded(model, rows)
-    is_demonstration = torch.arange(len(rows)) >= 6 * G
+    is_demonstration = torch.arange(len(rows)) % (G + 1) == G
     if method == "srft":
         scores = torch.cat([rewards()[1].float(), torch.ones(6, 1)], 1)
-        advantages = scores - scores.mean(1, keepdim=True)
-        advantages = torch.cat([advantages[:, :-1].flatten(), advantages[:, -1]])[:, None]
+        advantages = (scores - scores.mean(1, keepdim=True)).view(-1, 1)
         expected = srft_loss(logprobs, advantages, entropy, mask, is_demonstration, normalizer=normalizer)
     else:
         totals = rewards()[0].view(6, G)
-        advantages = torch.cat([(totals - totals.mean(1, keepdim=True)).flatten(), torch.zeros(6)])
-        taught = torch.tensor(SOLVED) <= 1  # three of six
-        used = torch.cat([~taught.repeat_interleave(G), taught])
+        advantages = torch.cat([totals - totals.mean(1, keepdim=True), torch.zeros(6, 1)], 1).flatten()
+        taught = (torch.tensor(SOLVED) <= 1)[:, None]  # three of six
+        used = torch.cat([~taught.expand(6, G), taught], 1).flatten()
         words = (logprobs, logprobs.detach(), advantages[:, None], mask * used[:, None], is_demonstration)
         share = 0.5 if normalizer == "tokens" else 1.0
         expected = share * hpt_loss(*words, sft_coef=0.7, normalizer=normalizer)
@@ -274,23 +281,22 @@ def test_update_has_the_gradient_of_the_loss_of_the_whole_batch(model, rows, met
 
 @pytest.mark.parametrize("scale", ["group", "none"])
 def test_gate_minus_one_is_grpo(model, rows, scale):
-    """To the bit, whether demonstrations are there or not."""
     values = {"scale_rewards": scale, "temperature": 0.9, "num_generations": G}
     recorder = Recorder(model)
     advantages = grpo.group_advantages(rewards()[0], G, scale)
     plain = grpo.Args(**values, loss_type="dapo", max_grad_norm=math.inf)
     grpo.add_methods(model)
-    grpo.update(model, None, recorder, rows[: 6 * G], advantages, plain)
+    grpo.update(model, None, recorder, some_batch(model), advantages, plain)
     hpt.add_methods(model)
     args = replace(BASE, scale_rewards=scale)
     found, _ = updated_gradient(model, rows, replace(args, gate=-1))
     assert relative(found, recorder.gradient) < 1e-6
-    control, _ = updated_gradient(model, rows[: 6 * G], replace(args, method="grpo", gate=5))
+    control, _ = updated_gradient(model, rows, replace(args, method="grpo", gate=5))
     assert torch.equal(control, found)
 
 
 def test_gate_of_all_rollouts_is_supervised_fine_tuning(model, rows):
-    logprobs, _, mask = padded(model, rows[6 * G :])
+    logprobs, _, mask = padded(model, rows[G :: G + 1])
     loss = -(logprobs * mask).sum() / mask.sum()
     expected = flat(torch.autograd.grad(loss, list(model.parameters())))
     for normalizer in ("tokens", "length"):

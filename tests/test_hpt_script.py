@@ -52,19 +52,18 @@ def test_command_and_its_files(tmp_path, own_data, monkeypatch):
         assert len(rows) == 8 * 4 + 8
         taught = []
         for question in range(8):
-            group = rows[4 * question : 4 * question + 4]
+            *group, demonstration = rows[5 * question : 5 * question + 5]
             taught.append(float(all(row.rewards == (0.0,) for row in group)))
-            demonstration = rows[8 * 4 + question]
             assert demonstration.prompt == group[0].prompt
             tokens += taught[-1] * len(demonstration.ids)
-        assert in_sft.tolist() == [0.0] * 32 + taught
-        assert ((weights > 0) == (in_sft > 0))[32:].all()
+        assert in_sft.view(8, 5).tolist() == [[0.0] * 4 + [share] for share in taught]
+        assert ((weights > 0) == (in_sft > 0))[4::5].all()
         assert found[step, "train/sft_share"] == sum(taught) / 8
         assert found[step, "train/num_demonstration_tokens"] == tokens > 0
     tokenizer = hpt.load_model(Args(**SMALL))[1]
-    text = tokenizer.decode(given[0][0][32].ids)
+    text = tokenizer.decode(given[0][0][4].ids)
     assert text.endswith("and 9." + tokenizer.eos_token)
-    assert text.split()[0] in tokenizer.decode(given[0][0][32].prompt)
+    assert text.split()[0] in tokenizer.decode(given[0][0][4].prompt)
     assert all(map(math.isfinite, found.values()))
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
@@ -122,7 +121,7 @@ def test_tags_are_those_of_the_page(tmp_path):
 def test_a_line_without_demonstration_gets_one_sentence(tmp_path, own_data):
     with open(own_data["dataset"], "a") as file:
         file.write('\n{"question": "Say 99."}\n')
-    with pytest.raises(SystemExit, match="^no demonstration, .* in {'question': 'Say 99.'}"):
+    with pytest.raises(SystemExit, match="^no `demonstration` .* in {'question': 'Say 99.'}"):
         hpt.train(Args(**SMALL | own_data))
 
 

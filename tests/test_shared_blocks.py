@@ -28,7 +28,7 @@ GAMES = """
 group_advantages JsonLines epoch_order load_problems load_reward load_task model_path drop_long_prompts Completion
 complete micro_batches save_checkpoint log_completions report
 """  # not in spiral_rae.py, or with a text of its own there
-BOTH_TERMS = "token_weights load_problems logprob_gaps token_logprobs"  # not in hpt.py, or with a text of its own
+BOTH_TERMS = "token_weights load_problems logprob_gaps token_logprobs micro_batches"  # not in hpt.py, or with a text of its own
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
 OFF_POLICY = "linear_schedule ReplayBuffer update_target"
 FAMILIES = [
