@@ -121,7 +121,7 @@ class Args:
     retriever_url: str | None = None
     """search_qa: search server with the protocol of Search-R1; None searches an invented world"""
     system_prompt: str | None = None
-    """system message before every prompt"""
+    """system message before every prompt and its own system message"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
@@ -337,6 +337,9 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--fsdp: shards one model, so it needs --share-model")
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 episodes to compare")
+    own_team = args.env not in ("search_qa", "countdown")
+    if own_team and not (args.model_name_or_path or args.agent_models):
+        sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models")
     try:
         json.loads(args.chat_template_kwargs)
     except ValueError as error:
@@ -372,6 +375,8 @@ def load_team(args: Args, dataset: str | None):
     from envs.search_qa import SearchQA
     from envs.teams import RouterSearcherResponder, SolverVerifier
 
+    if args.retriever_url and not dataset:
+        sys.exit("--retriever-url: needs --dataset, questions that its documents answer")
     try:
         if args.env == "search_qa":
             return RouterSearcherResponder(SearchQA(dataset, args.retriever_url), *options)

@@ -102,7 +102,7 @@ class Args:
     eval_dataset: str | None = None
     """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
     system_prompt: str | None = None
-    """system message before every prompt, in place of its own"""
+    """system message of every prompt; replaces the one it has, if any"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
@@ -390,8 +390,10 @@ class JsonLines:
 
     def prompt(self, row: dict) -> list[dict]:
         """Chat messages."""
+        if isinstance(row.get("prompt"), list):  # messages, ready for the chat template
+            return row["prompt"]
         texts = [row[key] for key in ("question", "problem", "prompt") if key in row]
-        return texts[0] if isinstance(texts[0], list) else [{"role": "user", "content": texts[0]}]
+        return [{"role": "user", "content": texts[0]}]
 
     def train_problem(self, index: int, seed: int) -> dict:
         """Row `index` of an endless stream; every epoch is shuffled anew."""

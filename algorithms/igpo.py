@@ -115,7 +115,7 @@ class Args:
     hops: tuple[int, ...] = (1, 2)
     """search_qa without --dataset: numbers of searches that a question needs"""
     system_prompt: str | None = None
-    """system message before every prompt, in place of its own"""
+    """system message of every prompt; replaces the one it has, if any"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()

@@ -106,7 +106,7 @@ class Args:
     hops: tuple[int, ...] = (1, 2)
     """search_qa: hops of the questions, drawn evenly; 1 1 2 has twice as many of 1"""
     system_prompt: str | None = None
-    """system message before every prompt, in place of its own"""
+    """system message of every prompt; replaces the one it has, if any"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     # rollout

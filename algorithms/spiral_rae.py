@@ -109,7 +109,7 @@ class Args:
     opponent: Literal["self", "random", "start"] = "self"
     """self is SPIRAL; controls: a random player or the initial policy has the other role"""
     system_prompt: str | None = None
-    """system message before every prompt, in place of its own"""
+    """system message of every prompt; replaces the one it has, if any"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     # rollout
@@ -730,10 +730,10 @@ def first_prompt(tokenizer, args: Args) -> list[int]:
     for name in args.games:
         try:
             game = new_match(name, ("policy", "policy"), "", args).game
-            if "random" in (args.opponent, *args.eval_opponents):
+            if "random" in (args.opponent, *(args.eval_opponents if args.eval_steps else ())):
                 random_action(game, random.Random(0))  # not possible where moves are free text
-        except ValueError as error:
-            sys.exit(f"--games: {error}")
+        except (ValueError, IndexError) as error:
+            sys.exit(f"--games: {error}; see also --opponent and --eval-opponents")
         prompts.append(encode(tokenizer, game, game.player, args))
         if len(prompts[-1]) > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: {name} begins with {len(prompts[-1])} tokens")
@@ -1281,7 +1281,7 @@ def train(args: Args) -> dict[str, float]:
         # game have its advantage
         results = gather([match.result() for match in matches])  # of all processes, in order
         if not any(result.roles for result in results):
-            sys.exit("no game of a step reached the policy's turn: raise --num-games-per-step")
+            sys.exit("no game of a step reached the policy's turn: raise --max-prompt-length")
         pairs = game_advantages(results, baseline, args.baseline)
         pairs = pairs[rank * share : (rank + 1) * share]
         completions = []

@@ -190,7 +190,7 @@ class ScaleReward(RunningMeanVar):
 
 def epsilon_schedule(step, start, end, fraction, total_steps):
     """Linear from start to end in this fraction of the steps, which are counted from 1."""
-    return max(start + (end - start) / (fraction * total_steps) * step, end)
+    return max(start + (end - start) / (fraction * total_steps or 1) * step, end)
 
 
 # --- What the agent sees ------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Stream:
         torch.manual_seed(seed)
         self.length = 0
         self.episodic_return = 0.0
-        return self.observe(self.env.reset(seed=seed % 2**32)[0])
+        return self.observe(self.env.reset(seed=seed)[0])
 
     def step(self, action):
         """-> next observation (1,O), scaled reward, whether the episode ended"""

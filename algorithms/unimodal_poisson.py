@@ -471,8 +471,7 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
         except (gym.error.Error, ImportError) as error:
             sys.exit(f"--env-id {args.env_id}: {error}")
         if envs.envs[0].spec.max_episode_steps is None and args.eval_episodes:
-            advice = "register it with max_episode_steps, or give --eval-episodes 0"
-            sys.exit(f"--env-id {args.env_id}: has no time limit; {advice}")
+            print(f"{args.env_id} has no time limit: an evaluation ends when its episodes do")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id {args.env_id}: its metadata needs autoreset_mode SAME_STEP")
     space = envs.single_action_space
@@ -539,7 +538,7 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> di
             unfinished.returns[n] = 0
             unfinished.lengths[n] = 0
             if not terminated[n]:
-                last_observations[t, n] = info["final_obs"][n]
+                last_observations[t, n] = np.array(info["final_obs"][n])
     raw_observations, observations, actions, rewards, dones = zip(*steps)
     return {
         "raw_observations": np.stack(raw_observations),
@@ -825,8 +824,8 @@ def play(envs: VectorEnv, agent: Agent, seed: int, deterministic: bool, video: b
     devices = [agent.device] if agent.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # evaluations do not change the training
         torch.manual_seed(seed)
-        while running.any():
-            if video and len(pictures) < 600:
+        while running.any() and len(pictures) < 600:
+            if video:
                 pictures.append(envs.render()[0])
             actions = choose(agent.outputs(agent.normalize(observations)))
             env_actions = agent.head.to_env(actions).cpu().numpy()

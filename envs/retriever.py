@@ -82,8 +82,8 @@ class World(Retriever):
 
 
 class HttpRetriever:
-    """Client of a Search-R1 retrieval server: one POST for a batch of queries, eight attempts in two minutes, no
-    dependencies.
+    """Client of a Search-R1 retrieval server: one POST for a batch of queries, without dependencies. If the server is
+    away, eight attempts with two minutes of pauses.
 
     A document's contents are a title in quotes, a line break, the text. What goes wrong is one sentence:
     ConnectionError when there is no answer, ValueError when the answer is none of that protocol.
@@ -107,6 +107,8 @@ class HttpRetriever:
                 break
             except (OSError, http.client.HTTPException) as error:
                 reason = error
+                if getattr(error, "code", 500) in range(400, 408):  # a wrong address, not a busy server
+                    raise ConnectionError(f"retriever {self.url}: {error}") from None
         else:
             raise ConnectionError(f"retriever {self.url}: no answer in eight attempts ({reason})") from None
         try:

@@ -8,6 +8,7 @@ mask allows none.
 """
 
 import importlib
+import os
 import runpy
 import sys
 
@@ -24,6 +25,7 @@ def find_maker(env_id: str):
     path, _, name = env_id.rpartition(":")
     try:
         if path:
+            sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
             return runpy.run_path(path)[name]
         return importlib.import_module(env_id).parallel_env
     except (ImportError, AttributeError, FileNotFoundError, KeyError) as error:

@@ -149,7 +149,10 @@ def test_a_server_that_is_broken_or_down_is_one_sentence(server):
     server.status = 500
     with pytest.raises(ConnectionError, match=r"no answer in eight attempts \(HTTP Error 500: .+\)$"):
         client.search_batch(["q"])
-    assert len(server.requests) == 1 + 8
+    server.status = 404
+    with pytest.raises(ConnectionError, match=r"^retriever http://.+: HTTP Error 404: .+$"):
+        client.search_batch(["q"])
+    assert len(server.requests) == 1 + 8 + 1
     server.shutdown()
     server.server_close()
     with pytest.raises(ConnectionError, match=r"^retriever http://.+: no answer in eight attempts \(.+refused.*\)$"):
