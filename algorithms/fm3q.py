@@ -568,7 +568,7 @@ class Exploiter(Networks):
 
 def train_exploiter(frozen: Networks, side: int, args: Args, device) -> float:
     """What a team (0: protagonists) gains by training against the frozen team of the other side: a
-    lower bound of what a best response gains.
+    noisy estimate of what a best response gains at least.
 
     It learns on FM3Q's loss, or the control's, in which the other team's utilities are constants.
     The checkpoint with the best result counts, scored in fresh games. The gain is never below 0, as
@@ -610,7 +610,7 @@ def train_exploiter(frozen: Networks, side: int, args: Args, device) -> float:
 
 
 def exploit(networks, args: Args, device) -> dict[str, float]:
-    """Gains of trained opponents of both sides; their sum is a lower bound of NashConv."""
+    """Gains of trained opponents of both sides, in rewards without discount, and their sum."""
     pro, ant = [train_exploiter(networks, side, args, device) for side in (0, 1)]
     return {
         "eval/exploiter_pro": pro,
@@ -631,8 +631,8 @@ def load_teams(run_dir: str, args: Args, device) -> Networks:
 
 def score_run(args: Args, device) -> dict[str, float]:
     """--evaluate: scores of a run's teams, also against those of --opponent, and an episode."""
-    if game_tables(args) is not None and (args.opponent or args.exploiter_steps):
-        sys.exit(f"--env-id {args.env_id} is solved exactly; no --opponent, no --exploiter-steps")
+    if game_tables(args) is not None and args.opponent:
+        sys.exit(f"--env-id {args.env_id} is solved exactly; it takes no --opponent")
     networks = load_teams(args.evaluate, args, device)
     scores = evaluate(networks, args, device)
     if args.exploiter_steps:
@@ -742,6 +742,8 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     device = setup(args)
+    if args.exploiter_steps and game_tables(args) is not None:
+        sys.exit(f"--env-id {args.env_id} is solved exactly; it takes no --exploiter-steps")
     if args.evaluate:
         return score_run(args, device)
     torch.manual_seed(args.seed)

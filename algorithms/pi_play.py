@@ -20,9 +20,9 @@ self-play without a teacher.
 Differs from grpo.py:
 1. Two policies take turns; each step trains one of them. The teacher is a moving average.
 2. An episode has several turns. What the model reads in between, results of its searches, gets no
-   gradient. The keys and values of what a turn began with are kept for the next.
+   gradient. The cache of a turn's keys and values is used again in the next turn.
 3. The examiner's questions are compared with those of as many hops (hop_advantages); epsilon is
-   in the root of the variance.
+   added to the variance, under the root.
 4. No FSDP, because three models are held.
 
 This is a reconstruction: the paper has no published code, and its text was not at hand. pi_play.md
@@ -209,7 +209,8 @@ def token_divergence(
 def reverse_kl(
     student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, top_k: int | None = None
 ) -> Tensor:
-    """pi-Play eq. 10: KL(student || teacher), mean over the tokens of each row, 0 without any.
+    """pi-Play eq. 10 on padded rows: KL(student || teacher), mean over the tokens of each row, 0
+    without any. Training takes the same sum over packed rows, in token_values.
 
     (B,T,V), (B,T,V), (B,T) -> (B,)
     """
@@ -368,7 +369,7 @@ def gather(items: list) -> list:
 
 
 def load_problems(args: Args, dataset: str | None):
-    """The task: an object with the methods that pi_play.md lists."""
+    """The task: an object with the methods that envs/README.md lists."""
     if args.env != "search_qa":
         return load_env(args.env)(dataset)
     if args.retriever_url and not dataset:
@@ -1380,7 +1381,7 @@ def log_completions(run_dir: str, step: int, role: str, episodes, advantages, to
 
 def facts(episode: Episode) -> dict[str, float]:
     """What is logged of an episode, as means."""
-    found = episode.texts[1::2]  # by searches
+    found = episode.texts[1::2]  # what it read between its own texts
     return episode.info | {
         "reward": episode.reward,
         "entropy": episode.entropy,
@@ -1475,7 +1476,7 @@ def train(args: Args) -> dict[str, float]:
     check_model(student, encode(tokenizer, task, eval_problems[0], args), args)
     reference = copy_model(student, torch.float32) if args.beta > 0 else None
     if 2 * args.max_prompt_length + args.max_completion_length > longest_text(student):
-        sys.exit("--max-prompt-length: the teacher, who reads twice this length, has no positions")
+        sys.exit("--max-prompt-length: the teacher reads up to twice this; the model is too short")
     examiner = copy.deepcopy(student)
     teacher = copy_model(student, torch.float32)
     models = {"student": student, "examiner": examiner, "teacher": teacher}

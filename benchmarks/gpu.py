@@ -7,9 +7,8 @@ r"""What the scripts do on a GPU: run this on yours, part by part; a part ends w
 
     python benchmarks/gpu.py --part models --device cpu --small    # does this program work?
 
-Every run is a script in a process of its own. As soon as it ends, its row is in
-results/gpu_<name of the GPU>.csv; a run that is repeated replaces its row. A run that fails has the
-error in its row, and the part goes on. What runs when the time of a part is over is stopped.
+Every run is a process of its own, with a row in results/gpu_<name of the GPU>.csv, which may be an
+error; a repeated run replaces its row. What runs when the time of a part is over is stopped.
 
 Tokens a second are those of completions, by the seconds/rollout and the rest of seconds/step in
 metrics.csv: median of all steps but the first. Steps a second are those of all games, median of the

@@ -6,10 +6,9 @@ Solver, verifier and refiner share a reward of 1 for a right final answer. The s
 probability `first_try` at first. The verifier rejects 5 % of the right and 90 % of the wrong answers;
 then the refiner answers again, right with 0.3 (0.2 where first_try is 0.9). Policies are tables of
 logits for 16 problems and 8 answers. A step samples 8 episodes of 8 problems and makes one step of
-gradient ascent for each agent, with the norm clipped to 1, on the advantages of algorithms/dr_mas.py.
-
-Studies: `fixed` (learning rate 0) and `learning`. Reported: the refiner's inflation factor (lemma
-4.2), its gradient norm before clipping, and the exact probability of success.
+gradient ascent for each agent, clipped to norm 1, on the advantages of algorithms/dr_mas.py (rate 0
+in the study `fixed`). Reported of the refiner: its inflation factor (lemma 4.2), its gradient norm
+before clipping, and the norm of groups in which its calls have unequal rewards.
 """
 
 import sys
@@ -92,14 +91,14 @@ def refiner_factors(rewards: Tensor, rejected: Tensor) -> Tensor:
 def simulate(arm: str, seeds: int, rate: float, steps: int) -> pd.DataFrame:
     """Train all seeds and values of first_try at once."""
     first_try = torch.tensor(FIRST_TRY).repeat_interleave(seeds)  # (R,)
-    seed = torch.arange(seeds).repeat(len(FIRST_TRY))  # (R,)
+    seed = torch.arange(seeds).repeat(len(FIRST_TRY))
     generators = [torch.Generator().manual_seed(1 + number) for number in range(seeds)]
     solver = table_of(first_try)  # (R,C,A)
     refiner = table_of(torch.where(first_try > 0.8, 0.2, 0.3))  # (R,C,A)
     verifier = torch.tensor([[0.1, 0.9], [0.95, 0.05]]).log().repeat(len(seed), 1, 1)  # (R,2,2)
     tables = (solver, verifier, refiner)
     rows = torch.arange(len(seed))[:, None]
-    norms, factors = [], []
+    norms, unequal_norms, factors = [], [], []
     for _ in range(steps):
         problems = [torch.randperm(PROBLEMS, generator=g)[:DRAWN] for g in generators]
         problems = torch.stack(problems)[seed]  # (R,D)
@@ -119,7 +118,11 @@ def simulate(arm: str, seeds: int, rate: float, steps: int) -> pd.DataFrame:
         gradients = [torch.zeros_like(table) for table in tables]
         for agent, choice, probs in ((0, first, solve), (2, again, refine)):
             score = one_hot(choice, ANSWERS) - probs[..., None, :]  # (R,D,N,A)
-            gradients[agent][rows, problems] = (weights[agent, ..., None] * score).sum(2)
+            parts = (weights[agent, ..., None] * score).sum(2)  # (R,D,A)
+            gradients[agent][rows, problems] = parts
+        right = (rejected * rewards).sum(2, keepdim=True)  # (R,D,1)
+        unequal = (right > 0) & (right < rejected.sum(2, keepdim=True))
+        unequal_norms.append((parts * unequal).flatten(1).norm(dim=1))
         score = weights[1, ..., None] * (one_hot(rejected.long(), 2) - judge)  # (R,D,N,2)
         for right in (0, 1):
             gradients[1][:, right] = (score * (saw == right)[..., None]).sum((1, 2))
@@ -131,6 +134,7 @@ def simulate(arm: str, seeds: int, rate: float, steps: int) -> pd.DataFrame:
     found = {"first_try": first_try, "seed": seed + 1, "success": success(*tables)}
     found["refiner_factor_mean"] = torch.cat(factors, 1).nanmean(1)
     found["refiner_norm_mean"] = torch.stack(norms, 1).nanmean(1)
+    found["refiner_norm_unequal"] = torch.stack(unequal_norms, 1).mean(1)
     return pd.DataFrame({name: values.double().numpy() for name, values in found.items()})
 
 

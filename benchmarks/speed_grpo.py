@@ -9,10 +9,9 @@ The arms take turns in one process, and every step gives all of them the same pr
   shipped    the script's rollout, advantages and update, which leaves out rows without advantage
   all rows   the same, but every row is computed: advantages of 0 are made 1e-8
 
-Same weights, prompts, limits, rewards, loss (grpo, beta 0) and AdamW; the learning rate is 0. All
-decode the completions of a step at once; TRL draws its own. Before a case is timed, the gradients of
-our update and of TRL's loss on the same completions are compared; if they differ by more than a
-relative 1e-4, there are no times. Times are CPU time; a ratio is of the same step.
+Same weights, prompts, limits, rewards, loss (grpo, beta 0) and AdamW; the learning rate is 0. Before
+a case is timed, the gradients of our update and of TRL's loss on the same completions are compared;
+they may differ by a relative 1e-4. Times are CPU time; a ratio is of the same step.
 """
 
 import gc

@@ -7,11 +7,9 @@ HalfCheetah-v5, one thread, the same environments and steps a batch, epochs, min
 of 2 x 64. Arms: `cleanrl` and `gaussian` (the same policy), `poisson`, `compile` (gaussian with
 --compile). A copy of CleanRL's file gets EDITS, without which it does not run on gymnasium 1.x.
 
-Every run is a process of its own; the sides take turns, in an order that changes from repeat to
-repeat. Both print a line at the end of every batch, when this program notes time and CPU time.
-Counted is what lies between the first line and the last: neither imports nor the first batch, with
-all compiling in it. Limits beside them: `simulator` makes random steps without learning, `mj_step` is
-MuJoCo alone. The CSV has a row a run; make_tables.py takes ratios within a repeat.
+Every run is a process of its own; the sides take turns. Time counts from the end of the first batch,
+after imports and compiling. Limits beside them: `simulator` makes random steps without learning,
+`mj_step` is MuJoCo alone. The CSV has a row a run; make_tables.py takes ratios within a repeat.
 """
 
 import hashlib
