@@ -83,8 +83,8 @@ class Args:
     start: Literal["same", "independent", "far"] = "same"
     """pursuit: pursuers begin on one node, anywhere, or on one node far from the evader"""
     opponent: Literal["shortest", "random", "self"] = "shortest"
-    """confrontation: the others go for the nearest opponent, anywhere, or learn too (self-play;
-    evaluations play against shortest)"""
+    """confrontation: the other team goes for its nearest opponent, moves at random, or learns too
+    (self-play; evaluations play against shortest)"""
     horizon: int = 16
     """steps after which a game is cut off"""
     # method
@@ -140,7 +140,7 @@ class Args:
     """steps between checkpoints, 0 disables them; games start anew at each of them, so let it be
     many times num_envs x horizon"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<game>__<seed>__<time>"""
+    """run folder; None is runs/<script>__<game>__<seed>__<time>_<process>"""
     resume: str | None = None
     """run folder to continue; its flags are used unless given anew"""
     evaluate: str | None = None
@@ -739,7 +739,7 @@ def train(args: Args) -> dict:
         sides = [learners[0], learners[0]]  # one learner plays both teams
 
     run_dir = open_run(args, games[0].graph.name)
-    progress = {"step": 0, "updates": 0, "success": 0.0}  # success: games won since the last log
+    progress = {"step": 0, "updates": 0, "success": 0.0}  # share of games won, last log
     state = load_checkpoint(run_dir, device) if args.resume else None
     if state is not None:
         progress = state["progress"]

@@ -19,9 +19,9 @@ Differs from igpo.py:
    outcome. --zeta 0 leaves out the bonus, and --k 0 the scaling; the mean is always subtracted.
 2. No answer is scored during the rollout; it keeps the entropy of each turn, which is free.
 
-Differs from the paper, in parts a reconstruction, because one function of its code was published:
-1. The entropy is that of the distribution that was sampled from, at --temperature; at which one the
-   paper takes it was not found.
+Differs from the paper (parts are reconstructed: only one function of its code was published):
+1. The entropy is that of the distribution that was sampled from, at --temperature; the paper does
+   not say at which temperature.
 2. The turns are those of the rollout. The published function finds them by special tokens.
 
     python algorithms/empg.py                                # tiny model, CPU, offline
@@ -190,7 +190,7 @@ class Args:
     save_steps: int = 25
     """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<seed>__<time>"""
+    """run folder; None is runs/<script>__<seed>__<time>_<process>"""
     resume: str | None = None
     """run folder to continue; its flags are used unless given anew"""
 
@@ -325,7 +325,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1:
-        # A process waits for those that sample longer.
+        # The default is too short where processes wait for the one that samples longest.
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     return rank, world_size, device

@@ -141,7 +141,7 @@ class Args:
     """steps between checkpoints, 0 disables them; games start anew at each of them, so let it be
     many times --num-envs times the length of a game"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<game>__<seed>__<time>"""
+    """run folder; None is runs/<script>__<game>__<seed>__<time>_<process>"""
     resume: str | None = None
     """run folder to continue; its flags are used unless given anew"""
     evaluate: str | None = None

@@ -172,7 +172,7 @@ class Args:
     save_steps: int = 25
     """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<seed>__<time>"""
+    """run folder; None is runs/<script>__<seed>__<time>_<process>"""
     resume: str | None = None
     """run folder to continue; its flags are used unless given anew"""
 
@@ -351,7 +351,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1:
-        # A process waits for those that sample longer.
+        # The default is too short where processes wait for the one that samples longest.
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     return rank, world_size, device

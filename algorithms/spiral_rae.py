@@ -175,7 +175,7 @@ class Args:
     save_steps: int = 25
     """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<seed>__<time>"""
+    """run folder; None is runs/<script>__<seed>__<time>_<process>"""
     resume: str | None = None
     """run folder to continue; its flags are used unless given anew"""
 
@@ -209,7 +209,7 @@ class RoleBaseline:
 
 @dataclass
 class Result:
-    """How a game ended. Lists, but roles, have an entry for each role."""
+    """How a game ended. Lists have one entry for each role, except `roles`."""
 
     name: str  # of the game
     learns: list[bool]  # is the role played by the policy
@@ -329,7 +329,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1:
-        # A process waits for those that sample longer.
+        # The default is too short where processes wait for the one that samples longest.
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     return rank, world_size, device
@@ -1151,7 +1151,7 @@ def evaluate(
     """Shares of games that the policy wins, draws and loses against each opponent, moving first
     (role 0) and second. Also returns some games as text."""
     matches = []
-    # A game that is named twice is only trained on twice as often.
+    # Naming a game twice doubles its share of the training, not of the evaluation.
     for name, opponent in product(dict.fromkeys(args.games), args.eval_opponents):
         if opponent == "minimax" and name != "tictactoe":
             continue

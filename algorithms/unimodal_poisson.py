@@ -145,7 +145,7 @@ class Args:
     """steps of each environment between checkpoints, 0 disables them; at each of them all episodes
     start anew, so let it be several times the length of an episode"""
     output_dir: str | None = None
-    """run folder; None is runs/<script>__<task>__<seed>__<time>"""
+    """run folder; None is runs/<script>__<task>__<seed>__<time>_<process>"""
     resume: str | None = None
     """run folder to continue; its flags are used unless given anew"""
     evaluate: str | None = None
