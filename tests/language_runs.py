@@ -5,10 +5,15 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import as_flags, fork, kill_at, train_by_two
+from processes import ROOT, as_flags, fork, kill_at, train_by_two
 from run_folders import assert_close, assert_same_weights, final_models, metrics, name_of, path_of
 
 from envs import search_qa
+
+SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 32}
+SMALL |= {"eval_problems": 4, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
+CALCULATOR = {"env": str(ROOT / "envs" / "examples" / "calculator.py:Calculator")}
+CALCULATOR |= {"model_name_or_path": str(ROOT / "envs" / "tiny_lm" / "search_qa")}
 
 
 def numbers(run_dir) -> dict[tuple[int, str], float]:

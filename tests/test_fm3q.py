@@ -261,6 +261,15 @@ def test_all_agents_see_the_same_or_each_its_own():
     assert not torch.equal(net(same)[:, 0], net(same)[:, 1]), "the agent's number counts"
 
 
+def test_the_value_of_a_state_is_what_its_targets_have_in_the_mean():
+    """Of pairs: each learns the team's whole reward, so a state is worth their mean and not their sum."""
+    args = Args(env_id="arat_random", num_pro=2, num_ant=2, num_states=5, mixer="pairwise", hidden_size=8)
+    networks = Networks(make_game(args, 4, 0, "cpu"), args)
+    pro_q, ant_q = networks.utilities(networks.game.state).split(2, 1)
+    targets = fm3q.pairwise_targets(torch.zeros(4), torch.zeros(4), pro_q, ant_q, 1.0)
+    torch.testing.assert_close(networks.value(networks.game.state), targets.mean(1))
+
+
 @pytest.mark.parametrize("learner", ["fm3q", "pairwise", "selfplay_vdn", "selfplay_qmix", "iql"])
 def test_loss_of_every_learner(learner):
     """Row by row in plain loops: whose action, whose reward, whose future, none after an end."""

@@ -2,6 +2,7 @@
 
 import math
 
+import language_runs
 import pytest
 import torch
 from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
@@ -12,8 +13,7 @@ from algorithms.gdpo import condition_rewards, decoupled_advantages
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 48}
-SMALL |= {"eval_problems": 4, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
+SMALL = language_runs.SMALL | {"max_completion_length": 48}
 LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04, "reward_weights": (1.0, 0.5)}
 LONG |= {"conditioned_rewards": ("brevity",)}
 REWARDS = """\
@@ -49,9 +49,9 @@ def test_what_the_update_gets_is_gdpos(whole):
         expected = decoupled_advantages(counted, 4, [1.0, 0.5])
         torch.testing.assert_close(given[step - 1][4], expected)
         assert expected.abs().max() > 0.5 and (counted != rewards).any()
-        for name, mean in zip(("calls", "brevity"), counted.mean(0).tolist()):
+        for name, mean in zip(("calls", "brevity"), rewards.mean(0).tolist()):
             assert found[step, f"train/rewards/{name}/mean"] == pytest.approx(mean, abs=1e-6)
-        assert found[step, "train/reward"] == pytest.approx(float((counted @ torch.tensor([1, 0.5])).mean()), abs=1e-6)
+        assert found[step, "train/reward"] == pytest.approx(float((rewards @ torch.tensor([1, 0.5])).mean()), abs=1e-6)
         assert found[step, "train/frac_reward_zero_std"] == float((expected.view(2, 4) == 0).all(1).float().mean())
     assert found[2, "eval/rewards/calls"] == found[2, "eval/greedy"] and found[2, "eval/rewards/brevity"] < 0
     assert all(map(math.isfinite, found.values()))

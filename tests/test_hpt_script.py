@@ -2,30 +2,21 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
-from processes import ROOT, as_flags, fork, kill_at, train_by_two
-from run_folders import assert_close, assert_same_weights, documented_tags, metrics, tag_matches
+from language_runs import SMALL, kill_and_resume, numbers, train
+from processes import as_flags, train_by_two
+from run_folders import assert_close, assert_same_weights, assert_tags_of_pages, tags
 
 from algorithms import hpt
 from algorithms.hpt import Args
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 32}
-SMALL |= {"eval_problems": 4, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
+train_here = partial(train, hpt, **SMALL)
 REWARD = "def score(problem, completion):\n    return float('9' in completion)\n"
-
-
-def numbers(run_dir) -> dict[tuple[int, str], float]:
-    return {key: float(value) for key, value in metrics(run_dir).items()}
-
-
-def train_here(run_dir, **values) -> dict[tuple[int, str], float]:
-    """One small step in this process, or more; its metrics."""
-    hpt.train(Args(**SMALL | {"max_steps": 1} | values, output_dir=str(run_dir)))
-    return numbers(run_dir)
 
 
 @pytest.fixture
@@ -85,13 +76,8 @@ def test_it_learns_and_its_controls_differ(tmp_path):
 
 def test_a_killed_run_continues(tmp_path, own_data):
     values = SMALL | own_data | {"max_steps": 3, "save_steps": 1, "eval_steps": 3}
-    whole = train_here(tmp_path / "whole", **values)
-    kill_at(tmp_path, "hpt", "report", 2, *as_flags(values), "--output-dir", tmp_path / "killed")
-    process = fork(ROOT / "algorithms" / "hpt.py", "--resume", tmp_path / "killed")
-    assert process.returncode == 0, process.stderr
-    assert numbers(tmp_path / "killed") == whole
-    final = [Path(tmp_path, name, "final/model.safetensors").read_bytes() for name in ("whole", "killed")]
-    assert final[0] == final[1]
+    train_here(tmp_path / "whole", **values)
+    kill_and_resume(hpt, tmp_path / "whole", tmp_path, 2, **values)
 
 
 def test_two_processes_equal_one(tmp_path, own_data):
@@ -110,11 +96,7 @@ def test_two_processes_equal_one(tmp_path, own_data):
 
 def test_tags_are_those_of_the_page(tmp_path):
     train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
-    logged = {tag for _, tag in metrics(tmp_path)} | {"train/seconds/step", "train/seconds/rollout"}
-    pages = [(ROOT / "algorithms" / name).read_text() for name in ("grpo.md", "hpt.md")]
-    documented = {tag for page in pages for tag in documented_tags(page)} - {"train/clip_ratio"}
-    assert [tag for tag in logged if not any(tag_matches(row, tag) for row in documented)] == []
-    assert [row for row in documented if not any(tag_matches(row, tag) for tag in logged)] == []
+    assert_tags_of_pages(tags(tmp_path), "hpt", "grpo")
 
 
 @pytest.mark.quick

@@ -8,7 +8,6 @@ import language_runs
 import pytest
 import torch
 from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
-from processes import ROOT
 from run_folders import assert_tags_of_pages, tags
 
 from algorithms import igpo
@@ -16,11 +15,8 @@ from algorithms.igpo import Args, load_task, turn_advantages
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 32}
-SMALL |= {"eval_problems": 4, "num_generations_eval": 2, "eval_steps": 0, "save_steps": 0}
+SMALL, CALCULATOR = language_runs.SMALL, language_runs.CALCULATOR
 LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04}
-CALCULATOR = {"env": str(ROOT / "envs" / "examples" / "calculator.py:Calculator")}
-CALCULATOR |= {"model_name_or_path": str(ROOT / "envs" / "tiny_lm" / "search_qa")}
 train_here = partial(train, igpo, **SMALL)
 
 
