@@ -7,8 +7,8 @@ probability `first_try` at first. The verifier rejects 5 % of the right and 90 %
 then the refiner answers again, right with 0.3 (0.2 where first_try is 0.9). Policies are tables of
 logits for 16 problems and 8 answers. A step samples 8 episodes of 8 problems and makes one step of
 gradient ascent for each agent, clipped to norm 1, on the advantages of algorithms/dr_mas.py (rate 0
-in the study `fixed`). Reported of the refiner: its inflation factor (lemma 4.2), its gradient norm
-before clipping, and the norm of groups in which its calls have unequal rewards.
+in the study `fixed`). Reported of the refiner: its gradient norm before clipping, and the norm and the
+inflation factor (lemma 4.2) of groups in which its calls have unequal rewards.
 """
 
 import sys
@@ -79,13 +79,13 @@ def advantages_of(arm: str, rewards: Tensor, rejected: Tensor) -> Tensor:
 
 
 def refiner_factors(rewards: Tensor, rejected: Tensor) -> Tensor:
-    """NaN in a group without a call or without unequal rewards. (R,D,N) twice -> (R,D)"""
+    """NaN in a group without calls of unequal rewards. (R,D,N) twice -> (R,D)"""
     count = rejected.sum(-1)
     mean = rewards.mean(-1)
     own = (rejected * rewards).sum(-1) / count
     std = torch.sqrt(mean * (1 - mean))
     factor = inflation_factor(own, torch.sqrt(own * (1 - own)), mean, std)
-    return factor.masked_fill((std == 0) | (count == 0), torch.nan)
+    return factor.masked_fill(own * (1 - own) == 0, torch.nan)
 
 
 def simulate(arm: str, seeds: int, rate: float, steps: int) -> pd.DataFrame:
