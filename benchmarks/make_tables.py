@@ -51,7 +51,7 @@ class Args:
 
 def read(name: str) -> pd.DataFrame:
     """A CSV in benchmarks/results; learning rates stay text."""
-    return pd.read_csv(RESULTS / name, dtype={"learning_rate": str})
+    return pd.read_csv(RESULTS / name, dtype={"learning_rate": str, "commit": str})
 
 
 def curve_score(values: pd.Series, how: str) -> float:
