@@ -106,6 +106,8 @@ PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 -
  --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
 START = "--second-activation {} --rate-init {} --temperature {}"
 MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
+TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
+OTHER_HEADS = ("poisson", "categorical", "ordinal")
 MIXERS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 LEARNERS = {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 SCRIPTS = "grpo dapo gdpo dr_mas igpo empg spiral_rae pi_play hpt unimodal_poisson stream_x fm3q arac"
@@ -268,12 +270,10 @@ STUDIES = {
     ),
     "poisson_heads": Study(
         command="algorithms/unimodal_poisson.py --total-timesteps 300000",
-        tasks={name: f"--env-id {name}" for name in ("Hopper-v5", "InvertedPendulum-v5")},
-        arms={
-            name: Arm(f"--policy {name}", CONTROL, "3e-4")
-            for name in ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
-        }
-        | {"poisson_softplus": Arm("--second-activation softplus", CONTROL, "3e-4")},
+        tasks={name: f"--env-id {name}" for name in (*TWO_TASKS, "HalfCheetah-v5")},
+        arms={name: Arm(f"--policy {name}", CONTROL, "3e-4") for name in ("poisson_repo", "gaussian")}
+        | {name: Arm(f"--policy {name}", CONTROL, "3e-4", tasks=TWO_TASKS) for name in OTHER_HEADS}
+        | {"poisson_softplus": Arm("--second-activation softplus", CONTROL, "3e-4", tasks=TWO_TASKS)},
         scores=RETURNS,
         curves=("charts/episodic_return",),
         best="train_return",
