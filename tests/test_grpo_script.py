@@ -277,7 +277,7 @@ def test_system_prompt_and_template_settings(tmp_path):
 
 def test_the_system_prompt_replaces_that_of_a_line(data, tmp_path):
     chat = [{"role": "system", "content": "Shout."}, {"role": "user", "content": "Say 1"}]
-    write_lines(data / "train.jsonl", [{"prompt": chat}] * 20)
+    write_lines(data / "train.jsonl", [{"problem": "1", "prompt": chat}] * 20)
     values = {"dataset": str(data / "train.jsonl"), "eval_dataset": str(data / "test.jsonl")}
     values |= {"reward": (f"{data}/rewards.py:ones",), "system_prompt": "Whisper."}
     train_here(tmp_path / "run", **values)

@@ -408,6 +408,7 @@ def test_act_and_learning_batch(policy, bootstrap):
     args = agent.args
     agent.observation_stats.update(np.random.default_rng(0).normal(2, 3, (100, 3)))
     envs = unimodal_poisson.make_envs(args, 3)
+    envs.copy = False  # it uses its arrays again, as a fast simulator may
     unfinished = unimodal_poisson.start_episodes(envs, 4)
     rollout = unimodal_poisson.act(envs, agent, unfinished, args)
     bare = SyncVectorEnv([lambda: gym.make(args.env_id)] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
