@@ -326,7 +326,7 @@ class JsonLines:
             try:
                 self.rows.append(json.loads(line))
                 self.prompt(self.rows[-1])
-            except (ValueError, IndexError, TypeError):
+            except (ValueError, IndexError, TypeError, AttributeError):
                 wanted = "a JSON object with a question, problem or prompt"
                 raise ValueError(f"{path}, line {number}: expected {wanted}") from None
         held_out = [zlib.crc32(repr(self.prompt(row)).encode()) % 16 == 0 for row in self.rows]

@@ -337,9 +337,6 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--fsdp: shards one model, so it needs --share-model")
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 episodes to compare")
-    own_team = args.env not in ("search_qa", "countdown")
-    if own_team and not (args.model_name_or_path or args.agent_models):
-        sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models")
     try:
         json.loads(args.chat_template_kwargs)
     except ValueError as error:
@@ -369,7 +366,10 @@ def load_team(args: Args, dataset: str | None):
     """The team, see envs/teams.py; its task has the problems."""
     options = (args.max_rounds, args.missing_verdict)
     if args.env not in ("search_qa", "countdown"):
-        return load_env(args.env)(dataset, *options)
+        team = load_env(args.env)
+        if not (args.model_name_or_path or args.agent_models):
+            sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models")
+        return team(dataset, *options)
     from envs.countdown import Countdown
     from envs.math_jsonl import MathJsonl
     from envs.search_qa import SearchQA
