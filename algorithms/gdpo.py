@@ -1242,7 +1242,7 @@ def train(args: Args) -> dict[str, float]:
         # 4. log and save
         progress["step"] = step = step + 1
         progress["num_tokens"] += sum(lengths)
-        groups = advantages.view(-1, args.num_generations)  # (P,G)
+        groups = advantages.view(-1, args.num_generations)  # (P,G), 0 up to rounding if equal
         for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
             metrics[f"rewards/{name}/mean"] = mean
         metrics |= {
