@@ -42,7 +42,6 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 import tyro
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -126,8 +125,8 @@ class ObGD:
         direction = self.trace
         if self.adaptive:
             self.power *= 0.999
-            self.square = 0.999 * self.square + 0.001 * (delta * self.trace).square()
-            direction = self.trace / (self.square / (1 - self.power) + 1e-8).sqrt()
+            self.square = 0.999 * self.square + 0.001 * (delta * self.trace) ** 2
+            direction = self.trace / (self.square / (1 - self.power) + 1e-8) ** 0.5
         bound = self.lr * self.kappa * max(abs(delta), 1) * direction.abs().sum().item()
         step_size = self.lr / max(bound, 1)
         self.weights.add_(direction, alpha=step_size * delta)
@@ -262,17 +261,21 @@ class Network(nn.Module):
         for layer in hidden:
             x = layer(x)
             if self.layer_norm:
-                x = F.layer_norm(x, x.shape[-1:])
-            x = F.leaky_relu(x)
+                x = nn.functional.layer_norm(x, x.shape[-1:])
+            x = nn.functional.leaky_relu(x)
         return output(x)
 
 
 def sample_softmax(outputs):
-    """-> action, d log-probability / d outputs, d entropy / d outputs, entropy"""
-    logprobs = outputs.log_softmax(-1)
-    probs = logprobs.exp()
-    entropy = -(probs * logprobs).sum()
-    action = (probs / torch.empty_like(probs).exponential_()).argmax()  # a sample from probs
+    """-> action, d log-probability / d outputs, d entropy / d outputs, entropy
+
+    Arrays are NumPy's, which on so few numbers is several times as fast as PyTorch.
+    """
+    logprobs = outputs - np.logaddexp.reduce(outputs)
+    probs = np.exp(logprobs)
+    entropy = -probs @ logprobs
+    noise = torch.empty(probs.size).exponential_().numpy()
+    action = np.argmax(probs / noise)  # a sample from probs
     by_logprob = -probs
     by_logprob[action] += 1
     return action, by_logprob, -probs * (logprobs + entropy), entropy
@@ -280,23 +283,22 @@ def sample_softmax(outputs):
 
 def sample_gaussian(outputs):
     """The same for a Gaussian. Half of the outputs are means, softplus of the others are stds."""
-    mean, spread = outputs.chunk(2)
-    std = F.softplus(spread)
-    noise = torch.randn_like(mean)
-    slope = spread.sigmoid() / std  # d ln std / d spread
-    by_logprob = torch.cat([noise / std, (noise**2 - 1) * slope])
-    by_entropy = torch.cat([0 * mean, slope])
-    entropy = (std.log() + 1.4189).sum()  # 1.4189 is that of a standard normal
+    mean, spread = outputs.reshape(2, -1)
+    std = np.logaddexp(spread, 0)
+    noise = torch.randn(mean.size).numpy()
+    slope = -np.expm1(-std) / std  # d ln std / d spread
+    by_logprob = np.append(noise / std, (noise**2 - 1) * slope)
+    by_entropy = np.append(0 * mean, slope)
+    entropy = np.sum(np.log(std) + 1.4189)  # 1.4189 is that of a standard normal
     return mean + std * noise, by_logprob, by_entropy, entropy
 
 
-class Agent(nn.Module):
+class Agent:
     """Stream AC(lambda); or stream Q(lambda), with a value for each action and an unused actor."""
 
     chosen = 0  # column of the value to learn: stream Q's action
 
     def __init__(self, stream, args):
-        super().__init__()
         self.args = args
         self.is_q = args.algorithm == "q"
         space = stream.env.action_space
@@ -314,8 +316,8 @@ class Agent(nn.Module):
         self.observation = observation
         if not self.is_q:
             self.outputs = self.actor(observation)
-            action, *self.derivatives = self.sample(self.outputs.detach()[0])
-            return action.tolist()
+            action, *self.derivatives = self.sample(self.outputs.detach().numpy()[0])
+            return action
         if torch.rand(1) < epsilon:
             self.chosen = torch.randint(self.num_values, ()).item()
         else:
@@ -328,19 +330,21 @@ class Agent(nn.Module):
         now, then = values.tolist()  # stream AC has one value for each state
         delta = reward + self.args.gamma * (1 - done) * max(then) - now[self.chosen]
         reset = done or self.is_q and now.index(max(now)) != self.chosen
-        by_values = torch.zeros_like(values)  # the next values stay constants
-        by_values[0, self.chosen] = 1
-        self.zero_grad()
+        value = values[0, self.chosen]  # the next values stay constants
+        for param in self.critic.optimizer.params + self.actor.optimizer.params:
+            param.grad = None
         metrics = {"losses/td_error": abs(delta)}
         if self.is_q:
-            values.backward(by_values)
+            value.backward()
         else:
             # ObGD multiplies by delta. The sign cancels delta's, so that this step's term raises
             # the entropy after good and bad surprises alike.
             by_logprob, by_entropy, entropy = self.derivatives
             metrics["losses/entropy"] = entropy.item()
             by_outputs = by_logprob + math.copysign(self.args.entropy_coef, delta) * by_entropy
-            torch.autograd.backward([values, self.outputs], [by_values, by_outputs[None]])
+            torch.autograd.backward(
+                [value, self.outputs], [None, torch.from_numpy(by_outputs[None])]
+            )
             metrics["train/step_size_policy"] = self.actor.optimizer.step(delta, done)
         metrics["train/step_size_value"] = self.critic.optimizer.step(delta, reset)
         return metrics
@@ -355,8 +359,11 @@ def train(args):
     torch.manual_seed(args.seed)
     stream = Stream(args)
     agent = Agent(stream, args)
-    new_dir = f"runs/stream_x__{args.env_id}__{args.seed}__{time.time():.3f}"
-    run_dir = args.resume or args.output_dir or new_dir
+    run_dir = (
+        args.resume
+        or args.output_dir
+        or f"runs/stream_x__{args.env_id}__{args.seed}__{time.time():.3f}"
+    )
     if os.path.exists(f"{run_dir}/args.json") and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
     step = 0
@@ -376,17 +383,17 @@ def train(args):
                 file.write(f"{step},{tag},{value}\n")
                 board.add_scalar(tag, value, step)
 
-    done = True
-    is_window_over = True
+    done = is_window_over = True
     while step < args.total_timesteps:
         if is_window_over:
             sums = Counter()
             returns = []
-            first = step
+            window = 0
             began = time.perf_counter()
         if done:
             observation = stream.reset(args.seed + 10_000 * step)
         step += 1
+        window += 1
 
         # 1. act
         epsilon = epsilon_schedule(
@@ -402,11 +409,11 @@ def train(args):
         # 3. log and save
         if done:
             returns.append(stream.episodic_return)
-        is_window_over = done and step - first >= (args.save_steps or 2_000)
+        is_window_over = done and window >= (args.save_steps or 2_000)
         if is_window_over:
-            metrics = {tag: value / (step - first) for tag, value in sums.items()}
+            metrics = {tag: value / window for tag, value in sums.items()}
             metrics["charts/episodic_return"] = np.mean(returns)
-            metrics["charts/SPS"] = (step - first) / (time.perf_counter() - began)
+            metrics["charts/SPS"] = window / (time.perf_counter() - began)
             log(metrics)
             print(
                 f"step {step:>9,}/{args.total_timesteps:,}  return {np.mean(returns):9.1f}"
