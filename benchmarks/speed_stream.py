@@ -103,7 +103,7 @@ def main(csv: str = str(RESULTS / "speed_stream.csv"), steps: int = 250, turns: 
         stream = stream_x.Stream(stream_x.Args(env_id=env_id))
         agents = [stream_x.Agent(stream, stream_x.Args()) for _ in range(2)]
         env, speeds = Normalized(stream.env), []
-        traces = {param: torch.zeros_like(param) for param in agents[0].parameters()}
+        traces = {param: torch.zeros_like(param) for net in (agents[0].actor, agents[0].critic) for param in net.parameters()}
         for _ in range(turns + 1):
             plain = speed(plain_loop, env, agents[0], traces, steps)
             speeds.append((plain, speed(our_loop, stream, agents[1], steps)))
