@@ -104,6 +104,7 @@ GOALS = ("right", "short", "well_formed")
 REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOALS)
 PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
  --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
+BASELINES = {"role": "", "none": "--baseline none", "global": "--baseline global"}
 START = "--second-activation {} --rate-init {} --temperature {}"
 MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
@@ -143,22 +144,20 @@ STUDIES = {
         command=f"algorithms/gdpo.py {ARITHMETIC} --reward {REWARDS}",
         arms={
             "gdpo": Arm("", LADDER, "4e-5"),
-            "grpo": Arm("--advantage grpo", LADDER, "4e-5", seeds=THREE),
-            "grpo_batch_norm": Arm("--advantage grpo_batch_norm", LADDER, "4e-5"),
+            "grpo": Arm("--advantage grpo", LADDER, "4e-5"),
+            "grpo_batch_norm": Arm("--advantage grpo_batch_norm", LADDER, "4e-5", seeds=THREE),
+            "gdpo_conditioned": Arm("--conditioned-rewards short", LADDER, "4e-5"),
+            "grpo_conditioned": Arm("--advantage grpo --conditioned-rewards short", LADDER, "4e-5"),
         },
         scores=MEAN_AT_2 | {name: (f"eval/rewards/{name}", "last") for name in GOALS},
         best="mean_at_2",
-        minutes=6.0,
+        minutes=3.0,
     ),
     "spiral_135m": Study(  # after a cold start, see README.md
         command="algorithms/spiral_rae.py --model-name-or-path smollm2_games --bf16 --games kuhn"
         """ --game-options '{"kuhn": {"handicap": 3}}' --num-games-per-step 12 --micro-batch-size 16"""
         " --max-completion-length 40 --max-steps 20 --eval-steps 5 --eval-games 1 --eval-samples 16",
-        arms={
-            "role": Arm("", LADDER, "2e-5", seeds=THREE),
-            "none": Arm("--baseline none", LADDER, "2e-5", seeds=THREE),
-            "global": Arm("--baseline global", LADDER, "2e-5", seeds=THREE),
-        },
+        arms={name: Arm(flags, LADDER, "2e-5", seeds=THREE) for name, flags in BASELINES.items()},
         scores=KUHN,
         curves=KUHN_CURVES,
         best="nash_conv_average",
@@ -293,12 +292,9 @@ STUDIES = {
         command="algorithms/spiral_rae.py --games kuhn --num-games-per-step 64 --max-steps 25"
         """ --game-options '{"kuhn": {"handicap": 3}}' --eval-steps 5 --eval-games 1""",
         arms={
-            "role": Arm("--learning-rate 6e-5"),
-            "none": Arm("--baseline none --learning-rate 6e-5"),
-            "global": Arm("--baseline global --learning-rate 6e-5"),
-            "fast_role": Arm("--learning-rate 4e-4"),
-            "fast_none": Arm("--baseline none --learning-rate 4e-4"),
-            "fast_global": Arm("--baseline global --learning-rate 4e-4"),
+            speed + name: Arm(f"{flags} --learning-rate {rate}")
+            for speed, rate in (("", "6e-5"), ("fast_", "4e-4"))
+            for name, flags in BASELINES.items()
         },
         scores=KUHN,
         curves=KUHN_CURVES,

@@ -157,5 +157,5 @@ def test_arithmetic_rewards():
     problem = {"answer": "-4"}
     texts = ["So 3 - 7 = -4.", "-4", "3 - 7 = 4"]
     assert [arithmetic_rewards.right(problem, text) for text in texts] == [1.0, 1.0, 0.0]
-    assert [arithmetic_rewards.short(problem, text) for text in texts] == [-6.0, -1.0, -5.0]
+    assert [arithmetic_rewards.short(problem, text) for text in texts] == [26.0, 31.0, 27.0]
     assert [arithmetic_rewards.well_formed(problem, text) for text in texts] == [0.1, 0.0, 0.1]

@@ -15,8 +15,8 @@ def right(problem: dict, completion: str) -> float:
 
 
 def short(problem: dict, completion: str) -> float:
-    """Minus the number of words."""
-    return -float(len(completion.split()))
+    """How many words of 32 are left."""
+    return max(0.0, 32.0 - len(completion.split()))
 
 
 def well_formed(problem: dict, completion: str) -> float:
