@@ -110,6 +110,8 @@ MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
 MIXERS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 LEARNERS = {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
+PONG = ("qmix", "vdn", "selfplay_qmix", "iql")
+PONG_SCORES = ("exploitability", "exploiter_pro", "exploiter_ant", "tracker/pro/win", "tracker/ant/win")
 SCRIPTS = "grpo dapo gdpo dr_mas igpo empg spiral_rae pi_play hpt unimodal_poisson stream_x fm3q arac"
 STUDIES = {
     "defaults": Study(
@@ -168,10 +170,7 @@ STUDIES = {
         command="algorithms/igpo.py --model-name-or-path smollm2_search --bf16 --max-turns 4"
         " --num-prompts-per-step 4 --micro-batch-size 8 --max-completion-length 40 --max-steps 30"
         " --eval-steps 30 --eval-problems 64 --num-generations-eval 2",
-        arms={
-            "f1ig": Arm("", LADDER, "2e-5"),
-            "f1": Arm("--advantage f1", LADDER, "2e-5"),
-        },
+        arms={"f1ig": Arm("", LADDER, "2e-5"), "f1": Arm("--advantage f1", LADDER, "2e-5")},
         scores=MEAN_AT_2,
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/f1/mean"),
         best="mean_at_2",
@@ -235,6 +234,14 @@ STUDIES = {
         lowest=True,
         minutes=0.4,
     ),
+    "fm3q_pong": Study(
+        command="algorithms/fm3q.py --env-id pong --gamma 0.99 --num-envs 256 --updates-per-step 4"
+        " --total-timesteps 1000000 --eval-steps 250000 --exploiter-steps 400000",
+        arms={name: Arm((MIXERS | LEARNERS)[name], CONTROL, "1e-3") for name in PONG},
+        scores={tag.replace("/", "_"): (f"eval/{tag}", "last") for tag in PONG_SCORES},
+        best="exploitability",
+        lowest=True,
+    ),
     "arac_grid": Study(
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
         " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
@@ -279,10 +286,7 @@ STUDIES = {
     ),
     "poisson_humanoid": Study(
         command="algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 500000",
-        arms={
-            name: Arm(f"--policy {name}", CONTROL, "3e-4", seeds=THREE)
-            for name in ("poisson", "gaussian")
-        },
+        arms={name: Arm(f"--policy {name}", CONTROL, "3e-4", seeds=THREE) for name in ("poisson", "gaussian")},
         scores=RETURNS,
         curves=("charts/episodic_return",),
         best="train_return",
