@@ -110,6 +110,7 @@ MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
 MIXERS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 LEARNERS = {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
+POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
 PONG = ("qmix", "vdn", "selfplay_qmix", "iql")
 PONG_SCORES = ("exploitability", "exploiter_pro", "exploiter_ant", "tracker/pro/win", "tracker/ant/win")
 SCRIPTS = "grpo dapo gdpo dr_mas igpo empg spiral_rae pi_play hpt unimodal_poisson stream_x fm3q arac"
@@ -276,8 +277,7 @@ STUDIES = {
     "poisson_heads": Study(
         command="algorithms/unimodal_poisson.py --total-timesteps 300000",
         tasks={name: f"--env-id {name}" for name in (*TWO_TASKS, "HalfCheetah-v5")},
-        arms={name: Arm(f"--policy {name}", CONTROL, "3e-4") for name in ("poisson", "poisson_repo", "gaussian")}
-        | {name: Arm(f"--policy {name}", CONTROL, "3e-4", tasks=TWO_TASKS) for name in ("categorical", "ordinal")}
+        arms={name: Arm(f"--policy {name}", CONTROL, "3e-4") for name in POLICIES}
         | {"poisson_softplus": Arm("--second-activation softplus", CONTROL, "3e-4", tasks=TWO_TASKS)},
         scores=RETURNS,
         curves=("charts/episodic_return",),
