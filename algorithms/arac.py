@@ -19,7 +19,7 @@ are those of EPG (arXiv 2511.00811), public code by the same group. Differs from
    min(E_pi[Q1], E_pi[Q2]), a sum over N K terms. `--joint-table` is EPG's form with K^N terms.
 4. The rules of confrontation are ours, those of pursuit are EPG's.
 
-    python algorithms/arac.py                                     # a cycle of 8 nodes, CPU
+    python algorithms/arac.py                                     # a cycle of 8 nodes
     python algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128
     python algorithms/arac.py --graph town.graphml                # your own graph
     python algorithms/arac.py --beta-mode none                    # control: no reference
@@ -669,7 +669,9 @@ def evaluate(
         "reference": lambda game: game.scripted(args.reference, game.positions),
     }
     scores = {}
-    with torch.random.fork_rng(range(torch.cuda.device_count())):  # the training must not notice
+    device = games[0].device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # the training must not notice
         torch.manual_seed(args.seed)
         for name, choose in players.items():
             played = [play(game, choose, args.seed) for game in games]
@@ -686,7 +688,7 @@ def score_run(args: Args, device: torch.device) -> dict[str, dict[str, float]]:
     """--evaluate: scores of a run's policy on each graph, and with --video a game as a picture."""
     state = load_checkpoint(args.evaluate, device)
     if state is None:
-        sys.exit(f"{args.evaluate}: has no checkpoint yet; continue it with --resume")
+        sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or it is too early")
     games = make_games(args, args.graph + args.eval_graphs, device)
     policy = GraphPolicy(*network_sizes(games[0], 0, args)).to(device)
     try:
@@ -752,7 +754,7 @@ def train(args: Args) -> dict:
     print(f"{run_dir}: {args.env_id} on {' '.join(args.graph)}, {args.num_envs} games, {device}")
 
     scores = {}
-    counts = torch.zeros(2, device=device)  # games won, games ended since step `counted`
+    counts = torch.zeros(3, device=device)  # games won, games ended, their steps
     logged = progress["step"]
     began = time.perf_counter()
     starting = True
@@ -763,7 +765,6 @@ def train(args: Args) -> dict:
             for game in games:
                 game.reset(args.num_envs, random_seed(args.seed, step, game.graph.name))
             counts.zero_()
-            counted = step
             starting = False
         last = step >= args.total_timesteps
         if last or due(step, args.eval_steps, args.num_envs):
@@ -782,6 +783,7 @@ def train(args: Args) -> dict:
         turn = step // args.num_envs % len(games)
         game = games[turn]
         before = game.positions  # (E,P)
+        lengths = game.steps + 1  # (E,)
         actions = [act(learner.policy, game, side) for side, learner in enumerate(sides)]  # (E,N)
         rewards, terminated, truncated, after = game.step(*actions)
         for side, learner in enumerate(sides):
@@ -795,7 +797,8 @@ def train(args: Args) -> dict:
             if learner.has_reference:
                 rows["reference"] = game.scripted(args.reference, before, side)
             learner.replays[turn].add(**rows)
-        counts += torch.stack([(rewards > 0).sum(), (terminated | truncated).sum()])
+        ended = terminated | truncated
+        counts += torch.stack([(rewards > 0).sum(), ended.sum(), (lengths * ended).sum()])
 
         # 2. learn from the same graph
         metrics = {}
@@ -821,13 +824,12 @@ def train(args: Args) -> dict:
                 metrics = dict(zip(metrics, values))
             if not all(map(math.isfinite, metrics.values())):
                 sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
-            won, ended = counts.tolist()
-            if ended:
-                progress["success"] = won / ended
-                metrics["charts/success"] = won / ended
-                metrics["charts/episodic_length"] = (step - counted) / ended
+            won, num_games, num_steps = counts.tolist()
+            if num_games:
+                progress["success"] = won / num_games
+                metrics["charts/success"] = won / num_games
+                metrics["charts/episodic_length"] = num_steps / num_games
                 counts.zero_()
-                counted = step
             metrics["charts/SPS"] = (step - logged) / (time.perf_counter() - began)
             log(run_dir, board, step, metrics)
             report(step, metrics, args)
@@ -849,7 +851,7 @@ def train(args: Args) -> dict:
 
 def report(step: int, metrics: dict[str, float], args: Args) -> None:
     """Print a summary of under 80 columns."""
-    left = (args.total_timesteps - step) / metrics["charts/SPS"]
+    left = max(0, round((args.total_timesteps - step) / metrics["charts/SPS"]))
     line = f"step {step:>9,}/{args.total_timesteps:,}"
     if "charts/success" in metrics:
         line += f"  success {metrics['charts/success']:4.0%}"

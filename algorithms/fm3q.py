@@ -15,8 +15,8 @@ Differs from the paper, whose text was not available:
 1. The mixing network is QMIX's (arXiv 1803.11485), fed with utilities that carry the sign of their
    team. This is our reading of the paper's condition. `--mixer vdn` and `twin` are two others.
 2. The released code has no mixing network: `--mixer pairwise`, a value for each pair of opponents.
-   It copies the target network after every update of each fifth iteration; here the copy comes
-   every `--target-network-frequency` updates.
+   It copies the target network after nearly every update of each fifth iteration; here the copy
+   comes every `--target-network-frequency` updates.
 3. The games are ours: tables that can be solved exactly, and pong of two teams. Environments of
    PettingZoo run, too. The paper has Wimblepong, MPE and RoboMaster.
 
@@ -136,10 +136,10 @@ class Args:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU if there is one"""
     eval_steps: int = 6_000
-    """steps between evaluations; 0 evaluates at the end only"""
+    """steps between evaluations, 1/50 of the run at least; 0 evaluates at the end only"""
     save_steps: int = 20_000
-    """steps between checkpoints, 0 disables them; games start anew at each of them, so let it be
-    many times --num-envs times the length of a game"""
+    """steps between checkpoints, 1/50 of the run at least, 0 disables them; games start anew at
+    each of them, so let it be many times --num-envs times the length of a game"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<game>__<seed>__<time>_<process>"""
     resume: str | None = None
@@ -624,7 +624,7 @@ def load_teams(run_dir: str, args: Args, device) -> Networks:
     networks = Networks(make_game(args, 1, 0, device), args)
     state = load_checkpoint(run_dir, device)
     if state is None:
-        sys.exit(f"{run_dir}: has no checkpoint yet; continue it with --resume {run_dir}")
+        sys.exit(f"{run_dir}: no checkpoint; --save-steps 0 keeps none, or it is too early")
     networks.load_state_dict(state["online"])
     return networks
 
@@ -744,6 +744,8 @@ def train(args: Args) -> dict[str, float]:
     device = setup(args)
     if args.exploiter_steps and game_tables(args) is not None:
         sys.exit(f"--env-id {args.env_id} is solved exactly; it takes no --exploiter-steps")
+    if 0 < args.exploiter_steps <= args.learning_starts:
+        sys.exit(f"--exploiter-steps: exploiters learn after {args.learning_starts} steps only")
     if args.evaluate:
         return score_run(args, device)
     torch.manual_seed(args.seed)
@@ -775,7 +777,8 @@ def train(args: Args) -> dict[str, float]:
         if starting:
             torch.manual_seed(random_seed(args.seed, step))
             game.reset(random_seed(args.seed, "games", step))
-            results = torch.zeros(2, device=device)  # rewards and games since the last one ended
+            results = torch.zeros(2, device=device)  # returns and number of games that ended
+            returns = torch.zeros(args.num_envs, device=device)  # of games that go on
             starting = False
         if last or is_due(args.eval_steps, step, size):
             scores = evaluate(learner.online, args, device)
@@ -793,7 +796,9 @@ def train(args: Args) -> dict[str, float]:
             # 1. act
             epsilon = exploration(args, now)
             rewards, over = learner.collect(game, act(learner.online, game, epsilon))
-            results += torch.stack([rewards.sum(), over.sum()])
+            returns += rewards
+            results += torch.stack([(returns * over).sum(), over.sum()])
+            returns.masked_fill_(over, 0)
 
             # 2. learn
             rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, now)
@@ -812,9 +817,9 @@ def train(args: Args) -> dict[str, float]:
             "charts/SPS": speed,
         }
         line = f"step {step:>9,}/{end:,}  {speed:7,.0f} steps/s"
-        rewards, games = results.tolist()
+        total, games = results.tolist()
         if games:
-            metrics["charts/episodic_return"] = rewards / games
+            metrics["charts/episodic_return"] = total / games
             results.zero_()
         if learned:
             loss, norm = torch.stack(learned).mean(0).tolist()
@@ -824,7 +829,7 @@ def train(args: Args) -> dict[str, float]:
             if not math.isfinite(loss + norm):
                 sys.exit(f"the loss is {loss}: try a lower --learning-rate; checkpoints are kept")
         log(run_dir, board, step, metrics)
-        left = (end - step) / speed
+        left = round((end - step) / speed)
         print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
         if args.save_steps and (step >= end or is_due(args.save_steps, step, size)):
             state = {name: part.state_dict() for name, part in parts.items()}

@@ -1299,7 +1299,7 @@ def log_completions(run_dir: str, step: int, episodes, advantages, tokenizer, ta
 def report(step: int, metrics: dict, task, args: Args) -> None:
     """Print a summary of under 80 columns."""
     name = next(iter(task.reward_functions))
-    left = metrics["seconds/step"] * (args.max_steps - step)
+    left = round(metrics["seconds/step"] * (args.max_steps - step))
     line = f"step {step:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
     line += f"  {name[:12]} {metrics[f'rewards/{name}/mean']:.2f}"
     line += f"  length {metrics['completions/mean_length']:.0f}"

@@ -1395,7 +1395,7 @@ def facts(episode: Episode) -> dict[str, float]:
 
 def report(step: int, role: str, metrics: dict, args: Args) -> None:
     """Print a summary of under 80 columns."""
-    left = metrics["seconds/step"] * (args.max_steps - step)
+    left = round(metrics["seconds/step"] * (args.max_steps - step))
     line = f"step {step:>4}/{args.max_steps}  {role:<8}  reward {metrics['reward']:.3f}"
     line += f"  {metrics['seconds/step']:.1f} s"
     print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)

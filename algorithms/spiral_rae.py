@@ -1133,7 +1133,7 @@ def game_metrics(results: list[Result]) -> dict[str, float]:
 
 def report(step: int, metrics: dict, results: list[Result], args: Args) -> None:
     """Print a summary of under 80 columns."""
-    left = metrics["seconds/step"] * (args.max_steps - step)
+    left = round(metrics["seconds/step"] * (args.max_steps - step))
     line = f"step {step:>4}/{args.max_steps}"
     line += f"  forfeits {mean(float(result.forfeit) for result in results):.2f}"
     line += f"  draws {mean(float(result.draw) for result in results):.2f}"

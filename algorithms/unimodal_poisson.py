@@ -7,7 +7,7 @@
 # ///
 """PPO with the unimodal Poisson policy. Each action dimension is cut into K ordered values, called
 atoms, and the network gives one number for it: the rate of a Poisson distribution that is truncated
-to K counts. The likeliest atom has less likely ones on both sides, never between two peaks.
+to K counts. The further an atom is from the likeliest, the less likely it is: there is one peak.
 
 Zhu et al., Discretizing Continuous Action Space with Unimodal Probability Distributions for
 On-Policy Reinforcement Learning, arXiv 2408.00309. PPO: Schulman et al., arXiv 1707.06347, with
@@ -477,6 +477,9 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
     space = envs.single_action_space
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         sys.exit(f"--env-id {args.env_id}: expected a Box of one dimension as actions, not {space}")
+    seen = envs.single_observation_space
+    if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
+        sys.exit(f"--env-id {args.env_id}: expected one-dimensional observations, not {seen}")
     if args.policy != "gaussian" and not space.is_bounded():
         sys.exit(f"--policy {args.policy}: actions are unbounded, {space}; use --policy gaussian")
     return envs
@@ -537,7 +540,7 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> di
             episodes.append((unfinished.returns[n], unfinished.lengths[n]))
             unfinished.returns[n] = 0
             unfinished.lengths[n] = 0
-            if not terminated[n]:
+            if args.bootstrap_truncation and not terminated[n]:
                 last_observations[t, n] = np.array(info["final_obs"][n])
     raw_observations, observations, actions, rewards, dones = zip(*steps)
     return {
@@ -569,7 +572,7 @@ def learning_batch(rollout: dict, agent: Agent, unfinished: Unfinished, args: Ar
     rewards = rollout["rewards"]  # (T,N)
     if args.norm_reward:
         rewards = scale_rewards(rewards, rollout["dones"], agent, unfinished, args)
-    if rollout["last_observations"] and args.bootstrap_truncation:
+    if rollout["last_observations"]:
         steps, env_indices = zip(*rollout["last_observations"])
         last = agent.normalize(np.stack(list(rollout["last_observations"].values())))
         rewards[steps, env_indices] += args.gamma * agent.values(last).cpu().numpy()
@@ -805,7 +808,7 @@ def report(step: int, last_step: int, metrics: dict[str, float]) -> None:
     if "charts/episodic_return" in metrics:
         episodes = f"return {metrics['charts/episodic_return']:9.1f}"
     speed = metrics["charts/SPS"]
-    left = (last_step - step) / speed
+    left = round((last_step - step) / speed)
     line = f"step {step:>9,}/{last_step:,}  {episodes}  {speed:6,.0f} steps/s"
     print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
@@ -876,8 +879,11 @@ def train(args: Args) -> dict[str, float]:
             f"--temperature {args.temperature} with --rate-init {args.rate_init}: nearly all mass "
             "is at the lowest atom, so nothing else is tried; leave --rate-init out"
         )
-    if args.num_atoms < 2 or (args.temperature is not None and args.temperature <= 0):
-        sys.exit("--num-atoms must be at least 2, --temperature above 0")
+    if args.num_atoms < 2:
+        sys.exit("--num-atoms: must be at least 2")
+    for name in ("temperature", "rate_init"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            sys.exit(f"--{name.replace('_', '-')}: must be above 0")
     rollout_size = args.num_envs * args.num_steps
     if rollout_size % args.num_minibatches:
         sys.exit(f"--num-minibatches: does not divide {rollout_size}, the steps of a rollout")
@@ -903,7 +909,14 @@ def train(args: Args) -> dict[str, float]:
 
     scores = {}
     start_anew = True
-    while step < last_step:
+    while True:
+        last = step == last_step
+        due = step > 0 and is_due(args.eval_steps, step - rollout_size, step)
+        if args.eval_episodes and (last or due):
+            scores = evaluate(agent, args)
+            log(run_dir, board, step, scores)
+        if last:
+            break
         if start_anew:  # at the beginning and after each checkpoint, see save_checkpoint
             torch.manual_seed(random_seed(args.seed, step))
             unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step) % 2**31)
@@ -928,8 +941,7 @@ def train(args: Args) -> dict[str, float]:
         if not math.isfinite(sum(losses.values())):
             sys.exit(f"step {step}: the loss is not finite; the last checkpoint is kept")
 
-        # 4. log, evaluate and save
-        before = step
+        # 4. log and save
         step += rollout_size
         now = time.perf_counter()
         metrics = {f"losses/{name}": value for name, value in losses.items()}
@@ -948,12 +960,8 @@ def train(args: Args) -> dict[str, float]:
         metrics["seconds/update"] = now - acted
         log(run_dir, board, step, metrics)
         report(step, last_step, metrics)
-        is_last = step == last_step
-        if args.eval_episodes and (is_last or is_due(args.eval_steps, before, step)):
-            scores = evaluate(agent, args)
-            log(run_dir, board, step, scores)
-        due = is_due(args.save_steps * args.num_envs, before, step)
-        if args.save_steps and (is_last or due):
+        due = is_due(args.save_steps * args.num_envs, step - rollout_size, step)
+        if args.save_steps and (step == last_step or due):
             state = {"step": step, "agent": agent.state_dict()}
             state["optimizer"] = optimizer.state_dict()
             save_checkpoint(run_dir, step, state)

@@ -216,6 +216,7 @@ STUDIES = {
         },
         curves=("charts/episodic_return",),
         best="train_return",
+        minutes=4.0,
     ),
     "fm3q_games": Study(  # a seed is a game
         command="algorithms/fm3q.py --env-id arat_random --num-pro 3 --num-ant 3 --num-states 50"

@@ -40,6 +40,8 @@ def find_teams(env) -> tuple[list[str], list[str]]:
     pro, ant = getattr(env, "teams", (pro, ant))
     if not pro or not ant:
         sys.exit(f"agents {names}: no adversary among them; give the environment `teams`")
+    if sorted([*pro, *ant]) != sorted(names):
+        sys.exit(f"agents {names}: each must be in one of the `teams` {pro} and {ant}")
     return list(pro), list(ant)
 
 

@@ -46,7 +46,7 @@ def test_command_and_its_files(tmp_path):
     assert len(lines) == 50 and max(map(len, lines)) <= 80
     metrics = results(tmp_path / "run")
     assert {step for step, tag in metrics if tag.startswith("eval/")} == {0, 200, 400}
-    assert all(map(math.isfinite, metrics.values()))
+    assert all(map(math.isfinite, metrics.values())) and max(column(metrics, "charts/episodic_length")) <= 6
     board = events(tmp_path / "run")
     assert {key: board[key] for key in metrics} == pytest.approx(metrics)
     names = [path.name for path in checkpoints(tmp_path / "run")]

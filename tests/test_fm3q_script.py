@@ -67,7 +67,7 @@ def test_command_and_its_files(whole):
 
 
 def test_tags_are_those_of_the_page(whole, pong, tmp_path):
-    train(fm3q, tmp_path, **PONG | {"exploiter_steps": 64, "total_timesteps": 80})
+    train(fm3q, tmp_path, **PONG | {"exploiter_steps": 72, "total_timesteps": 80})
     assert_tags_of_pages(tags(whole[0]) | tags(pong) | tags(tmp_path), "fm3q")
 
 
@@ -138,6 +138,7 @@ def test_own_environment(tmp_path):
     values = SMALL | {"env_id": f"{tmp_path / 'duel.py'}:make", "num_envs": 4, "eval_steps": 0}
     found = train(fm3q, tmp_path / "run", **values)
     assert all(map(math.isfinite, found.values())) and (320, "eval/wanderer/pro/return") in found
+    assert 3 <= min(column(found, "charts/episodic_return")) <= max(column(found, "charts/episodic_return")) <= 6
 
 
 SWITCHES = [{"embed_dim": 4}, {"updates_per_step": 2.0}, {"gamma": 0.5}, {"buffer_size": 50}]
@@ -159,8 +160,7 @@ def test_what_cannot_be_run(whole, pong, tmp_path, monkeypatch):
     assert "plays another game" in say("--evaluate", pong, "--opponent", whole[0])
     words = as_flags(SMALL | {"learning_rate": 1e30, "learning_starts": 0, "eval_steps": 10**6})
     assert "lower --learning-rate" in say(*words, "--output-dir", tmp_path / "run")
-    assert checkpoints(tmp_path / "run") == []
-    assert "has no checkpoint yet" in say("--evaluate", tmp_path / "run")
+    assert not checkpoints(tmp_path / "run") and "no checkpoint" in say("--evaluate", tmp_path / "run")
 
 
 def test_learning(tmp_path):

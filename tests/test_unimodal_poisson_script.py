@@ -120,8 +120,7 @@ def test_own_vector_environment(tmp_path):
 
 
 def test_what_cannot_be_run(whole, monkeypatch, capsys):
-    sentence = refusal(unimodal_poisson, monkeypatch, "--resume", whole[0], "--seed", 2)
-    assert sentence == "--seed 2: cannot change on resume, the run began with 1"
+    assert "--seed 2: cannot change" in refusal(unimodal_poisson, monkeypatch, "--resume", whole[0], "--seed", 2)
     assert "actions are unbounded" in refusal(unimodal_poisson, monkeypatch, "--env-id", "test/Unbounded-v0")
     unimodal_poisson.make_envs(unimodal_poisson.Args(env_id="test/Endless-v0"), 1)
     assert "has no time limit" in capsys.readouterr().out, "said, not refused: its episodes may end"
@@ -133,9 +132,11 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch):
     assert "not finite" in found
 
 
-def test_video(tmp_path, monkeypatch):
-    train(unimodal_poisson, tmp_path, **SMALL | {"env_id": "test/Seen-v0", "eval_episodes": 0})
-    command(unimodal_poisson, monkeypatch, "--evaluate", tmp_path, "--video")
+def test_video_of_a_run_whose_evaluation_failed(tmp_path, monkeypatch):
+    with monkeypatch.context() as broken, pytest.raises(TypeError):
+        broken.setattr(unimodal_poisson, "evaluate", None)
+        train(unimodal_poisson, tmp_path, **SMALL | {"env_id": "test/Seen-v0", "eval_episodes": 1})
+    command(unimodal_poisson, monkeypatch, "--evaluate", tmp_path, "--eval-episodes", 0, "--video")
     assert (tmp_path / "episode.gif").read_bytes()[:4] == b"GIF8"
 
 
