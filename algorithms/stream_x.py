@@ -79,7 +79,7 @@ class Args:
     layer_norm: bool = True
     """normalize the hidden layers"""
     sparse_init: bool = True
-    """start with nine of ten weights at zero; without it, with those of PyTorch"""
+    """start with nine of ten weights at zero; without it, with PyTorch's weights"""
     seed: int = 1
     """seed of environment, networks and sampling"""
     save_steps: int = 2_000
@@ -204,7 +204,7 @@ class Stream:
         env = gym.make(args.env_id, disable_env_checker=True)
         self.is_discrete = isinstance(env.action_space, gym.spaces.Discrete)
         if not self.is_discrete:
-            env = gym.wrappers.ClipAction(env)
+            env = gym.wrappers.ClipAction(env)  # log-probabilities are those before clipping
         self.env = gym.wrappers.FlattenObservation(env)
         self.time_limit = env.spec.max_episode_steps or math.inf
         self.stats = RunningMeanVar()
@@ -325,9 +325,13 @@ class Agent:
         return self.chosen
 
     def learn(self, reward, next_observation, done):
-        """One step of each network, for the last action. -> metrics"""
+        """One step of each network, for the last action. -> metrics
+
+        The critic's objective is V(s) or Q(s, a), the actor's ln pi(a|s) + tau sign(delta) H(s)
+        with the entropy H; ObGD multiplies their gradients by delta.
+        """
         values = self.critic(torch.cat([self.observation, next_observation]))
-        now, then = values.tolist()  # stream AC has one value for each state
+        now, then = values.tolist()  # of this and of the next state; stream AC has one value each
         delta = reward + self.args.gamma * (1 - done) * max(then) - now[self.chosen]
         reset = done or self.is_q and now.index(max(now)) != self.chosen
         value = values[0, self.chosen]  # the next values stay constants
