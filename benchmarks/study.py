@@ -291,7 +291,7 @@ STUDIES = {
         scores=RETURNS,
         curves=("charts/episodic_return",),
         best="train_return",
-        minutes=35.0,
+        minutes=8.0,
     ),
     "spiral_kuhn_g1": Study(
         command="algorithms/spiral_rae.py --games kuhn --num-games-per-step 64 --max-steps 25"
