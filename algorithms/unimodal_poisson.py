@@ -7,7 +7,7 @@
 # ///
 """PPO with the unimodal Poisson policy. Each action dimension is cut into K ordered values, called
 atoms, and the network gives one number for it: the rate of a Poisson distribution that is truncated
-to K counts. The further an atom is from the likeliest, the less likely it is: there is one peak.
+to K counts. Probabilities fall from the likeliest atom towards both ends: there is one peak.
 
 Zhu et al., Discretizing Continuous Action Space with Unimodal Probability Distributions for
 On-Policy Reinforcement Learning, arXiv 2408.00309. PPO: Schulman et al., arXiv 1707.06347, with
