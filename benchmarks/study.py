@@ -161,7 +161,7 @@ STUDIES = {
         """ --game-options '{"kuhn": {"handicap": 3}}' --num-games-per-step 12 --micro-batch-size 16"""
         " --max-completion-length 40 --max-steps 20 --eval-steps 5 --eval-games 1 --eval-samples 16",
         arms={name: Arm(flags, LADDER, "2e-5", seeds=THREE) for name, flags in BASELINES.items()},
-        scores=KUHN,
+        scores={f"first_{name}": (tag, "first") for name, (tag, _) in KUHN.items()} | KUHN,
         curves=KUHN_CURVES,
         best="nash_conv_average",
         lowest=True,
