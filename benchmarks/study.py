@@ -5,8 +5,8 @@
     python benchmarks/study.py defaults --arms fm3q arac --seeds 2 3
 
 A finished run is a row of results/<study>.csv: task, arm, seed, learning rate, scores, minutes,
-device, versions, commit and command. Its metrics go to results/<study>_curves.csv. Runs keep no
-checkpoints, so a run that was stopped starts again.
+device, versions, commit and command. Its metrics go to results/<study>_curves.csv. Runs save no
+checkpoint before their end, so a run that was stopped starts again; --keep keeps their folders.
 
 An arm with rates sweeps its learning rate first, on seed 1 and on each task by itself: three rates,
 and more as long as the best one is at the edge. Its other seeds run at the best rate. Seeds go first
@@ -16,6 +16,7 @@ and arms second, so that the arms can be compared as soon as one seed is through
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -320,6 +321,8 @@ class Args:
     """seeds to run; none means those of each arm"""
     jobs: int = 2
     """runs at the same time, one thread each"""
+    keep: str = ""
+    """folder in which the runs of a study stay with their last checkpoints, as TASK_ARM_SEED_RATE"""
     extra: str = ""
     """further flags for every run, to try the program: --extra="--max-steps 1" --results FOLDER"""
     results: str = str(RESULTS)
@@ -394,13 +397,16 @@ def train(args: Args, run: Run) -> None:
     if is_done(finished(args), run):
         return
     words = shlex.split(command_of(args.study, run))
-    words += ["--seed", str(run.seed), "--save-steps", "0"]
+    words += ["--seed", str(run.seed), "--save-steps", "1000000000" if args.keep else "0"]
     words += shlex.split(args.extra)
     made = commit()
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        name = "_".join(str(part) for part in vars(run).values() if part != "")
+        folder = Path(args.keep or temporary, name).absolute()
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
         process = subprocess.run(
-            [sys.executable, *words, "--output-dir", f"{folder}/run"],
+            [sys.executable, *words, "--output-dir", str(folder)],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -409,7 +415,7 @@ def train(args: Args, run: Run) -> None:
         if process.returncode:
             sys.stderr.write(f"{shlex.join(words)} failed:\n{process.stderr}")
             return
-        metrics = pd.read_csv(f"{folder}/run/metrics.csv")
+        metrics = pd.read_csv(folder / "metrics.csv")
     scores = {name: f"{score(metrics, *which):.5g}" for name, which in study.scores.items()}
     row = vars(run) | scores
     row["minutes"] = f"{(time.perf_counter() - start) / 60:.2f}"

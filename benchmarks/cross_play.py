@@ -1,0 +1,62 @@
+"""Trained teams of pong against each other: every learner of the study against every other.
+
+    python benchmarks/study.py fm3q_pong --keep runs/pong
+    python benchmarks/cross_play.py runs/pong          # writes results/fm3q_cross_play.csv
+
+Teams of the same seed meet, so the pairs of a row are independent. Scores are over both sides of the
+field: reward of a game, and shares of the games won and lost.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from itertools import permutations
+from pathlib import Path
+
+import pandas as pd
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from algorithms import fm3q  # noqa: E402
+from benchmarks.about import RESULTS, about  # noqa: E402
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[str]
+    """folder of the study's runs, each in LEARNER_SEED_RATE"""
+    games: int = 1000
+    """games of a pair of teams on each side"""
+    output: str = str(RESULTS / "fm3q_cross_play.csv")
+    """CSV to write"""
+
+
+def main(args: Args) -> None:
+    """Play every pair, sweeps left out, and write the CSV anew."""
+    cpu = torch.device("cpu")
+    teams = {}
+    for path in sorted(Path(args.runs).iterdir()):
+        learner, seed, _ = path.name.rsplit("_", 2)
+        saved = fm3q.Args(**json.loads((path / "args.json").read_text()))
+        saved = replace(saved, eval_games=args.games)
+        teams[learner, int(seed)] = fm3q.load_teams(str(path), saved, cpu), saved
+    rows = []
+    for (learner, seed), (opponent, other) in permutations(teams, 2):
+        if seed == other and seed > 1 and learner != opponent:
+            ours, saved = teams[learner, seed]
+            theirs, _ = teams[opponent, other]
+            players = fm3q.player(ours), fm3q.player(theirs)
+            found = fm3q.match("opponent", *players, saved, cpu)
+            row = {"task": opponent, "arm": learner, "seed": seed}
+            for score in ("return", "win", "loss"):
+                sides = [found[f"eval/opponent/{side}/{score}"] for side in ("pro", "ant")]
+                row[score] = sum(sides) / 2
+            rows.append(row)
+    table = pd.DataFrame(rows).assign(**about("torch"))
+    table.to_csv(args.output, index=False, lineterminator="\n")
+    print(table.groupby(["task", "arm"])[["return", "win", "loss"]].mean().round(3))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
