@@ -14,7 +14,6 @@ and arms second, so that the arms can be compared as soon as one seed is through
 """
 
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -27,11 +26,12 @@ from pathlib import Path
 from threading import Lock
 
 import pandas as pd
-import torch
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT))
+from benchmarks.about import RESULTS, about  # noqa: E402
+
 SWEEP_SEED = 1
 THREE = (2, 3, 4)
 FIVE = (2, 3, 4, 5, 6)
@@ -109,8 +109,8 @@ BASELINES = {"role": "", "none": "--baseline none", "global": "--baseline global
 START = "--second-activation {} --rate-init {} --temperature {}"
 MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
-MIXERS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
-LEARNERS = {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
+TEAMS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
+TEAMS |= {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
 PONG = ("qmix", "vdn", "selfplay_qmix", "iql")
 PONG_SCORES = ("exploitability", "exploiter_pro", "exploiter_ant", "tracker/pro/win", "tracker/ant/win")
@@ -119,13 +119,9 @@ STUDIES = {
     "defaults": Study(
         command="algorithms/{arm}.py",
         arms={name: Arm(seeds=(2, 3)) for name in SCRIPTS.split()},
-        curves=(
-            "eval/mean_at_8",
-            "eval/tictactoe/random/first/win",
-            "eval/nash_conv_mean",
-            "eval/sampled/success",
-            "charts/episodic_return",
-            "charts/success",
+        curves=tuple(
+            "eval/mean_at_8 eval/tictactoe/random/first/win eval/nash_conv_mean eval/sampled/success"
+            " charts/episodic_return charts/success".split()
         ),
     ),
     "grpo_135m": Study(
@@ -135,9 +131,7 @@ STUDIES = {
             "grpo": Arm("algorithms/grpo.py", LADDER, "4e-5"),
             "dapo": Arm("algorithms/dapo.py", LADDER, "4e-5"),
             "no_baseline": Arm("algorithms/grpo.py --advantage none", LADDER, "4e-5"),
-            "shuffled": Arm(
-                "algorithms/grpo.py --advantage shuffled --learning-rate 4e-5", seeds=(2,)
-            ),
+            "shuffled": Arm("algorithms/grpo.py --advantage shuffled --learning-rate 4e-5", seeds=(2,)),
         },
         scores=MEAN_AT_2,
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
@@ -211,10 +205,7 @@ STUDIES = {
             "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4"),
             "ppo_batch_1": Arm(PPO_BATCH_1, ("1e-6", "3e-6", "1e-5", *CONTROL), "3e-5"),
         },
-        scores={
-            "train_return": ("charts/episodic_return", "late"),
-            "eval_sampled": ("eval/sampled/return_mean", "last"),
-        },
+        scores={name: RETURNS[name] for name in ("train_return", "eval_sampled")},
         curves=("charts/episodic_return",),
         best="train_return",
         minutes=4.0,
@@ -223,10 +214,7 @@ STUDIES = {
         command="algorithms/fm3q.py --env-id arat_random --num-pro 3 --num-ant 3 --num-states 50"
         " --total-timesteps 50000 --eval-steps 2500",
         tasks={"arat_random": "--game-seed {seed}"},
-        arms={
-            name: Arm(flags, CONTROL, "3e-3", seeds=tuple(range(2, 12)))
-            for name, flags in (MIXERS | LEARNERS).items()
-        },
+        arms={name: Arm(flags, CONTROL, "3e-3", tuple(range(2, 12))) for name, flags in TEAMS.items()},
         scores={
             "nash_conv": ("eval/nash_conv_mean", "last"),
             "late_nash_conv": ("eval/nash_conv_mean", "late"),
@@ -240,7 +228,7 @@ STUDIES = {
     "fm3q_pong": Study(
         command="algorithms/fm3q.py --env-id pong --gamma 0.99 --num-envs 256 --updates-per-step 4"
         " --total-timesteps 1000000 --eval-steps 250000 --exploiter-steps 400000",
-        arms={name: Arm((MIXERS | LEARNERS)[name], CONTROL, "1e-3") for name in PONG},
+        arms={name: Arm(TEAMS[name], CONTROL, "1e-3") for name in PONG},
         scores={tag.replace("/", "_"): (f"eval/{tag}", "last") for tag in PONG_SCORES},
         best="exploitability",
         lowest=True,
@@ -249,9 +237,7 @@ STUDIES = {
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
         " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
         tasks={"shortest": "--reference shortest", "dp": "--reference dp"},
-        arms={
-            name: Arm(f"--beta-mode {name}", seeds=(1, 2, 3)) for name in ("dual", "exp", "fixed")
-        }
+        arms={name: Arm(f"--beta-mode {name}", seeds=(1, 2, 3)) for name in ("dual", "exp", "fixed")}
         | {"none": Arm("--beta-mode none", seeds=(1, 2, 3), tasks=("shortest",))},
         scores={
             "early_success": ("charts/success", "early"),
@@ -266,7 +252,7 @@ STUDIES = {
     ),
     "poisson_start": Study(
         command="algorithms/unimodal_poisson.py --total-timesteps 300000",
-        tasks={name: f"--env-id {name}" for name in ("Hopper-v5", "InvertedPendulum-v5")},
+        tasks={name: f"--env-id {name}" for name in TWO_TASKS},
         arms={
             "_".join(start): Arm(START.format(*start), seeds=(1,))
             for layer in ("tanh", "softplus")
@@ -405,13 +391,9 @@ def train(args: Args, run: Run) -> None:
         name = "_".join(str(part) for part in vars(run).values() if part != "")
         folder = Path(args.keep or temporary, name).absolute()
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
-        process = subprocess.run(
-            [sys.executable, *words, "--output-dir", str(folder)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        command = [sys.executable, *words, "--output-dir", str(folder)]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
         if process.returncode:
             sys.stderr.write(f"{shlex.join(words)} failed:\n{process.stderr}")
             return
@@ -419,11 +401,9 @@ def train(args: Args, run: Run) -> None:
     scores = {name: f"{score(metrics, *which):.5g}" for name, which in study.scores.items()}
     row = vars(run) | scores
     row["minutes"] = f"{(time.perf_counter() - start) / 60:.2f}"
-    row["device"] = f"CPU ({platform.machine()}), one thread"
-    row["torch"] = torch.__version__
-    row["python"] = platform.python_version()
-    row["commit"] = made
-    row["command"] = shlex.join(["python", *words])
+    how = about("torch")
+    row |= {name: how[name] for name in ("device", "torch", "python")}
+    row |= {"commit": made, "command": shlex.join(["python", *words])}
     curve = metrics[metrics.tag.isin(study.curves)][["step", "tag", "value"]]
     curve = pd.DataFrame([vars(run)]).merge(curve, "cross")
     with lock:

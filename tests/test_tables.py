@@ -55,13 +55,6 @@ def test_verdicts(name):
     assert said.partition(" (")[0] == expected
 
 
-@pytest.mark.parametrize("method", load_rows("methods.csv"), ids=lambda method: method.script)
-def test_what_the_readme_says_of_a_method_still_holds(method):
-    for held in filter(None, method.holds.split("; ")):
-        name, _, expected = held.partition(": ")
-        assert make_tables.judge(CLAIMS[name])[1].startswith(expected), held
-
-
 def study_file(folder, rows) -> None:
     columns = ["task", "arm", "seed", "learning_rate", "score", "first_score", "commit"]
     table = pd.DataFrame(rows, columns=columns[:5]).assign(first_score=1.0, commit="abc")
