@@ -100,7 +100,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 class Args:
     # model, problems, rewards
     model_name_or_path: str | None = None
-    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    """Hugging Face causal language model to train; countdown and tool_calls come with a tiny one"""
     env: Literal["countdown", "gsm8k", "tool_calls", "reasoning_gym"] = "countdown"
     """kind of problems; countdown with --dataset is a file of lines with question and answer"""
     task: str = "chain_sum"
@@ -118,7 +118,7 @@ class Args:
     reward: tuple[str, ...] = ()
     """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
     the rewards of --env; with --dataset, problem is the line of the file as a dict, and its text
-    alone is the prompt; evaluations report the first function"""
+    alone is the prompt; without, it is what envs/ makes; evaluations report the first function"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
@@ -285,6 +285,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
+    if not args.model_name_or_path and not os.path.isdir(model_path(args)):
+        sys.exit(f"--env {args.env}: needs --model-name-or-path")
     for name in ("task_config", "chat_template_kwargs"):
         try:
             json.loads(getattr(args, name))
@@ -314,8 +316,8 @@ def gather(items: list) -> list:
 class JsonLines:
     """Problems of a JSON-lines file, to be scored by --reward.
 
-    A line is an object with the user's text, or a list of chat messages, under `question`,
-    `problem` or `prompt`. One line in 16 is held out for evaluation, by a hash of its prompt.
+    A line is an object with the user's text under `question`, `problem` or `prompt`, or with a
+    list of chat messages under `prompt`. One line in 16 is held out, by a hash of its prompt.
     """
 
     def __init__(self, path: str):

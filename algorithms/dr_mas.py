@@ -8,13 +8,13 @@ agent in the group, not with all episodes of the group. Feng et al., arXiv 2602.
     score of a call       s = reward of its episode, less a fine if its text has not the right tags
     advantage of a call   A = (s - mean) / (std + 1e-6), over this agent's calls in the group
 
-A group is the G episodes of one problem. The loss is policy_loss of grpo.py.
+A group is the G episodes of one problem. The loss is policy_loss, as in grpo.py; update applies it.
 
 Differs from grpo.py:
 1. A row is a call: what one agent writes when it is its turn, with a prompt of its own. Teams are
    in envs/teams.py.
-2. agent_advantages replaces group_advantages. Its control is --normalization global, which is GRPO;
-   three others are between them or take all calls as one pool.
+2. agent_advantages replaces group_advantages. Its control is --normalization global, which is GRPO.
+   Two others take only the mean or only the std of the agent; a third makes one pool of all calls.
 3. Every agent has a model of its own, or all share one (--share-model).
 
 Differs from the paper:
@@ -40,8 +40,8 @@ Your own team: `--env FILE.py:ClassName`, see envs/teams.py. Your own reward: `-
 FILE.py:function`, called as function(problem, answer of the team) -> float.
 
 Letters in shapes: P problems, G episodes of each, B calls of a model, S prompt tokens, T completion
-tokens, V vocabulary, H hidden size; R calls of all models, or packed rows of L tokens, N predicted
-tokens.
+tokens, V vocabulary, H hidden size, K agents; R calls of all models, or packed rows of L tokens, N
+predicted tokens.
 """
 
 import copy
@@ -121,7 +121,7 @@ class Args:
     retriever_url: str | None = None
     """search_qa: search server with the protocol of Search-R1; None searches an invented world"""
     system_prompt: str | None = None
-    """system message before every prompt and its own system message"""
+    """put before every prompt as a system message; those of the team stay"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()

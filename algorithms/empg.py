@@ -624,7 +624,6 @@ def check_model(model, prompt: list[int], args: Args) -> None:
 class Completion:
     """One turn."""
 
-    prompt: list[int]
     ids: list[int]  # with the end token
     logprobs: list[float]  # as sampled
     entropy: float  # nats, sum over tokens
@@ -834,7 +833,6 @@ def generate(
     completions = []
     for row, length in enumerate(lengths):
         completion = Completion(
-            prompt=contexts[row],
             ids=written[row][:length],
             logprobs=logprobs[row][:length],
             entropy=sum(entropy[row][:length]),
@@ -1270,8 +1268,8 @@ def report(step: int, metrics: dict, task, args: Args) -> None:
 def evaluate(
     sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
 ) -> tuple[dict[str, float], str]:
-    """Score problems that are not trained on by the first reward function: the greedy episode, and
-    the mean and the best of k samples. Also returns some greedy episodes as text."""
+    """Scores of unseen problems by the first reward function: of the greedy episode, and the mean
+    and the best of k samples. Also returns some greedy episodes as text."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
     seeds = [random_seed("evaluation", i) for i in mine]

@@ -130,6 +130,8 @@ class Args:
     """games against each opponent from each side, where the game cannot be solved exactly"""
     exploiter_steps: int = 0
     """steps that opponents of each side train against the final teams; 0 is no exploiter"""
+    exploiter_learning_rate: float = 1e-3
+    """learning rate of these opponents, apart from that of the teams, so that teams compare"""
     # bookkeeping
     seed: int = 1
     """seed of environments, networks and sampling"""
@@ -571,22 +573,26 @@ def train_exploiter(frozen: Networks, side: int, args: Args, device) -> float:
     noisy estimate of what a best response gains at least.
 
     It learns on FM3Q's loss, or the control's, in which the other team's utilities are constants.
-    The checkpoint with the best result counts, scored in fresh games. The gain is never below 0, as
-    a team can always play as the frozen one; where there is nothing to gain, the noise of the games
-    makes it slightly positive.
+    The best of its checkpoints and, in pong, paddles that follow the ball counts, scored in fresh
+    games. The gain is never below 0, as a team can always play as the frozen one; where there is
+    nothing to gain, the noise of the games makes it slightly positive.
     """
+    args = replace(args, learning_rate=args.exploiter_learning_rate)
     seed = random_seed(args.seed, "exploiter", side)
     torch.manual_seed(seed)
     game = make_game(args, args.num_envs, seed, device)
     learner = Learner(Exploiter(frozen, side, args), Exploiter(frozen, side, args), args)
 
-    def result(networks: Networks, games: str) -> float:
-        team = player(networks)  # an Exploiter plays both sides
-        returns = play_games(team, team, args, random_seed(seed, games), device)
+    def result(team, games: str) -> float:
+        """The team's mean reward against the frozen one."""
+        teams = [itself, itself]
+        teams[side] = team
+        returns = play_games(*teams, args, random_seed(seed, games), device)
         return (1 - 2 * side) * returns.mean().item()
 
-    best = frozen
-    highest = result(frozen, "before")
+    itself = player(frozen)
+    candidates = [itself] + [tracker] * (args.env_id == "pong")
+    scores = [result(team, "before") for team in candidates]
     rounds = math.ceil(args.exploiter_steps / args.num_envs)
     for number in range(rounds):
         step = number * args.num_envs
@@ -601,12 +607,12 @@ def train_exploiter(frozen: Networks, side: int, args: Args, device) -> float:
             learner.gradient_step(loss, update)
         is_last = number == rounds - 1
         if is_last or (number + 1) % math.ceil(rounds / EXPLOITER_EVALUATIONS) == 0:
-            score = result(learner.online, f"step {step}")
-            if score > highest:
-                highest = score
-                best = Exploiter(frozen, side, args)
-                best.load_state_dict(learner.online.state_dict())
-    return max(0.0, result(best, "final") - result(frozen, "final"))
+            kept = Exploiter(frozen, side, args)
+            kept.load_state_dict(learner.online.state_dict())
+            candidates.append(player(kept))
+            scores.append(result(candidates[-1], f"step {step}"))
+    best = candidates[scores.index(max(scores))]
+    return max(0.0, result(best, "final") - result(itself, "final"))
 
 
 def exploit(networks, args: Args, device) -> dict[str, float]:

@@ -12,7 +12,7 @@ added, so that none drowns the others by its size. Liu et al., arXiv 2601.05242.
 Differs from grpo.py:
 1. The advantages, --advantage gdpo. Its controls: gdpo_no_batch_norm leaves out the last line;
    grpo, grpo_no_std and grpo_batch_norm compare the sum of the rewards with its group: as in
-   GRPO, without dividing by std, and with the last line (which by itself makes steps larger).
+   GRPO, without dividing by std, and with the last line.
 2. --conditioned-rewards names rewards that are 0 where the first reward is below 1.
 3. Evaluations log every reward.
 4. The default task is tool calls, as in the paper.
@@ -96,7 +96,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 class Args:
     # model, problems, rewards
     model_name_or_path: str | None = None
-    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    """Hugging Face causal language model to train; countdown and tool_calls come with a tiny one"""
     env: Literal["countdown", "gsm8k", "tool_calls", "reasoning_gym"] = "tool_calls"
     """kind of problems; countdown with --dataset is a file of lines with question and answer"""
     task: str = "chain_sum"
@@ -114,7 +114,7 @@ class Args:
     reward: tuple[str, ...] = ()
     """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
     the rewards of --env; with --dataset, problem is the line of the file as a dict, and its text
-    alone is the prompt; evaluations report the first function"""
+    alone is the prompt; without, it is what envs/ makes; evaluations report the first function"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
@@ -132,7 +132,9 @@ class Args:
     advantage: Literal["gdpo", "gdpo_no_batch_norm", "grpo", "grpo_no_std", "grpo_batch_norm"] = (
         "gdpo"
     )
-    """gdpo is the method; controls: GDPO without eq. 6, and GRPO as is, without std, with eq. 6"""
+    """gdpo is the method. Controls: gdpo_no_batch_norm is GDPO without batch norm; grpo compares
+    the sum of the rewards, as grpo.py does; grpo_no_std does not divide it by its std;
+    grpo_batch_norm is grpo with batch norm"""
     conditioned_rewards: tuple[str, ...] = ()
     """names of reward functions whose rewards are 0 where that of the first one is below 1"""
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
@@ -310,6 +312,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
+    if not args.model_name_or_path and not os.path.isdir(model_path(args)):
+        sys.exit(f"--env {args.env}: needs --model-name-or-path")
     for name in ("task_config", "chat_template_kwargs"):
         try:
             json.loads(getattr(args, name))
@@ -339,8 +343,8 @@ def gather(items: list) -> list:
 class JsonLines:
     """Problems of a JSON-lines file, to be scored by --reward.
 
-    A line is an object with the user's text, or a list of chat messages, under `question`,
-    `problem` or `prompt`. One line in 16 is held out for evaluation, by a hash of its prompt.
+    A line is an object with the user's text under `question`, `problem` or `prompt`, or with a
+    list of chat messages under `prompt`. One line in 16 is held out, by a hash of its prompt.
     """
 
     def __init__(self, path: str):
@@ -1132,8 +1136,8 @@ def report(step: int, metrics: dict, task, args: Args) -> None:
 def evaluate(
     sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
 ) -> tuple[dict[str, float], str]:
-    """Score problems that are not trained on by the first reward function: the greedy completion,
-    and the mean and the best of k samples. Also returns some greedy completions as text."""
+    """Scores of unseen problems by the first reward function: the greedy completion, and the mean
+    and the best of k samples; each reward of the greedy one. Also some of these as text."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
     seeds = [random_seed("evaluation", i) for i in mine]
@@ -1242,12 +1246,15 @@ def train(args: Args) -> dict[str, float]:
         # 4. log and save
         progress["step"] = step = step + 1
         progress["num_tokens"] += sum(lengths)
-        groups = advantages.view(-1, args.num_generations)  # (P,G), 0 up to rounding if equal
+        compared = counted * torch.tensor(task.reward_weights)  # (B,K)
+        if args.advantage.startswith("grpo"):
+            compared = compared.sum(1, keepdim=True)  # (B,1)
+        groups = compared.unflatten(0, (-1, args.num_generations))  # (P,G,K or 1)
         for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
             metrics[f"rewards/{name}/mean"] = mean
         metrics |= {
             "reward": totals.mean().item(),
-            "frac_reward_zero_std": (groups.abs() < 0.01).all(1).float().mean().item(),
+            "frac_reward_zero_std": (groups == groups[:, :1]).all((1, 2)).float().mean().item(),
             "entropy": sum(entropy) / sum(lengths),
             "completions/mean_length": sum(lengths) / len(lengths),
             "completions/clipped_ratio": 1 - sum(ended) / len(ended),

@@ -7,14 +7,16 @@ is compared with the mean reward of its group. Shao et al., DeepSeekMath, arXiv 
 
     advantage of an answer   A = (reward - mean of its group) / (std of its group + 1e-4)
     loss of one token        -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A)
-                             with ratio = probability now / probability before the first update
+                             with ratio = probability now / probability before the first step on it
 
+group_advantages and policy_loss are the method; step 2 of train calls the first, update the second.
 Dr. GRPO (arXiv 2503.20783) is `--loss-type dr_grpo --scale-rewards none`. DAPO is dapo.py.
 
 Differs from the paper:
 1. No KL penalty by default, as in TRL 1.16, DAPO and Dr. GRPO. The paper uses `--beta 0.04`.
 2. The paper gives no clip range and does not say how std is computed. Here the clip range is 0.2,
    which is common; advantages are divided by the sample std plus 1e-4, as in TRL 1.16.
+3. An answer gets one reward, by a function and not by a model, and the reference model stays fixed.
 
 Two shortcuts do not change the gradient: the answers of a group share the computation of their
 prompt, and the update skips answers with zero advantage (not with a KL penalty or --fsdp).
@@ -99,7 +101,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 class Args:
     # model, problems, rewards
     model_name_or_path: str | None = None
-    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    """Hugging Face causal language model to train; countdown and tool_calls come with a tiny one"""
     env: Literal["countdown", "gsm8k", "tool_calls", "reasoning_gym"] = "countdown"
     """kind of problems; countdown with --dataset is a file of lines with question and answer"""
     task: str = "chain_sum"
@@ -117,7 +119,7 @@ class Args:
     reward: tuple[str, ...] = ()
     """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
     the rewards of --env; with --dataset, problem is the line of the file as a dict, and its text
-    alone is the prompt; evaluations report the first function"""
+    alone is the prompt; without, it is what envs/ makes; evaluations report the first function"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
@@ -273,6 +275,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2 and args.advantage != "none":
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
+    if not args.model_name_or_path and not os.path.isdir(model_path(args)):
+        sys.exit(f"--env {args.env}: needs --model-name-or-path")
     for name in ("task_config", "chat_template_kwargs"):
         try:
             json.loads(getattr(args, name))
@@ -302,8 +306,8 @@ def gather(items: list) -> list:
 class JsonLines:
     """Problems of a JSON-lines file, to be scored by --reward.
 
-    A line is an object with the user's text, or a list of chat messages, under `question`,
-    `problem` or `prompt`. One line in 16 is held out for evaluation, by a hash of its prompt.
+    A line is an object with the user's text under `question`, `problem` or `prompt`, or with a
+    list of chat messages under `prompt`. One line in 16 is held out, by a hash of its prompt.
     """
 
     def __init__(self, path: str):

@@ -94,7 +94,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 class Args:
     # model, problems, rewards
     model_name_or_path: str | None = None
-    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    """Hugging Face causal language model to train; countdown comes with a tiny one"""
     env: Literal["countdown", "gsm8k"] = "countdown"
     """kind of problems; countdown with --dataset is a file of lines with question and answer"""
     dataset: str | None = None
@@ -108,7 +108,7 @@ class Args:
     reward: tuple[str, ...] = ()
     """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
     the rewards of --env; with --dataset, problem is the line of the file as a dict, and its text
-    alone is the prompt; evaluations report the first function"""
+    alone is the prompt; without, it is what envs/ makes; evaluations report the first function"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
@@ -339,6 +339,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
+    if not args.model_name_or_path and not os.path.isdir(model_path(args)):
+        sys.exit(f"--env {args.env}: needs --model-name-or-path")
     if args.method == "srft" and args.beta > 0:
         sys.exit("--beta: srft has no KL penalty")
     try:
@@ -369,8 +371,8 @@ def gather(items: list) -> list:
 class JsonLines:
     """Problems of a JSON-lines file, to be scored by --reward.
 
-    A line is an object with the user's text, or a list of chat messages, under `question`,
-    `problem` or `prompt`. One line in 16 is held out for evaluation, by a hash of its prompt.
+    A line is an object with the user's text under `question`, `problem` or `prompt`, or with a
+    list of chat messages under `prompt`. One line in 16 is held out, by a hash of its prompt.
     """
 
     def __init__(self, path: str):
@@ -994,7 +996,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
             if iteration == 0:
                 # No step has been taken yet, so these are the old log-probabilities. Those of the
                 # sampler differ by rounding; the largest difference is logged.
-                batch.old_logprobs = logprobs.detach()
+                batch.old_logprobs = logprobs.detach()  # here (N,1)
                 gap = (batch.old_logprobs[:, 0] - batch.sampled_logprobs).abs()
                 gap = gap.nan_to_num().max()  # NaN: demonstrations, which nobody sampled
                 largest_gap = torch.maximum(largest_gap, gap)
@@ -1293,17 +1295,17 @@ def train(args: Args) -> dict[str, float]:
         solved = (rewards[:, 0] == 1).view(-1, args.num_generations)  # (P,G)
         assigned = assign(totals, solved, args)  # (4,P,G+1)
         own = assigned.chunk(world_size, dim=1)[rank]
-        rows = []  # of each question the rollouts, then the demonstration
+        examples = []  # of each question the rollouts, then the demonstration
         for i, problem in enumerate(problems):
             rollouts = completions[i * args.num_generations : (i + 1) * args.num_generations]
             ids = demonstration(problem, tokenizer)
             logprobs = [math.nan] * len(ids)  # nobody sampled it
-            rows += [*rollouts, Completion(rollouts[0].prompt, ids, logprobs, 0.0, ended=True)]
+            examples += [*rollouts, Completion(rollouts[0].prompt, ids, logprobs, 0.0, ended=True)]
 
         # 3. gradient steps on both
         rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
         optimizer.param_groups[0]["lr"] = rate
-        metrics = update(model, reference, optimizer, rows, own.flatten(1), args)
+        metrics = update(model, reference, optimizer, examples, own.flatten(1), args)
 
         # 4. log and save
         progress["step"] = step = step + 1

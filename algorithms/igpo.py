@@ -10,11 +10,12 @@ al., arXiv 2510.14967 (version 2, ICLR 2026).
     reward of the last    r = word F1 of the answer, or -2 if the format is wrong
     advantage of a turn   A = its z-score in the group plus those of all later turns
 
-Gains have one mean and std in the group, outcomes another. The loss is policy_loss of grpo.py.
+Gains have one mean and std in the group, outcomes another. The loss is policy_loss, as in grpo.py;
+update applies it.
 
 Differs from grpo.py:
 1. The unit is an episode: the model writes, reads what the task replies, and writes again. What it
-   read is not trained on. The keys and values of what a turn began with are kept for the next.
+   read is not trained on. Keys and values of a context are kept; a turn computes only what is new.
 2. The log-probability of the right answer is taken at the start of every turn, by the sampler.
 3. turn_advantages replaces group_advantages. Its controls are --advantage f1, which is GRPO on the
    outcome alone, and --advantage ig, the gains alone.
@@ -210,6 +211,7 @@ def standardize(values: Tensor, pool: Tensor) -> Tensor:
     """Compare values with their pool, with the std of a population; 0 if all of it is equal."""
     if (pool == pool[:1]).all():
         return torch.zeros_like(values)
+    # Both epsilons are those of the official code.
     return (values - pool.mean()) / ((pool.var(correction=0) + 1e-8).sqrt() + 1e-6)
 
 
@@ -626,7 +628,6 @@ def check_model(model, prompt: list[int], args: Args) -> None:
 class Completion:
     """One turn."""
 
-    prompt: list[int]
     ids: list[int]  # with the end token
     logprobs: list[float]  # as sampled
     entropy: float  # nats, sum over tokens
@@ -835,7 +836,6 @@ def generate(
     completions = []
     for row, length in enumerate(lengths):
         completion = Completion(
-            prompt=contexts[row],
             ids=written[row][:length],
             logprobs=logprobs[row][:length],
             entropy=sum(entropy[row][:length]),
@@ -1313,8 +1313,8 @@ def report(step: int, metrics: dict, task, args: Args) -> None:
 def evaluate(
     sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
 ) -> tuple[dict[str, float], str]:
-    """Score problems that are not trained on by the first reward function: the greedy episode, and
-    the mean and the best of k samples. Also returns some greedy episodes as text."""
+    """Scores of unseen problems by the first reward function: of the greedy episode, and the mean
+    and the best of k samples. Also returns some greedy episodes as text."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
     seeds = [random_seed("evaluation", i) for i in mine]
@@ -1410,12 +1410,12 @@ def train(args: Args) -> dict[str, float]:
         table = [
             (e.rewards, len(e.logprobs), e.ended, e.entropy, e.answer_logprobs) for e in episodes
         ]
-        rewards, lengths, ended, entropy, scores_of_turns = zip(*gather(table))
+        rewards, lengths, ended, entropy, answer_logprobs = zip(*gather(table))
         rewards = torch.tensor(rewards)  # (B,K)
         totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (B,)
         gains = [
-            information_gains(torch.tensor(scores), args.information_gain)
-            for scores in scores_of_turns
+            information_gains(torch.tensor(values), args.information_gain)
+            for values in answer_logprobs
         ]
         group_ids = torch.arange(len(totals)) // args.num_generations  # (B,)
         advantages = turn_advantages(

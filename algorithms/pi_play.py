@@ -23,7 +23,8 @@ Differs from grpo.py:
    gradient. The cache of a turn's keys and values is used again in the next turn.
 3. The examiner's questions are compared with those of as many hops (hop_advantages); epsilon is
    added to the variance, under the root.
-4. No FSDP, because three models are held.
+4. By default losses are averaged over all tokens of the step, as in DAPO.
+5. No FSDP: student, examiner and teacher must fit on every GPU.
 
 This is a reconstruction: the paper has no published code, and its text was not at hand. pi_play.md
 says what was read, what is second-hand and what is ours. lambda is larger here, for the tiny model.
@@ -210,7 +211,7 @@ def reverse_kl(
     student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, top_k: int | None = None
 ) -> Tensor:
     """pi-Play eq. 10 on padded rows: KL(student || teacher), mean over the tokens of each row, 0
-    without any. Training takes the same sum over packed rows, in token_values.
+    without any. For readers and tests; token_values takes the same sum over packed rows.
 
     (B,T,V), (B,T,V), (B,T) -> (B,)
     """
@@ -627,7 +628,6 @@ def check_model(model, prompt: list[int], args: Args) -> None:
 class Completion:
     """One turn."""
 
-    prompt: list[int]
     ids: list[int]  # with the end token
     logprobs: list[float]  # as sampled
     entropy: float  # nats, sum over tokens
@@ -838,7 +838,6 @@ def generate(
     completions = []
     for row, length in enumerate(lengths):
         completion = Completion(
-            prompt=contexts[row],
             ids=written[row][:length],
             logprobs=logprobs[row][:length],
             entropy=sum(entropy[row][:length]),

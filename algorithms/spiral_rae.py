@@ -16,6 +16,7 @@ Differs from grpo.py:
    once, with cards of its own.
 3. Evaluation plays against a random player, a perfect one and the initial policy. For Kuhn poker
    it also measures how far the policy is from an equilibrium.
+4. By default losses are averaged as in Dr. GRPO, and every batch has two optimizer steps.
 
 Differs from the paper:
 1. The average moves after it was subtracted, as in the paper's code. In eq. 2 it moves before
@@ -83,7 +84,7 @@ from envs.game_demonstrations import random_action
 from envs.game_solvers import kuhn_average, kuhn_decision_points, kuhn_nash_conv, minimax_action
 from envs.text_games import make_game
 
-ROOT = Path(__file__).resolve().parents[1]  # the repository root
+ROOT = Path(__file__).resolve().parents[1]
 MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
 PACKED_LENGTH = 4096  # turns with one prompt that are longer are split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
@@ -180,7 +181,7 @@ class Args:
     """run folder to continue; its flags are used unless given anew"""
 
 
-# --- The method -----------------------------------------------------------------------------------
+# --- The method ---------------------------------------------------------------------------------
 
 
 class RoleBaseline:
@@ -300,7 +301,7 @@ def token_weights(
     return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
 
 
-# --- Processes and model --------------------------------------------------------------------------
+# --- Processes and model ------------------------------------------------------------------------
 
 
 def setup(args: Args) -> tuple[int, int, torch.device]:
@@ -388,7 +389,7 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     return encoded["input_ids"]
 
 
-# --- Model compatibility --------------------------------------------------------------------------
+# --- Model compatibility ------------------------------------------------------------------------
 
 
 def refuse_unsupported(model) -> None:
@@ -524,12 +525,12 @@ def check_model(model, prompt: list[int], args: Args) -> None:
             )
 
 
-# --- Rollout --------------------------------------------------------------------------------------
+# --- Rollout ------------------------------------------------------------------------------------
 
 
 @dataclass
 class Completion:
-    """One answer. In lists, the G completions of a prompt are neighbours."""
+    """One turn of a game."""
 
     prompt: list[int]
     ids: list[int]  # with the end token
@@ -537,7 +538,6 @@ class Completion:
     entropy: float  # nats, sum over tokens
     ended: bool
     text: str = ""
-    rewards: tuple[float, ...] = ()
 
 
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
@@ -789,7 +789,7 @@ def random_seed(*names) -> int:
     return random.Random(" ".join(map(str, names))).getrandbits(63)
 
 
-# --- Log-probabilities of packed turns ------------------------------------------------------------
+# --- Log-probabilities of packed turns ----------------------------------------------------------
 
 
 @dataclass
@@ -882,7 +882,7 @@ def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
         return torch.cat(logprobs)
 
 
-# --- Update ---------------------------------------------------------------------------------------
+# --- Update -------------------------------------------------------------------------------------
 
 
 def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
@@ -911,7 +911,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     device = model.device
     lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
     all_lengths = gather(lengths.tolist())
-    num_tokens = max(1, sum(all_lengths))
+    num_tokens = sum(all_lengths)
     weights = token_weights(
         lengths,
         args.loss_type,
@@ -1025,7 +1025,7 @@ def refresh(sampler, model, args: Args) -> None:
         parameter.copy_(weight.full_tensor() if args.fsdp else weight)
 
 
-# --- Checkpoints and logs -------------------------------------------------------------------------
+# --- Checkpoints and logs -----------------------------------------------------------------------
 
 
 def checkpoints(run_dir: str) -> list[Path]:
@@ -1142,7 +1142,7 @@ def report(step: int, metrics: dict, results: list[Result], args: Args) -> None:
     print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
 
-# --- Evaluation and training ----------------------------------------------------------------------
+# --- Evaluation and training --------------------------------------------------------------------
 
 
 def evaluate(

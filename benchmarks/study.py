@@ -113,7 +113,7 @@ TEAMS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwis
 TEAMS |= {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
 PONG = ("qmix", "vdn", "selfplay_qmix", "iql")
-PONG_SCORES = ("exploitability", "exploiter_pro", "exploiter_ant", "tracker/pro/win", "tracker/ant/win")
+PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 SCRIPTS = "grpo dapo gdpo dr_mas igpo empg spiral_rae pi_play hpt unimodal_poisson stream_x fm3q arac"
 STUDIES = {
     "defaults": Study(

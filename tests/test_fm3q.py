@@ -337,7 +337,7 @@ def test_illegal_actions_are_neither_chosen_nor_counted_on():
 
 
 EXPLOITER = {"batch_size": 32, "learning_starts": 64, "num_envs": 32, "eval_games": 32}
-EXPLOITER |= {"hidden_size": 16, "learning_rate": 1e-2, "target_network_frequency": 2}
+EXPLOITER |= {"hidden_size": 16, "exploiter_learning_rate": 1e-2, "target_network_frequency": 2}
 
 
 @pytest.mark.parametrize("game", ["pennies", "saddle"])
@@ -367,21 +367,23 @@ def test_an_exploiter_changes_its_own_team_only(side):
     assert changed == [side == 0] * 2 + [side == 1] * 2
 
 
-def test_a_gain_is_never_negative():
-    """A learning rate that ruins the exploiter: the team that it began as counts."""
-    args = Args(env_id="pong", exploiter_steps=256, **EXPLOITER | {"learning_rate": 1e3})
+def test_a_gain_is_never_negative(monkeypatch):
+    """A learning rate that ruins the exploiter: the team that it began as counts, or ball followers if they win."""
+    args = Args(env_id="pong", exploiter_steps=256, **EXPLOITER | {"exploiter_learning_rate": 1e3})
     torch.manual_seed(0)
     team = Networks(make_game(args, 1, 0, "cpu"), args)
     before = [parameter.clone() for parameter in team.parameters()]
+    assert train_exploiter(team, 0, args, torch.device("cpu")) > 0.5
+    monkeypatch.setattr(fm3q, "tracker", fm3q.wanderer)
     assert train_exploiter(team, 0, args, torch.device("cpu")) == 0
     assert all(map(torch.equal, before, team.parameters())), "the frozen team stays"
 
 
 def test_an_exploiter_is_scored_in_its_last_round_too(monkeypatch):
-    """17 rounds: behind every third and the last; and the frozen team before, and both in the end."""
+    """17 rounds: behind every third and the last; the frozen team and the ball followers before, two in the end."""
     calls = []
     monkeypatch.setattr(fm3q, "play_games", lambda *words: calls.append(words) or torch.zeros(32))
     args = Args(env_id="pong", exploiter_steps=17 * 32, **EXPLOITER)
     team = Networks(make_game(args, 1, 0, "cpu"), args)
     train_exploiter(team, 0, args, torch.device("cpu"))
-    assert len(calls) == 1 + 6 + 2
+    assert len(calls) == 2 + 6 + 2
