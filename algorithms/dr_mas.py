@@ -93,6 +93,10 @@ MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
+# Flags that cannot change when a run is resumed.
+FIXED = "seed env max_rounds missing_verdict dataset eval_dataset retriever_url max_prompt_length"
+FIXED += " system_prompt chat_template_kwargs model_name_or_path agent_models share_model"
+FIXED += " num_prompts_per_step"
 
 # torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -477,12 +481,13 @@ def encode(tokenizer, messages: list[dict], args: Args) -> list[int]:
     return encoded["input_ids"]
 
 
-def drop_long_prompts(problems: list, tokenizer, team, args: Args) -> list:
+def drop_long_prompts(problems: list, players, team, args: Args) -> list:
     """The problems whose first prompts fit; prints how many are dropped."""
     kept = []
     for problem in problems:
-        messages = team.prompt(team.start(problem))
-        if len(encode(tokenizer, messages, args)) <= args.max_prompt_length:
+        first = team.start(problem)
+        tokenizer = player_of(players, first.agent).tokenizer
+        if len(encode(tokenizer, team.prompt(first), args)) <= args.max_prompt_length:
             kept.append(problem)
     dropped = len(problems) - len(kept)
     if dropped and os.environ.get("RANK", "0") == "0":
@@ -1291,10 +1296,9 @@ def train(args: Args) -> dict[str, float]:
     team, eval_problems = load_task(args)
     task = team.task
     players = load_players(team, eval_problems[0], args, device)
-    tokenizer = players[0].tokenizer
-    eval_problems = drop_long_prompts(eval_problems, tokenizer, team, args)
+    eval_problems = drop_long_prompts(eval_problems, players, team, args)
     if getattr(task, "train_rows", None):  # problems of a file, not generated ones
-        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, team, args)
+        task.train_rows = drop_long_prompts(task.train_rows, players, team, args)
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
     run_dir = open_run(args, rank)
@@ -1422,14 +1426,12 @@ def parse_args() -> Args:
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
     saved = Args(**saved | lists)  # JSON has no tuples
     args = tyro.cli(Args, default=saved)
-    fixed = "seed env dataset eval_dataset max_prompt_length system_prompt chat_template_kwargs"
-    fixed += " model_name_or_path agent_models share_model num_prompts_per_step"
     for name, before in asdict(saved).items():
         now = getattr(args, name)
         if now == before or name in ("resume", "output_dir"):
             continue
         flag = "--" + name.replace("_", "-")
-        if name in fixed.split():
+        if name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
         if os.environ.get("RANK", "0") == "0":
             print(f"{flag} {now}: the run began with {before}", flush=True)

@@ -628,6 +628,7 @@ def check_model(model, prompt: list[int], args: Args) -> None:
 class Completion:
     """One turn."""
 
+    prompt: list[int]  # the context that it continues
     ids: list[int]  # with the end token
     logprobs: list[float]  # as sampled
     entropy: float  # nats, sum over tokens
@@ -836,6 +837,7 @@ def generate(
     completions = []
     for row, length in enumerate(lengths):
         completion = Completion(
+            prompt=contexts[row],
             ids=written[row][:length],
             logprobs=logprobs[row][:length],
             entropy=sum(entropy[row][:length]),

@@ -86,6 +86,10 @@ PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 DRAWS = (1, 2, 4, 8, 16)  # of a question in one round, until one is well-formed
+# Flags that cannot change when a run is resumed.
+FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length"
+FIXED += " system_prompt chat_template_kwargs model_name_or_path num_prompts_per_step"
+FIXED += " num_documents_per_step examiner_steps student_steps privileged_context"
 
 # torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -628,6 +632,7 @@ def check_model(model, prompt: list[int], args: Args) -> None:
 class Completion:
     """One turn."""
 
+    prompt: list[int]  # the context that it continues
     ids: list[int]  # with the end token
     logprobs: list[float]  # as sampled
     entropy: float  # nats, sum over tokens
@@ -838,6 +843,7 @@ def generate(
     completions = []
     for row, length in enumerate(lengths):
         completion = Completion(
+            prompt=contexts[row],
             ids=written[row][:length],
             logprobs=logprobs[row][:length],
             entropy=sum(entropy[row][:length]),
@@ -929,8 +935,11 @@ def answer(
     """Play questions and score the last text; an episode's reward is the first function's."""
     episodes = play(sampler, tokenizer, task, problems, num_generations, args, seeds)
     for episode in episodes:
+        text = episode.texts[-1]
         for name, function in task.reward_functions.items():
-            reward = function(episode.problem, episode.texts[-1])
+            reward = function(episode.problem, text)
+            if reward is None or not math.isfinite(reward):
+                sys.exit(f"reward function {name}: returned {reward} for {text!r:.200}")
             episode.info[f"rewards/{name}/mean"] = float(reward)
         episode.reward = next(iter(episode.info.values()))
     return episodes
@@ -1406,8 +1415,8 @@ def report(step: int, role: str, metrics: dict, args: Args) -> None:
 def evaluate(
     sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
 ) -> tuple[dict[str, float], str]:
-    """Score problems that are not trained on by the first reward function: the greedy episode,
-    and the mean and the best of k samples. Also returns some greedy episodes as text."""
+    """Scores of unseen problems by the first reward function: of the greedy episode, and the mean
+    and the best of k samples. Also returns some greedy episodes as text."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
     seeds = [random_seed("evaluation", i) for i in mine]
@@ -1598,15 +1607,12 @@ def parse_args() -> Args:
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
     saved = Args(**saved | lists)  # JSON has no tuples
     args = tyro.cli(Args, default=saved)
-    fixed = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length"
-    fixed += " system_prompt chat_template_kwargs model_name_or_path num_prompts_per_step"
-    fixed += " num_documents_per_step examiner_steps student_steps privileged_context"
     for name, before in asdict(saved).items():
         now = getattr(args, name)
         if now == before or name in ("resume", "output_dir"):
             continue
         flag = "--" + name.replace("_", "-")
-        if name in fixed.split():
+        if name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
         if os.environ.get("RANK", "0") == "0":
             print(f"{flag} {now}: the run began with {before}", flush=True)

@@ -30,6 +30,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--temperature 0", "--temperature: must be above 0"),
     ("grpo", "--model-name-or-path nothing", "--model-name-or-path nothing: cannot be loaded"),
     ("grpo", "--model-name-or-path model", "has no chat template"),
+    ("grpo", "--env reasoning_gym", "--env reasoning_gym: needs --model-name-or-path"),
     ("grpo", "--max-completion-length 2000", "--max-completion-length"),
     ("grpo", "--resume nothing", "--resume nothing: no args.json"),
     ("grpo", "--output-dir run", "--output-dir run: holds a run; continue it with --resume run"),

@@ -18,11 +18,11 @@ SEVERAL_TURNS = "Memory read generate"
 EPISODES = "load_env logprob_gaps Completion reply_ids Packed pack"  # a row is a conversation of several turns
 TEAM = """
 group_advantages JsonLines epoch_order load_problems load_task encode drop_long_prompts Completion complete
-micro_batches save_checkpoint load_checkpoint save_final log_completions parse_args
+micro_batches save_checkpoint load_checkpoint save_final log_completions
 """  # not in dr_mas.py, or with a text of its own there
 THREE_MODELS = """
 group_advantages JsonLines epoch_order load_reward load_task token_logprobs micro_batches shard refresh
-report parse_args
+report
 """  # not in pi_play.py, or with a text of its own there
 GAMES = """
 group_advantages JsonLines epoch_order load_problems load_reward load_task model_path drop_long_prompts Completion
