@@ -303,9 +303,10 @@ def headlines(links: str) -> str:
     """The README's table of results: claims that have an arm and a control in claims.csv."""
     rows = []
     for claim in filter(lambda claim: claim.arm, load_rows("claims.csv")):
-        row = {"method": claim.method, "task and score": claim.short_task, "model": claim.scale}
-        row |= {"arm": claim.arm, "control": claim.control}
+        row = {"method": claim.method, "task and score": claim.short_task}
+        row |= {"model or setting": claim.scale, "arm": claim.arm, "control": claim.control}
         result, said = judge(claim)
+        row["seeds"] = len(scores_of(claim)[0]) if result else ""
         row["arm against control: difference (95 %)"] = result
         rows.append(row | {"verdict": said.partition(" (")[0]})
     return markdown(rows)
