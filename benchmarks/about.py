@@ -1,5 +1,6 @@
 """What the programs of this folder share: how the row of a CSV was made, and timed processes."""
 
+import hashlib
 import os
 import platform
 import shlex
@@ -21,6 +22,16 @@ def about(*packages: str) -> dict[str, str]:
     found["commit"] = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty --exclude '*'")
     program = f"benchmarks/{Path(sys.argv[0]).name}"
     return found | {"command": shlex.join(["python", program, *sys.argv[1:]])}
+
+
+def edited(path: Path, edits: dict[str, str]) -> tuple[str, str]:
+    """A program of others with old texts replaced by new ones, and which version it was."""
+    text = path.read_text()
+    for old, new in edits.items():
+        if text.count(old) != 1:
+            sys.exit(f"{path}: the text to be edited is not there once: {old.splitlines()[0]}")
+        text = text.replace(old, new)
+    return text, f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}, edited"
 
 
 def timed_lines(words: list[str], folder: str, prefix: str) -> list[tuple[str, float, float]]:

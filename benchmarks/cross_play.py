@@ -26,8 +26,6 @@ from benchmarks.about import RESULTS, about  # noqa: E402
 class Args:
     runs: tyro.conf.Positional[str]
     """folder of the study's runs, each in LEARNER_SEED_RATE"""
-    games: int = 1000
-    """games of a pair of teams on each side"""
     output: str = str(RESULTS / "fm3q_cross_play.csv")
     """CSV to write"""
 
@@ -39,14 +37,12 @@ def main(args: Args) -> None:
     for path in sorted(Path(args.runs).iterdir()):
         learner, seed, _ = path.name.rsplit("_", 2)
         saved = fm3q.Args(**json.loads((path / "args.json").read_text()))
-        saved = replace(saved, eval_games=args.games)
-        teams[learner, int(seed)] = fm3q.load_teams(str(path), saved, cpu), saved
+        teams[learner, int(seed)] = fm3q.load_teams(str(path), saved, cpu), replace(saved, eval_games=1000)
     rows = []
     for (learner, seed), (opponent, other) in permutations(teams, 2):
         if seed == other and seed > 1 and learner != opponent:
             ours, saved = teams[learner, seed]
-            theirs, _ = teams[opponent, other]
-            players = fm3q.player(ours), fm3q.player(theirs)
+            players = fm3q.player(ours), fm3q.player(teams[opponent, other][0])
             found = fm3q.match("opponent", *players, saved, cpu)
             row = {"task": opponent, "arm": learner, "seed": seed}
             for score in ("return", "win", "loss"):

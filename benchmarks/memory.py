@@ -88,9 +88,7 @@ def parameters(model: Model, processes: int = 1) -> int:
     return sum(ceil(shape[0] / processes) * prod(shape[1:]) for shape in shapes)
 
 
-def memory_model(
-    shape: Model | str, flags, world_size: int = 1, script: str = "grpo"
-) -> dict[str, float]:
+def memory_model(shape: Model | str, flags, world_size: int = 1, script: str = "grpo") -> dict[str, float]:
     """GB on each GPU by part, and the sums at the worst moments: `start`, `rollout` (evaluations
     too), `update`, and `peak`, the largest of them with RUNTIME. flags: the Args of the script."""
     if isinstance(shape, str):
@@ -242,9 +240,7 @@ def saved_bytes(shape: Model, compute: int, stream: int, autocast: bool) -> int:
     return saved
 
 
-def update_moments(
-    script: str, shape: Model, flags, compute: int, shards: int
-) -> list[dict[str, float]]:
+def update_moments(script: str, shape: Model, flags, compute: int, shards: int) -> list[dict[str, float]]:
     """Bytes by part, of the largest micro-batch: at the end of the forward pass; in the backward
     pass at its logits, in its last layer, and where the gradients of a tied head and the embedding
     meet; while the teacher of pi_play.py reads."""
@@ -296,9 +292,7 @@ def update_moments(
         meeting = 12 * head * shape.tied
 
     moments = [
-        base
-        | {"cast weights": cast + cast_head + gathered + gathered_layers}
-        | {"logits": forward_logits},
+        base | {"cast weights": cast + cast_head + gathered + gathered_layers} | {"logits": forward_logits},
         base | {"cast weights": cast_later + cast_head + gathered, "logits": backward_logits},
         base | {"cast weights": cast_later + gathered, "layer": in_layer, "head": waiting},
         {"head": meeting},

@@ -36,9 +36,7 @@ class RefinerTeam(RouterSearcherResponder):
         valid = super().advance(episodes, texts)
         for episode, name in zip(episodes, names):
             episode.calls[-1] = (name, episode.calls[-1][1])
-            if episode.agent == "searcher" and any(
-                agent == "searcher" for agent, _ in episode.calls
-            ):
+            if episode.agent == "searcher" and any(agent == "searcher" for agent, _ in episode.calls):
                 episode.agent = "refiner"
         return valid
 

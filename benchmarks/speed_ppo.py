@@ -12,7 +12,6 @@ after imports and compiling. Limits beside them: `simulator` makes random steps 
 `mj_step` is MuJoCo alone. The CSV has a row a run; make_tables.py takes ratios within a repeat.
 """
 
-import hashlib
 import os
 import sys
 import tempfile
@@ -25,27 +24,23 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.about import RESULTS, about, timed_lines  # noqa: E402
+from benchmarks.about import RESULTS, about, edited, timed_lines  # noqa: E402
 
 ENV_ID = "HalfCheetah-v5"
 CASES = {"1 x 2048": (1, 2048), "8 x 256": (8, 256)}
 LIMITS = ("simulator", "mj_step")
-EDITS = [  # to CleanRL's file: old text, new text
-    (
-        "TransformObservation(env, lambda obs: np.clip(obs, -10, 10))",
-        "TransformObservation(env, lambda obs: np.clip(obs, -10, 10), env.observation_space)",
+EDITS = {  # to CleanRL's file: old text, new text
+    "TransformObservation(env, lambda obs: np.clip(obs, -10, 10))": (
+        "TransformObservation(env, lambda obs: np.clip(obs, -10, 10), env.observation_space)"
     ),
-    (
-        "for i in range(args.num_envs)]\n    )",
-        "for i in range(args.num_envs)],\n"
-        "        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,\n    )",
+    "for i in range(args.num_envs)]\n    )": (
+        "for i in range(args.num_envs)],\n        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,\n    )"
     ),
-    (
-        'for info in infos["final_info"]:',
+    'for info in infos["final_info"]:': (
         'for i in np.flatnonzero(infos["_final_info"]):\n' + " " * 20 + "info = "
-        '{"episode": {k: v[i] for k, v in infos["final_info"]["episode"].items()}}',
+        '{"episode": {k: v[i] for k, v in infos["final_info"]["episode"].items()}}'
     ),
-]
+}
 
 
 @dataclass
@@ -64,16 +59,6 @@ class Args:
     """also time our gaussian with --compile; needs a C++ compiler"""
     csv: str = str(RESULTS / "speed_ppo.csv")
     """CSV to write"""
-
-
-def edited(path: Path) -> str:
-    """CleanRL's program with EDITS."""
-    text = path.read_text()
-    for old, new in EDITS:
-        if text.count(old) != 1:
-            sys.exit(f"{path}: the text to be edited is not there once: {old.splitlines()[0]}")
-        text = text.replace(old, new)
-    return text
 
 
 def command(arm: str, case: str, steps: int) -> list[str]:
@@ -130,9 +115,8 @@ def main(args: Args) -> None:
     how = about("torch", "gymnasium", "mujoco", "numpy")
     if args.cleanrl:
         path = Path(args.cleanrl, "cleanrl", "ppo_continuous_action.py")
-        text = edited(path)
+        text, how["cleanrl"] = edited(path, EDITS)
         arms.insert(0, "cleanrl")
-        how["cleanrl"] = f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}, edited"
     rows = []
     for repeat in range(1, args.repeats + 1):
         for case in args.cases:

@@ -67,22 +67,16 @@ class Study:
     minutes: float = 3.0  # of a run, about
 
 
-MEAN_AT_8 = {
-    "first_greedy": ("eval/greedy", "first"),
-    "first_mean_at_8": ("eval/mean_at_8", "first"),
-    "greedy": ("eval/greedy", "last"),
-    "mean_at_8": ("eval/mean_at_8", "last"),
-    "pass_at_8": ("eval/pass_at_8", "last"),
-    "num_tokens": ("train/num_tokens", "last"),
-}
-MEAN_AT_2 = {
-    "first_greedy": ("eval/greedy", "first"),
-    "first_mean_at_2": ("eval/mean_at_2", "first"),
-    "greedy": ("eval/greedy", "last"),
-    "mean_at_2": ("eval/mean_at_2", "last"),
-    "first_length": ("train/completions/mean_length", "first"),
-    "length": ("train/completions/mean_length", "late"),
-}
+def mean_at(k: int) -> dict[str, tuple[str, str]]:
+    """Scores before and after training, with k samples of each problem."""
+    tags = {"greedy": "eval/greedy", f"mean_at_{k}": f"eval/mean_at_{k}"}
+    before = {f"first_{name}": (tag, "first") for name, tag in tags.items()}
+    return before | {name: (tag, "last") for name, tag in tags.items()}
+
+
+MEAN_AT_8 = mean_at(8) | {"pass_at_8": ("eval/pass_at_8", "last"), "num_tokens": ("train/num_tokens", "last")}
+LENGTH = "train/completions/mean_length"
+MEAN_AT_2 = mean_at(2) | {"first_length": (LENGTH, "first"), "length": (LENGTH, "late")}
 RETURNS = {
     "train_return": ("charts/episodic_return", "late"),
     "eval_deterministic": ("eval/deterministic/return_mean", "last"),
@@ -155,7 +149,8 @@ STUDIES = {
         command="algorithms/spiral_rae.py --model-name-or-path smollm2_games --bf16 --games kuhn"
         """ --game-options '{"kuhn": {"handicap": 3}}' --num-games-per-step 12 --micro-batch-size 16"""
         " --max-completion-length 40 --max-steps 20 --eval-steps 5 --eval-games 1 --eval-samples 16",
-        arms={name: Arm(flags, LADDER, "2e-5", seeds=THREE) for name, flags in BASELINES.items()},
+        arms={name: Arm(flags, LADDER, "2e-5", seeds=THREE) for name, flags in BASELINES.items()}
+        | {f"{name}_fast": Arm(f"{BASELINES[name]} --learning-rate 1e-5") for name in ("role", "none")},
         scores={f"first_{name}": (tag, "first") for name, (tag, _) in KUHN.items()} | KUHN,
         curves=KUHN_CURVES,
         best="nash_conv_average",
