@@ -77,18 +77,10 @@ def mean_at(k: int) -> dict[str, tuple[str, str]]:
 MEAN_AT_8 = mean_at(8) | {"pass_at_8": ("eval/pass_at_8", "last"), "num_tokens": ("train/num_tokens", "last")}
 LENGTH = "train/completions/mean_length"
 MEAN_AT_2 = mean_at(2) | {"first_length": (LENGTH, "first"), "length": (LENGTH, "late")}
-RETURNS = {
-    "train_return": ("charts/episodic_return", "late"),
-    "eval_deterministic": ("eval/deterministic/return_mean", "last"),
-    "eval_sampled": ("eval/sampled/return_mean", "last"),
-}
-KUHN = {
-    "nash_conv_last": ("eval/kuhn/nash_conv_last", "last"),
-    "nash_conv_average": ("eval/kuhn/nash_conv_average", "last"),
-    "illegal": ("eval/kuhn/illegal", "last"),
-    "forfeits": ("train/spiral_rae/kuhn/forfeits", "late"),
-    "length": ("train/completions/mean_length", "late"),
-}
+RETURNS = {"train_return": ("charts/episodic_return", "late")}
+RETURNS |= {f"eval_{how}": (f"eval/{how}/return_mean", "last") for how in ("deterministic", "sampled")}
+KUHN = {name: (f"eval/kuhn/{name}", "last") for name in ("nash_conv_last", "nash_conv_average", "illegal")}
+KUHN |= {"forfeits": ("train/spiral_rae/kuhn/forfeits", "late"), "length": (LENGTH, "late")}
 KUHN_CURVES = ("eval/kuhn/nash_conv_average", "train/spiral_rae/kuhn/forfeits")
 ARITHMETIC = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task chain_sum
  --task-config '{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}'
@@ -235,11 +227,8 @@ STUDIES = {
         arms={name: Arm(f"--beta-mode {name}", seeds=(1, 2, 3)) for name in ("dual", "exp", "fixed")}
         | {"none": Arm("--beta-mode none", seeds=(1, 2, 3), tasks=("shortest",))},
         scores={
-            "early_success": ("charts/success", "early"),
-            "late_success": ("charts/success", "late"),
-            "sampled_success": ("eval/sampled/success", "last"),
-            "greedy_success": ("eval/greedy/success", "last"),
-            "reference_success": ("eval/reference/success", "last"),
+            **{f"{which}_success": ("charts/success", which) for which in ("early", "late")},
+            **{f"{who}_success": (f"eval/{who}/success", "last") for who in ("sampled", "greedy", "reference")},
             "beta": ("train/arac/beta", "last"),
         },
         curves=("charts/success", "train/arac/beta"),

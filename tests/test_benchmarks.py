@@ -10,10 +10,13 @@ import pandas as pd
 import pytest
 import torch
 import tyro
+from control_runs import train
+from PIL import Image
 
-from algorithms import dr_mas, fm3q, unimodal_poisson
+from algorithms import arac, dr_mas, fm3q, unimodal_poisson
 from benchmarks import (
     about,
+    animate,
     bandit_gdpo,
     gpu,
     refiner_team,
@@ -44,6 +47,15 @@ def test_programs_in_small(program, flags, rows, tmp_path):
     torch.set_default_dtype(torch.float32)  # one of them changes it
     table = pd.read_csv(tmp_path / "out.csv")
     assert len(table) == rows and table.commit.notna().all()
+
+
+def test_animation(tmp_path):
+    """On a cycle shortest paths never catch anybody, so each of three games is shown to its end."""
+    train(arac, tmp_path / "run", total_timesteps=64, num_envs=8, learning_starts=32, horizon=4)
+    path = tmp_path / "arac.gif"
+    animate.main(animate.Args(str(tmp_path / "run"), str(path)))
+    with Image.open(path) as picture:
+        assert (picture.n_frames, picture.size) == (3 * 5, (560, 330))
 
 
 def test_reference_gradient_variance_of_handicap_kuhn(tmp_path):

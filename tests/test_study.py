@@ -11,7 +11,7 @@ import pytest
 import tyro
 from processes import ROOT, fork
 
-from benchmarks import study
+from benchmarks import cross_play, study
 from benchmarks.study import Args, Arm, Run, Study
 
 RATES = ("1e-4", "1e-3", "1e-2", "1e-1", "1")
@@ -61,10 +61,26 @@ def test_score(which, value):
     assert math.isnan(study.score(metrics, "z", which))
 
 
-def test_a_run_and_its_row(tmp_path, monkeypatch):
-    """A short run of a real arm; a second start finds its row."""
+@pytest.fixture
+def forked(monkeypatch):
     run_forked = lambda words, **_: fork(ROOT / words[1], *words[2:])  # noqa: E731
     monkeypatch.setattr(study, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run_forked}))
+
+
+def test_kept_runs_meet(tmp_path, forked):
+    """What a learner wins against another in cross-play, the other loses."""
+    args = Args("fm3q_pong", results=str(tmp_path), keep=str(tmp_path / "runs"))
+    args.extra = "--total-timesteps 2000 --exploiter-steps 0 --eval-games 8"
+    for arm in ("qmix", "selfplay_qmix"):
+        study.train(args, Run("", arm, 2, "1e-3"))
+    cross_play.main(cross_play.Args(args.keep, f"{tmp_path}/cross_play.csv"))
+    one, other = pd.read_csv(tmp_path / "cross_play.csv").to_dict("records")
+    assert (one["arm"], one["task"], one["win"]) == ("qmix", "selfplay_qmix", other["loss"])
+    assert one["return"] == -other["return"] and one["win"] > 0
+
+
+def test_a_run_and_its_row(tmp_path, forked):
+    """A short run of a real arm; a second start finds its row."""
     args = Args("fm3q_games", ("iql",), results=str(tmp_path), jobs=1)
     args.extra = "--total-timesteps 2000 --num-states 3 --learning-starts 1000"
     run = Run("arat_random", "iql", 2, "3e-3")

@@ -87,8 +87,7 @@ def test_every_run_says_how_it_was_made():
     studies = {table["study"] for table in DECLARED["tables"].values()}
     studies |= {claim.study for claim in CLAIMS.values()} - {""}
     for study in studies:
-        paths = [RESULTS / f"{study}.csv", RESULTS / f"{study}_runs.csv"]
-        for path in filter(lambda path: path.exists(), paths):
+        for path in filter(lambda path: path.exists(), (RESULTS / f"{study}.csv", RESULTS / f"{study}_runs.csv")):
             assert pd.read_csv(path, dtype=str).commit.notna().all(), path
 
 
@@ -99,5 +98,4 @@ def test_figures(monkeypatch):
     make_tables.draw_default_runs()
     lines = saved["grpo_learning"].axes[0].get_lines()
     assert [line.get_label() for line in lines][1:] == ["GRPO", "no baseline: REINFORCE"]
-    titles = [axis.get_title(loc="left") for axis in saved["default_runs"].axes]
-    assert {"grpo.py", "fm3q.py"} <= set(titles)
+    assert {"grpo.py", "fm3q.py"} <= {axis.get_title(loc="left") for axis in saved["default_runs"].axes}
