@@ -49,9 +49,7 @@ def main(args: Args) -> None:
                 sides = [found[f"eval/opponent/{side}/{score}"] for side in ("pro", "ant")]
                 row[score] = sum(sides) / 2
             rows.append(row)
-    table = pd.DataFrame(rows).assign(**about("torch"))
-    table.to_csv(args.output, index=False, lineterminator="\n")
-    print(table.groupby(["task", "arm"])[["return", "win", "loss"]].mean().round(3))
+    pd.DataFrame(rows).assign(**about("torch")).to_csv(args.output, index=False, lineterminator="\n")
 
 
 if __name__ == "__main__":

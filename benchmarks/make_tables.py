@@ -319,8 +319,7 @@ def methods(links: str) -> str:
         name = method.script
         pages = f"[{name}.py](algorithms/{name}.py), [page](algorithms/{name}.md)"
         row = {"method": method.title, "script, page": pages, "use it when": method.use}
-        paper = f"[{method.arxiv}](https://arxiv.org/abs/{method.arxiv})"
-        rows.append(row | {"arXiv": paper})
+        rows.append(row | {"arXiv": f"[{method.arxiv}](https://arxiv.org/abs/{method.arxiv})"})
     return markdown(rows)
 
 

@@ -5,8 +5,8 @@
     python benchmarks/study.py defaults --arms fm3q arac --seeds 2 3
 
 A finished run is a row of results/<study>.csv: task, arm, seed, learning rate, scores, minutes,
-device, versions, commit and command. Its metrics go to results/<study>_curves.csv. Runs save no
-checkpoint before their end, so a run that was stopped starts again; --keep keeps their folders.
+device, versions, commit and command. Its metrics go to results/<study>_curves.csv. A run
+that was stopped starts again. --keep keeps the folders of runs, with their last checkpoints.
 
 An arm with rates sweeps its learning rate first, on seed 1 and on each task by itself: three rates,
 and more as long as the best one is at the edge. Its other seeds run at the best rate. Seeds go first
@@ -61,7 +61,7 @@ class Study:
     arms: dict[str, Arm]
     tasks: dict[str, str] = field(default_factory=lambda: {"": ""})
     scores: dict[str, tuple[str, str]] = field(default_factory=dict)  # column: (tag, which value)
-    curves: tuple[str, ...] = ()  # tags
+    curves: tuple[str, ...] | list[str] = ()  # tags
     best: str = ""  # column that the sweep goes by
     lowest: bool = False  # whether the best is the lowest
     minutes: float = 3.0  # of a run, about
@@ -98,17 +98,17 @@ TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
 TEAMS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 TEAMS |= {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
+NASH_CONV = (("nash_conv", "last"), ("late_nash_conv", "late"))
 PONG = ("qmix", "vdn", "selfplay_qmix", "iql")
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
+TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
 SCRIPTS = "grpo dapo gdpo dr_mas igpo empg spiral_rae pi_play hpt unimodal_poisson stream_x fm3q arac"
 STUDIES = {
     "defaults": Study(
         command="algorithms/{arm}.py",
         arms={name: Arm(seeds=(2, 3)) for name in SCRIPTS.split()},
-        curves=tuple(
-            "eval/mean_at_8 eval/tictactoe/random/first/win eval/nash_conv_mean eval/sampled/success"
-            " charts/episodic_return charts/success".split()
-        ),
+        curves="eval/mean_at_8 eval/tictactoe/random/first/win eval/nash_conv_mean eval/sampled/success"
+        " charts/episodic_return charts/success".split(),
     ),
     "grpo_135m": Study(
         command="",
@@ -142,7 +142,7 @@ STUDIES = {
         """ --game-options '{"kuhn": {"handicap": 3}}' --num-games-per-step 12 --micro-batch-size 16"""
         " --max-completion-length 40 --max-steps 20 --eval-steps 5 --eval-games 1 --eval-samples 16",
         arms={name: Arm(flags, LADDER, "2e-5", seeds=THREE) for name, flags in BASELINES.items()}
-        | {f"{name}_fast": Arm(f"{BASELINES[name]} --learning-rate 1e-5") for name in ("role", "none")},
+        | {f"{name}_fast": Arm(f"{flags} --learning-rate 1e-5") for name, flags in BASELINES.items()},
         scores={f"first_{name}": (tag, "first") for name, (tag, _) in KUHN.items()} | KUHN,
         curves=KUHN_CURVES,
         best="nash_conv_average",
@@ -202,11 +202,8 @@ STUDIES = {
         " --total-timesteps 50000 --eval-steps 2500",
         tasks={"arat_random": "--game-seed {seed}"},
         arms={name: Arm(flags, CONTROL, "3e-3", tuple(range(2, 12))) for name, flags in TEAMS.items()},
-        scores={
-            "nash_conv": ("eval/nash_conv_mean", "last"),
-            "late_nash_conv": ("eval/nash_conv_mean", "late"),
-            "value_error": ("eval/value_error_max", "last"),
-        },
+        scores={name: ("eval/nash_conv_mean", which) for name, which in NASH_CONV}
+        | {"value_error": ("eval/value_error_max", "last")},
         curves=("eval/nash_conv_mean",),
         best="late_nash_conv",
         lowest=True,
@@ -219,6 +216,13 @@ STUDIES = {
         scores={tag.replace("/", "_"): (f"eval/{tag}", "last") for tag in PONG_SCORES},
         best="exploitability",
         lowest=True,
+    ),
+    "fm3q_tag": Study(  # pip install pettingzoo mpe2
+        command="algorithms/fm3q.py --env-id mpe2.simple_tag_v3 --num-envs 16 --gamma 0.95 --eval-games 64"
+        " --total-timesteps 300000 --eval-steps 100000 --exploiter-steps 100000",
+        arms={name: Arm(TEAMS[name], seeds=(1,)) for name in ("qmix", "selfplay_qmix")},
+        scores={tag.replace("/", "_"): (f"eval/{tag}", "last") for tag in TAG_SCORES},
+        minutes=8.0,
     ),
     "arac_grid": Study(
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
@@ -438,13 +442,12 @@ def main(args: Args) -> None:
     if args.extra and args.results == str(RESULTS):
         sys.exit("--extra: give --results as well, or a trial counts as a run of the study")
     pairs = chosen(args)
-    arms = STUDIES[args.study].arms
     with ThreadPoolExecutor(args.jobs) as pool:
         rates = list(pool.map(lambda pair: sweep(args, *pair), pairs))
         runs = [
             Run(task, name, seed, rate)
             for (task, name), rate in zip(pairs, rates)
-            for seed in args.seeds or arms[name].seeds
+            for seed in args.seeds or STUDIES[args.study].arms[name].seeds
         ]
         runs.sort(key=lambda run: run.seed)
         begin = time.perf_counter()
