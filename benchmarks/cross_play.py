@@ -3,12 +3,12 @@
     python benchmarks/study.py fm3q_pong --keep runs/pong
     python benchmarks/cross_play.py runs/pong          # writes results/fm3q_cross_play.csv
 
-Teams of the same seed meet, so the pairs of a row are independent. Scores are over both sides of the
-field: reward of a game, and shares of the games won and lost.
+Teams of the same seed meet, so rows are independent. Scores are means over both sides of the field.
 """
 
 import json
 import sys
+import time
 from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
@@ -32,6 +32,7 @@ class Args:
 
 def main(args: Args) -> None:
     """Play every pair, sweeps left out, and write the CSV anew."""
+    start = time.perf_counter()
     cpu = torch.device("cpu")
     teams = {}
     for path in sorted(Path(args.runs).iterdir()):
@@ -42,14 +43,15 @@ def main(args: Args) -> None:
     for (learner, seed), (opponent, other) in permutations(teams, 2):
         if seed == other and seed > 1 and learner != opponent:
             ours, saved = teams[learner, seed]
-            players = fm3q.player(ours), fm3q.player(teams[opponent, other][0])
-            found = fm3q.match("opponent", *players, saved, cpu)
+            theirs = fm3q.player(teams[opponent, other][0])
+            found = fm3q.match("opponent", fm3q.player(ours), theirs, saved, cpu)
             row = {"task": opponent, "arm": learner, "seed": seed}
             for score in ("return", "win", "loss"):
                 sides = [found[f"eval/opponent/{side}/{score}"] for side in ("pro", "ant")]
                 row[score] = sum(sides) / 2
             rows.append(row)
-    pd.DataFrame(rows).assign(**about("torch")).to_csv(args.output, index=False, lineterminator="\n")
+    how = {"seconds": round(time.perf_counter() - start)} | about("torch")
+    pd.DataFrame(rows).assign(**how).to_csv(args.output, index=False, lineterminator="\n")
 
 
 if __name__ == "__main__":

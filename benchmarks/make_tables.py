@@ -306,8 +306,7 @@ def headlines(links: str) -> str:
         row = {"method": claim.method, "task and score": claim.short_task}
         row |= {"model or setting": claim.scale, "arm": claim.arm, "control": claim.control}
         result, said = judge(claim)
-        row["seeds"] = len(scores_of(claim)[0]) if result else ""
-        row["arm against control: difference (95 %)"] = result
+        row |= {"seeds": len(scores_of(claim)[0]), "arm against control: difference (95 %)": result}
         rows.append(row | {"verdict": said.partition(" (")[0]})
     return markdown(rows)
 
@@ -319,7 +318,7 @@ def methods(links: str) -> str:
         name = method.script
         pages = f"[{name}.py](algorithms/{name}.py), [page](algorithms/{name}.md)"
         row = {"method": method.title, "script, page": pages, "use it when": method.use}
-        rows.append(row | {"arXiv": f"[{method.arxiv}](https://arxiv.org/abs/{method.arxiv})"})
+        rows.append({**row, "arXiv": f"[{method.arxiv}](https://arxiv.org/abs/{method.arxiv})"})
     return markdown(rows)
 
 

@@ -98,7 +98,6 @@ TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
 TEAMS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 TEAMS |= {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
-NASH_CONV = (("nash_conv", "last"), ("late_nash_conv", "late"))
 PONG = ("qmix", "vdn", "selfplay_qmix", "iql")
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
@@ -202,7 +201,7 @@ STUDIES = {
         " --total-timesteps 50000 --eval-steps 2500",
         tasks={"arat_random": "--game-seed {seed}"},
         arms={name: Arm(flags, CONTROL, "3e-3", tuple(range(2, 12))) for name, flags in TEAMS.items()},
-        scores={name: ("eval/nash_conv_mean", which) for name, which in NASH_CONV}
+        scores={"nash_conv": ("eval/nash_conv_mean", "last"), "late_nash_conv": ("eval/nash_conv_mean", "late")}
         | {"value_error": ("eval/value_error_max", "last")},
         curves=("eval/nash_conv_mean",),
         best="late_nash_conv",
