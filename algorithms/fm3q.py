@@ -23,7 +23,7 @@ Differs from the paper, whose text was not available:
     python algorithms/fm3q.py                                     # a Markov game, solved exactly
     python algorithms/fm3q.py --env-id mpe2.simple_tag_v3         # pip install pettingzoo mpe2
     python algorithms/fm3q.py --env-id pong --gamma 0.99 --num-envs 256 --updates-per-step 4 \
-        --total-timesteps 1000000 --save-steps 200000
+        --total-timesteps 1000000 --learning-rate 3e-3 --save-steps 1000000
     python algorithms/fm3q.py --learner selfplay_qmix             # control: two teams in self-play
 
 Your own game: `--env-id FILE.py:function`; the function makes a PettingZoo parallel environment.
@@ -147,7 +147,8 @@ class Args:
     resume: str | None = None
     """run folder to continue; its flags are used unless given anew"""
     evaluate: str | None = None
-    """run folder to score instead of training; its flags are used unless given anew"""
+    """run folder to score instead of training; its flags are used unless given anew, so exploiters
+    are trained again unless --exploiter-steps is 0"""
     opponent: str | None = None
     """with --evaluate: run folder of teams to play against, from both sides"""
     video: bool = False
@@ -572,25 +573,26 @@ def train_exploiter(frozen: Networks, side: int, args: Args, device) -> float:
     """What a team (0: protagonists) gains by training against the frozen team of the other side: a
     noisy estimate of what a best response gains at least.
 
-    It learns on FM3Q's loss, or the control's, in which the other team's utilities are constants.
-    The best of its checkpoints and, in pong, paddles that follow the ball counts, scored in fresh
-    games. The gain is never below 0, as a team can always play as the frozen one; where there is
-    nothing to gain, the noise of the games makes it slightly positive.
+    It learns on FM3Q's loss, or the control's, in which the other team's utilities are constants,
+    and explores with chance --end-e throughout. The best of its checkpoints and, in pong, paddles
+    that follow the ball counts, scored again in fresh games. The gain is never below 0, as a team
+    can always play as the frozen one; where there is nothing to gain, the noise of the games makes
+    it slightly positive.
     """
     args = replace(args, learning_rate=args.exploiter_learning_rate)
     seed = random_seed(args.seed, "exploiter", side)
     torch.manual_seed(seed)
     game = make_game(args, args.num_envs, seed, device)
     learner = Learner(Exploiter(frozen, side, args), Exploiter(frozen, side, args), args)
+    itself = player(frozen)
 
-    def result(team, games: str) -> float:
-        """The team's mean reward against the frozen one."""
+    def result(team, label: str) -> float:
+        """The team's mean reward against the frozen one; the label seeds the games."""
         teams = [itself, itself]
         teams[side] = team
-        returns = play_games(*teams, args, random_seed(seed, games), device)
+        returns = play_games(*teams, args, random_seed(seed, label), device)
         return (1 - 2 * side) * returns.mean().item()
 
-    itself = player(frozen)
     candidates = [itself] + [tracker] * (args.env_id == "pong")
     scores = [result(team, "before") for team in candidates]
     rounds = math.ceil(args.exploiter_steps / args.num_envs)

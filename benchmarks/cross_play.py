@@ -3,7 +3,7 @@
     python benchmarks/study.py fm3q_pong --keep runs/pong
     python benchmarks/cross_play.py runs/pong          # writes results/fm3q_cross_play.csv
 
-Teams of the same seed meet, so rows are independent. Scores are means over both sides of the field.
+Teams of the same seed meet. Scores are means over both sides; every pair is there from both views.
 """
 
 import json
