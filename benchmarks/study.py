@@ -92,13 +92,14 @@ REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOA
 PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
  --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
 BASELINES = {"role": "", "none": "--baseline none", "global": "--baseline global"}
+FIXED = [(name, *run) for name in ("role", "none") for run in (("1e-5", THREE), ("4e-5", FIVE))]
 START = "--second-activation {} --rate-init {} --temperature {}"
 MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
 TEAMS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 TEAMS |= {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
-PONG = ("qmix", "vdn", "selfplay_qmix", "iql")
+PONG = "qmix vdn selfplay_qmix iql".split()
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
 SCRIPTS = "grpo dapo gdpo dr_mas igpo empg spiral_rae pi_play hpt unimodal_poisson stream_x fm3q arac"
@@ -141,7 +142,7 @@ STUDIES = {
         """ --game-options '{"kuhn": {"handicap": 3}}' --num-games-per-step 12 --micro-batch-size 16"""
         " --max-completion-length 40 --max-steps 20 --eval-steps 5 --eval-games 1 --eval-samples 16",
         arms={name: Arm(flags, LADDER, "2e-5", seeds=THREE) for name, flags in BASELINES.items()}
-        | {f"{name}_fast": Arm(f"{flags} --learning-rate 1e-5") for name, flags in BASELINES.items()},
+        | {name + rate: Arm(f"{BASELINES[name]} --learning-rate {rate}", seeds=seeds) for name, rate, seeds in FIXED},
         scores={f"first_{name}": (tag, "first") for name, (tag, _) in KUHN.items()} | KUHN,
         curves=KUHN_CURVES,
         best="nash_conv_average",
