@@ -14,7 +14,6 @@ from itertools import permutations
 from pathlib import Path
 
 import pandas as pd
-import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,18 +32,17 @@ class Args:
 def main(args: Args) -> None:
     """Play every pair, sweeps left out, and write the CSV anew."""
     start = time.perf_counter()
-    cpu = torch.device("cpu")
     teams = {}
     for path in sorted(Path(args.runs).iterdir()):
         learner, seed, _ = path.name.rsplit("_", 2)
         saved = fm3q.Args(**json.loads((path / "args.json").read_text()))
-        teams[learner, int(seed)] = fm3q.load_teams(str(path), saved, cpu), replace(saved, eval_games=1000)
+        teams[learner, int(seed)] = fm3q.load_teams(str(path), saved, "cpu"), replace(saved, eval_games=1000)
     rows = []
     for (learner, seed), (opponent, other) in permutations(teams, 2):
         if seed == other and seed > 1 and learner != opponent:
             ours, saved = teams[learner, seed]
             theirs = fm3q.player(teams[opponent, other][0])
-            found = fm3q.match("opponent", fm3q.player(ours), theirs, saved, cpu)
+            found = fm3q.match("opponent", fm3q.player(ours), theirs, saved, "cpu")
             row = {"task": opponent, "arm": learner, "seed": seed}
             for score in ("return", "win", "loss"):
                 sides = [found[f"eval/opponent/{side}/{score}"] for side in ("pro", "ant")]

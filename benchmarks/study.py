@@ -92,7 +92,7 @@ REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOA
 PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
  --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
 BASELINES = {"role": "", "none": "--baseline none", "global": "--baseline global"}
-FIXED = [(name, *run) for name in ("role", "none") for run in (("1e-5", THREE), ("4e-5", FIVE))]
+FIXED = [(name, *run) for name in ("role", "none") for run in (("1e-5", (2, 5, 6)), ("4e-5", FIVE))]
 START = "--second-activation {} --rate-init {} --temperature {}"
 MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
