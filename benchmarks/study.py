@@ -147,7 +147,7 @@ STUDIES = {
         curves=KUHN_CURVES,
         best="nash_conv_average",
         lowest=True,
-        minutes=10.0,
+        minutes=7.0,
     ),
     "igpo_135m": Study(  # after a cold start, see README.md
         command="algorithms/igpo.py --model-name-or-path smollm2_search --bf16 --max-turns 4"
@@ -157,7 +157,7 @@ STUDIES = {
         scores=MEAN_AT_2,
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/f1/mean"),
         best="mean_at_2",
-        minutes=15.0,
+        minutes=18.0,
     ),
     "hpt": Study(
         command="algorithms/hpt.py --max-steps 60 --eval-steps 30",
