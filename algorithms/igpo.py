@@ -1412,12 +1412,12 @@ def train(args: Args) -> dict[str, float]:
         table = [
             (e.rewards, len(e.logprobs), e.ended, e.entropy, e.answer_logprobs) for e in episodes
         ]
-        rewards, lengths, ended, entropy, answer_logprobs = zip(*gather(table))
+        rewards, lengths, ended, entropy, certainties = zip(*gather(table))
         rewards = torch.tensor(rewards)  # (B,K)
         totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (B,)
         gains = [
             information_gains(torch.tensor(values), args.information_gain)
-            for values in answer_logprobs
+            for values in certainties
         ]
         group_ids = torch.arange(len(totals)) // args.num_generations  # (B,)
         advantages = turn_advantages(
