@@ -1416,8 +1416,7 @@ def train(args: Args) -> dict[str, float]:
         rewards = torch.tensor(rewards)  # (B,K)
         totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (B,)
         gains = [
-            information_gains(torch.tensor(values), args.information_gain)
-            for values in certainties
+            information_gains(torch.tensor(values), args.information_gain) for values in certainties
         ]
         group_ids = torch.arange(len(totals)) // args.num_generations  # (B,)
         advantages = turn_advantages(
