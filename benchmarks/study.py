@@ -93,6 +93,7 @@ PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 -
  --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
 BASELINES = {"role": "", "none": "--baseline none", "global": "--baseline global"}
 FIXED = [(name, *run) for name in ("role", "none") for run in (("1e-5", (2, 5, 6)), ("4e-5", FIVE))]
+FIXED.append(("global", "4e-5", THREE))
 START = "--second-activation {} --rate-init {} --temperature {}"
 MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
