@@ -7,7 +7,7 @@ their own that start at 0. A step samples G = 4 pairs of choices in 16 contexts,
 each choice (the hard one times `scale`) and makes a step of plain gradient ascent. The advantages
 are those of algorithms/gdpo.py. Reported: probability of the right choice after 200 steps.
 
-Studies: `equal` (learning rate 0.5 for all), `sweep` (five rates, a seed of its own), `best` (each
+Studies: `equal` (learning rate 0.5 for all), `sweep` (seven rates, a seed of its own), `best` (each
 arm and scale at its best rate), `weights` (weight of the easy reward, plain, or counted only where
 the hard choice is right).
 """
@@ -33,7 +33,7 @@ GENERATIONS = 4
 CHOICES = (4, 32)  # easy, hard
 ARMS = ("grpo", "grpo_no_std", "grpo_batch_norm", "gdpo_no_batch_norm", "gdpo")
 SCALES = (1.0, 0.1, 3.0)
-RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
+RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 SWEEP_SEED = 100
 
 
