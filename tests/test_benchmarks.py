@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize(
     "program, flags, rows",
     [
-        (bandit_gdpo, {"seeds": 2, "steps": 2}, 159),
+        (bandit_gdpo, {"seeds": 2, "steps": 2}, 189),
         (simulate_dr_mas, {"seeds": 2, "steps": 2}, 80),
         (variance_poisson, {"seeds": 1, "atoms": (5,), "samples": 2560}, 3),
     ],
