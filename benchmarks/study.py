@@ -160,6 +160,20 @@ STUDIES = {
         best="mean_at_2",
         minutes=18.0,
     ),
+    "igpo": Study(
+        command="algorithms/igpo.py --max-steps 40 --eval-steps 20",
+        arms={
+            "f1ig": Arm("", TINY, "4e-4"),
+            "f1": Arm("--advantage f1", TINY, "4e-4"),
+        },
+        scores=MEAN_AT_8
+        | {"steps_to_f1": ("train/rewards/f1/mean", "reach 0.8")}
+        | {"equal_outcomes": ("train/frac_reward_zero_std", "last 10")}
+        | {"no_signal": ("train/igpo/frac_no_signal", "last 10")},
+        curves=("eval/mean_at_8", "train/rewards/f1/mean"),
+        best="mean_at_8",
+        minutes=1.2,
+    ),
     "hpt": Study(
         command="algorithms/hpt.py --max-steps 60 --eval-steps 30",
         arms={
@@ -318,12 +332,16 @@ lock = Lock()  # of the CSVs and of what is printed
 
 
 def score(metrics: pd.DataFrame, tag: str, which: str) -> float:
-    """First or last value of a tag, or its mean over the first or last tenth of the steps, or NaN."""
+    """First or last value of a tag, or its mean over the first or last tenth of the steps, or NaN.
+    `last 10`: mean of so many values. `reach 0.8`: first step whose last five have this mean."""
     rows = metrics[metrics.tag == tag]
     end = metrics.step.max()
+    if which.startswith("reach"):
+        return rows.step[rows.value.rolling(5).mean() >= float(which.split()[1])].min()
     chosen = {
         "first": rows.head(1),
         "last": rows.tail(1),
+        "last 10": rows.tail(10),
         "early": rows[rows.step <= 0.1 * end],
         "late": rows[rows.step > 0.9 * end],
     }

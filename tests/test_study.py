@@ -53,12 +53,20 @@ def test_a_sweep_ends_with_its_ladder(sweep_of):
     assert (sorted(tried), best) == (["1e-1", "1e-2", "1e-3", "1e-4"], "1e-4")
 
 
-@pytest.mark.parametrize(("which", "value"), [("first", 1), ("last", 4), ("early", 1), ("late", 3.5)])
+@pytest.mark.parametrize(("which", "value"), [("first", 1), ("last", 4), ("early", 1), ("late", 3.5), ("last 10", 4.25)])
 def test_score(which, value):
     rows = [(0, "x", 1.0), (50, "x", 9.0), (95, "x", 3.0), (100, "x", 4.0), (100, "y", 7.0)]
     metrics = pd.DataFrame(rows, columns=["step", "tag", "value"])
     assert study.score(metrics, "x", which) == value
     assert math.isnan(study.score(metrics, "z", which))
+
+
+def test_first_step_that_reaches_a_score():
+    """Means of five values: 2, 3 and 4 at steps 5, 6 and 7."""
+    values = [0, 1, 2, 3, 4, 5, 6]
+    metrics = pd.DataFrame({"step": range(1, 8), "tag": "x", "value": values})
+    assert study.score(metrics, "x", "reach 3") == 6
+    assert math.isnan(study.score(metrics, "x", "reach 9"))
 
 
 @pytest.fixture
