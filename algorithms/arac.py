@@ -53,12 +53,12 @@ from envs.graphs import Graph, make_graph
 NUM_HEADS = 4  # EPG: 8
 ALPHA_LR = 1e-3  # EPG: 1e-4
 MAX_GRAD_NORM = 10.0  # of the policy and of the critics (EPG: 100 and 20,000)
-LOGS = 50  # a run is logged so many times
+LOGS = 50  # log points of a run
 EVAL_EPISODES = 512  # starts that an evaluation plays at most on each graph
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env_id graph num_agents num_captors num_envs evader asynchronous opponent reference"
 FIXED += " beta_mode alpha beta beta_lr joint_table learning_rate embed_dim num_layers buffer_size"
-FIXED += " save_steps"
+FIXED += " save_steps output_dir"
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Args:
     beta_lr: float = 5e-3
     """dual: Adam's learning rate of log beta; exp: beta exp(-beta_lr updates)"""
     alpha: float | None = None
-    """first temperature; None: half of the value above which never to win pays best"""
+    """first temperature; None: half of the value above which never winning would be worth most"""
     target_entropy: float = 0.05
     """entropy to hold by adapting alpha, in units of that of the uniform policy"""
     joint_table: bool = False
@@ -200,7 +200,8 @@ def actor_loss(
 ) -> Tensor:
     """-E_pi[min(Q1, Q2) - alpha log pi] + beta KL(reference | pi), mean over the batch -> scalar
 
-    log_probs (B,N,K), critics as in soft_value, reference actions (B,N) or None. R2PS eq. 8.
+    log_probs (B,N,K), critics as in soft_value, reference actions (B,N) or None. Eq. 8 of R2PS,
+    arXiv 2511.17367, by the same group.
     """
     loss = -soft_value(log_probs, q1, q2, alpha).mean()
     if reference is not None:
@@ -477,7 +478,7 @@ class Learner(nn.Module):
 
 
 def first_alpha(games: list[GraphGame], side: int, gamma: float) -> float:
-    """Half of the temperature at which it pays best never to win: a game that goes on for ever
+    """Half of the temperature above which never winning is worth most: a game that goes on for ever
     brings alpha H / (1 - gamma) with a uniform policy's entropy H, one that is won brings 1."""
     log_slots = torch.cat([game.graph.log_slots[:-1] for game in games])  # of all nodes
     uniform = games[0].teams[side] * log_slots.mean().item()
@@ -509,12 +510,12 @@ def update(
     chosen = batch["actions"][..., None]  # (B,N,1)
     reference = batch.get("reference")  # (B,N), or None without a reference
     alpha = learner.log_alpha.detach().exp()
-    form = joint_sums if args.joint_table else nn.Identity()
+    expand = joint_sums if args.joint_table else nn.Identity()  # critics as soft_value takes them
 
     q1, q2 = (critic(positions, graph) for critic in learner.critics)  # (B,N,K) each
     with torch.no_grad():
         next_log_probs = learner.policy(next_positions, graph)  # (B,N,K)
-        next_q1, next_q2 = (form(critic(next_positions, graph)) for critic in learner.targets)
+        next_q1, next_q2 = (expand(critic(next_positions, graph)) for critic in learner.targets)
         targets = critic_targets(
             batch["rewards"], batch["dones"], next_log_probs, next_q1, next_q2, alpha, args.gamma
         )  # (B,)
@@ -524,7 +525,7 @@ def update(
 
     log_probs = learner.policy(positions, graph)  # (B,N,K)
     policy_loss = actor_loss(
-        log_probs, form(q1.detach()), form(q2.detach()), alpha, beta, reference
+        log_probs, expand(q1.detach()), expand(q2.detach()), alpha, beta, reference
     )
 
     # A policy that is uniform over the open slots has this entropy, and this divergence from any
@@ -547,7 +548,7 @@ def update(
             target = args.beta_target * uniform
             loss = loss + coefficient_loss(learner.log_beta, divergence, target)
         metrics["train/arac/divergence"] = divergence.mean()
-        metrics["train/arac/beta"] = torch.as_tensor(beta, device=positions.device)
+        metrics["train/arac/beta"] = beta + torch.zeros_like(alpha)  # also where it is a number
 
     learner.optimizer.zero_grad()
     loss.backward()
@@ -619,7 +620,9 @@ def open_run(args: Args, game: str) -> str:
     if path.exists() and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
     os.makedirs(run_dir, exist_ok=True)
-    path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    os.replace(unfinished, path)
     return run_dir
 
 
@@ -662,7 +665,7 @@ def play(game: GraphGame, choose, seed: int) -> tuple[Tensor, Tensor, list[Tenso
 def evaluate(
     policy: GraphPolicy, games: list[GraphGame], args: Args, prefix: str = "eval/"
 ) -> dict[str, float]:
-    """Share of games won and lost: likeliest actions, sampled ones, and those of the reference."""
+    """Shares of games won and lost with the likeliest actions, sampled ones and the reference's."""
     players = {
         "greedy": lambda game: act(policy, game, 0, greedy=True),
         "sampled": lambda game: act(policy, game, 0),
@@ -671,7 +674,7 @@ def evaluate(
     scores = {}
     device = games[0].device
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # the training must not notice
+    with torch.random.fork_rng(devices):  # leaves the training's random state as it is
         torch.manual_seed(args.seed)
         for name, choose in players.items():
             played = [play(game, choose, args.seed) for game in games]
@@ -726,7 +729,9 @@ def train(args: Args) -> dict:
     if args.alpha is not None and args.alpha <= 0:
         sys.exit(f"--alpha {args.alpha:g}: must be above 0")
     if args.gamma == 1 and args.alpha is None:
-        sys.exit("--gamma 1: any entropy bonus makes it pay best never to win; choose --alpha")
+        sys.exit(
+            "--gamma 1: any entropy bonus makes endless play worth more than a win; set --alpha"
+        )
     device = setup(args)
     if args.evaluate:
         return score_run(args, device)
@@ -752,6 +757,10 @@ def train(args: Args) -> dict:
                 vars(replay).update(content)
     board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
     print(f"{run_dir}: {args.env_id} on {' '.join(args.graph)}, {args.num_envs} games, {device}")
+    if args.total_timesteps <= args.learning_starts:
+        print(
+            f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
+        )
 
     scores = {}
     counts = torch.zeros(3, device=device)  # games won, games ended, their steps
@@ -874,7 +883,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "video", "output_dir"):
+        if now == before or name in ("resume", "evaluate", "video"):
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():

@@ -18,15 +18,16 @@ Differs from the paper, whose text was not available:
    It copies the target network after nearly every update of each fifth iteration; here the copy
    comes every `--target-network-frequency` updates.
 3. The games are ours: tables that can be solved exactly, and pong of two teams. Environments of
-   PettingZoo run, too. The paper has Wimblepong, MPE and RoboMaster.
+   PettingZoo work too. The paper has Wimblepong, MPE and RoboMaster.
 
     python algorithms/fm3q.py                                     # a Markov game, solved exactly
-    python algorithms/fm3q.py --env-id mpe2.simple_tag_v3         # pip install pettingzoo mpe2
+    python algorithms/fm3q.py --env-id mpe2.simple_tag_v3 --eval-steps 0   # pip install mpe2
     python algorithms/fm3q.py --env-id pong --gamma 0.99 --num-envs 256 --updates-per-step 4 \
         --total-timesteps 1000000 --learning-rate 3e-3 --save-steps 1000000
     python algorithms/fm3q.py --learner selfplay_qmix             # control: two teams in self-play
 
 Your own game: `--env-id FILE.py:function`; the function makes a PettingZoo parallel environment.
+Its reward is the protagonists' mean reward minus the antagonists'.
 
 Letters in shapes: E games at once, B transitions of a batch, n protagonists, m antagonists,
 N = n + m agents, A actions of an agent, O numbers of an observation, S numbers of a state.
@@ -65,11 +66,11 @@ from envs.two_team import (
 )
 from envs.two_team_pettingzoo import PettingZooGame
 
-LOGS = 50  # a run is logged so many times
-EXPLOITER_EVALUATIONS = 8  # while an exploiter is trained
+LOGS = 50  # log points of a run
+EXPLOITER_EVALUATIONS = 8  # evaluations during an exploiter's training
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env_id num_pro num_ant num_states game_seed learner mixer hidden_size embed_dim"
-FIXED += " num_envs buffer_size save_steps"
+FIXED += " num_envs buffer_size save_steps output_dir"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Args:
     """share of the online network that a copy takes"""
     # data and optimizer
     total_timesteps: int = 60_000
-    """steps of all games together, rounded up"""
+    """steps of all games together, rounded up; the schedules of rates end with them"""
     num_envs: int = 32
     """E, games that are stepped together"""
     updates_per_step: float = 1.0
@@ -641,6 +642,8 @@ def score_run(args: Args, device) -> dict[str, float]:
     """--evaluate: scores of a run's teams, also against those of --opponent, and an episode."""
     if game_tables(args) is not None and args.opponent:
         sys.exit(f"--env-id {args.env_id} is solved exactly; it takes no --opponent")
+    if args.video and args.env_id != "pong":
+        sys.exit("--video: only pong has pictures")
     networks = load_teams(args.evaluate, args, device)
     scores = evaluate(networks, args, device)
     if args.exploiter_steps:
@@ -657,8 +660,6 @@ def score_run(args: Args, device) -> dict[str, float]:
     for tag, value in scores.items():
         print(f"{tag} {value:.3f}")
     if args.video:
-        if args.env_id != "pong":
-            sys.exit("--video: only pong has pictures")
         game = make_game(args, 1, args.seed, device)
         frames = []
         for _ in range(game.horizon):
@@ -729,7 +730,9 @@ def open_run(args: Args, game: str) -> str:
     if path.exists() and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
     os.makedirs(run_dir, exist_ok=True)
-    path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    os.replace(unfinished, path)
     return run_dir
 
 
@@ -776,8 +779,13 @@ def train(args: Args) -> dict[str, float]:
     ratio = args.updates_per_step * args.batch_size / args.num_envs
     print(f"{run_dir}: {args.learner}, {args.num_envs} games on {device}, replay ratio {ratio:.2g}")
 
+    # The steps between two log points, and all steps: whole numbers of steps of all games.
     size = math.ceil(args.total_timesteps / LOGS / args.num_envs) * args.num_envs
     end = math.ceil(args.total_timesteps / size) * size
+    if end <= args.learning_starts:
+        print(
+            f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
+        )
     starting = True
     scores = {}
     while True:
@@ -862,7 +870,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "video", "output_dir"):
+        if now == before or name in ("resume", "evaluate", "video"):
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():

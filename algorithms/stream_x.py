@@ -16,7 +16,7 @@ and rewards (Stream). Agent.learn computes the TD error of both methods and make
 
 Differs from the authors' code:
 1. The policy acts and learns with one forward pass, and both values of a transition are computed
-   in one. The gradients of the policy by the network's outputs are written out.
+   in one. The policy's gradients with respect to its network's outputs are written by hand.
 2. Each episode starts from a seed made of --seed and the step, so that a resumed run is the same.
 3. At the end, the policy is evaluated with frozen statistics of observations.
 
@@ -46,6 +46,8 @@ import tyro
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
+
+FREE = ("total_timesteps", "save_steps", "eval_episodes")  # flags that can change on resume
 
 
 @dataclass
@@ -89,8 +91,8 @@ class Args:
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>"""
     resume: str | None = None
-    """run folder to continue; the agent keeps its flags, but --total-timesteps, --save-steps and
-    --eval-episodes can be given anew"""
+    """run folder to continue; --total-timesteps, --save-steps and --eval-episodes can be given
+    anew, and the schedule of --end-e stretches with --total-timesteps"""
 
 
 # --- The method: a bounded step, sparse weights, running statistics -----------------------------
@@ -99,10 +101,11 @@ class Args:
 class ObGD:
     """Overshooting-bounded gradient descent with eligibility traces.
 
-    .grad of each parameter is the gradient of the objective: V, Q, or ln pi and entropy. A step
-    adds delta z to the weights, times lr / max(M, 1) with M = lr kappa max(|delta|, 1) ||z||_1, the
-    norm over the traces z of all parameters. So the absolute changes add up to 1 / kappa at most.
-    With kappa = 0 this is SGD with traces, known as TD(lambda).
+    .grad of each parameter is the gradient of an objective to be raised: V, Q, or ln pi and
+    entropy. A step adds delta z to the weights, times lr / max(M, 1) with
+    M = lr kappa max(|delta|, 1) ||z||_1, the norm over the traces z of all parameters. So the
+    absolute changes add up to 1 / kappa at most. With kappa = 0 this is SGD with traces, known as
+    TD(lambda).
     """
 
     adaptive = False
@@ -196,7 +199,7 @@ def epsilon_schedule(step, start, end, fraction, total_steps):
 
 
 class Stream:
-    """A task whose observations are normalized and have the time, with scaled rewards."""
+    """A task with normalized observations, the elapsed time appended, and scaled rewards."""
 
     frozen = False  # True stops the statistics of observations
 
@@ -370,13 +373,15 @@ def train(args):
     )
     if os.path.exists(f"{run_dir}/args.json") and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+    os.makedirs(run_dir, exist_ok=True)
     step = 0
     if os.path.exists(f"{run_dir}/checkpoint.pt"):
         step, agent, stream.stats, stream.scale_reward = torch.load(
             f"{run_dir}/checkpoint.pt", weights_only=False
         )
-    board = SummaryWriter(run_dir)
-    Path(run_dir, "args.json").write_text(json.dumps(vars(args)))
+    board = SummaryWriter(run_dir, purge_step=step + 1)
+    Path(run_dir, "args.tmp").write_text(json.dumps(vars(args) | {"resume": None}))
+    os.replace(f"{run_dir}/args.tmp", f"{run_dir}/args.json")
     print(f"{run_dir}: stream {args.algorithm}, {args.optimizer}")
 
     def log(values):  # a step may be repeated after a resume: its last rows count
@@ -386,6 +391,13 @@ def train(args):
             for tag, value in values.items():
                 file.write(f"{step},{tag},{value}\n")
                 board.add_scalar(tag, value, step)
+        board.flush()
+
+    def save():
+        if args.save_steps:
+            state = (step, agent, stream.stats, stream.scale_reward)
+            torch.save(state, f"{run_dir}/checkpoint.tmp")
+            os.replace(f"{run_dir}/checkpoint.tmp", f"{run_dir}/checkpoint.pt")
 
     done = is_window_over = True
     while step < args.total_timesteps:
@@ -424,11 +436,8 @@ def train(args):
                 f"  {metrics['charts/SPS']:6,.0f} steps/s",
                 flush=True,
             )
-            if args.save_steps:
-                torch.save(
-                    (step, agent, stream.stats, stream.scale_reward), f"{run_dir}/checkpoint.tmp"
-                )
-                os.replace(f"{run_dir}/checkpoint.tmp", f"{run_dir}/checkpoint.pt")
+            save()
+    save()
 
     # 4. evaluate
     stream.frozen = True
@@ -447,6 +456,14 @@ def train(args):
 if __name__ == "__main__":
     args = tyro.cli(Args)
     if args.resume:  # the flags of that run are the defaults
-        saved = json.loads(Path(args.resume, "args.json").read_text())
+        path = Path(args.resume, "args.json")
+        if not path.is_file():
+            sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+        saved = json.loads(path.read_text())
         args = tyro.cli(Args, default=Args(**saved))
+        for name, before in saved.items():
+            now = getattr(args, name)
+            if now != before and name not in ("resume", *FREE):
+                flag = "--" + name.replace("_", "-")
+                sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
     train(args)

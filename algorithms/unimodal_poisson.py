@@ -65,13 +65,14 @@ with contextlib.suppress(ImportError):  # models in gymnasium make MuJoCo print 
 
 # Flags that cannot change when a run is resumed.
 FIXED = "env_id policy num_atoms rate_link second_activation hidden_size num_envs num_steps"
-FIXED += " total_timesteps norm_obs norm_reward seed save_steps"
+FIXED += " rate_init total_timesteps norm_obs norm_reward seed save_steps output_dir"
 
 
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v5"
-    """gymnasium task with continuous actions, or FILE.py:make, a function of num_envs"""
+    """gymnasium task with continuous actions, or FILE.py:make, where make(num_envs) returns a
+    vector environment as in envs/examples/carts.py"""
     policy: Literal[
         "poisson",
         "poisson_repo",
@@ -161,9 +162,9 @@ def poisson_logits(rate: Tensor, num_atoms: int, temperature: float) -> Tensor:
     """Unimodal policy: log-PMF of a Poisson distribution over temperature. (B,A) -> (B,A,K)
 
     Atom i stands for the count k = i + 1. The softmax over K atoms truncates the distribution, and
-    cancels the PMF's constant term -rate, which is left out. The ratio of neighbours is rate / k
-    to the power of 1 / temperature. It falls with k, so there is one mode, at the count floor(rate)
-    within 1 to K; if the rate is a whole number, the count below it is as likely.
+    cancels the PMF's constant term -rate, which is left out. The ratio of neighbouring
+    probabilities is (rate / k) ** (1 / temperature). It falls with k, so there is one mode, at the
+    count floor(rate) within 1 to K; if the rate is a whole number, the count below it is as likely.
     """
     counts = torch.arange(1, num_atoms + 1, device=rate.device, dtype=rate.dtype)  # (K,)
     log_rate = rate.clamp(min=1e-30).log()  # softplus underflows to 0
@@ -197,9 +198,9 @@ def ordinal_logits(scores: Tensor) -> Tensor:
 
 
 class Head(nn.Module):
-    """What a policy head has: the range of actions (A,), num_outputs and first_bias of the network,
-    mode, sample, log_prob and entropy of its outputs, and to_env, which turns actions into the
-    environment's units."""
+    """Base class of policy heads. A head has the range of actions (A,), num_outputs and first_bias
+    of the network, mode, sample, log_prob and entropy of its outputs, and to_env, which turns
+    actions into the environment's units."""
 
     num_outputs = 1  # for each action dimension
 
@@ -299,7 +300,7 @@ class PoissonRepoHead(PoissonHead):
 
 
 class GaussianHead(Head):
-    """A Gaussian in the environment's units; its log standard deviation is one for all states."""
+    """A Gaussian in the environment's units; its std does not depend on the state."""
 
     def __init__(self, low: Tensor, high: Tensor, args: Args):
         super().__init__(low, high, args)
@@ -383,7 +384,7 @@ class RunningMeanStd(nn.Module):
         self.count = total
 
     def get_extra_state(self) -> dict:
-        """What state_dict() of the agent holds of it."""
+        """The part of the agent's state_dict() that holds these statistics."""
         return {"mean": self.mean.tolist(), "var": self.var.tolist(), "count": self.count}
 
     def set_extra_state(self, state: dict) -> None:
@@ -782,7 +783,9 @@ def open_run(args: Args, game: str) -> str:
     if path.exists() and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
     os.makedirs(run_dir, exist_ok=True)
-    path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    os.replace(unfinished, path)
     return run_dir
 
 
@@ -984,7 +987,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "video", "output_dir"):
+        if now == before or name in ("resume", "evaluate", "video"):
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():
