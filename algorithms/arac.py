@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["torch>=2.6", "imageio>=2.37", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """ARAC: soft actor-critic for a team on a graph, pulled towards an imperfect reference policy by a

@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """DAPO: GRPO with four changes for long answers. Yu et al., arXiv 2503.14476.
@@ -90,9 +90,9 @@ MAX_ROUNDS = 10  # of dynamic sampling in one step
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env task task_config dataset eval_dataset max_prompt_length system_prompt"
-FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step"
+FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir"
 
-# torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
+# torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
@@ -117,8 +117,9 @@ class Args:
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
     """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
-    the rewards of --env; with --dataset, problem is the line of the file as a dict, and its text
-    alone is the prompt; without, it is what envs/ makes; evaluations report the first function"""
+    the rewards of --env. With --dataset, problem is the line of the file as a dict, its text alone
+    is the prompt, and --env is ignored; without, problem is what envs/ makes. Evaluations report
+    the first function"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
@@ -568,10 +569,15 @@ def add_methods(model) -> None:
 
 
 def recompute_layers(model) -> None:
-    """Gradient checkpointing; that of transformers works in training mode only, with dropout."""
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
+            layer.forward = partial(
+                recompute_in_backward,
+                layer.forward,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing random in the layers
+            )
 
 
 @torch.no_grad()
@@ -636,7 +642,7 @@ class Completion:
 
 
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
+    """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
     # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
     total = cumulative[:, -1:] * (1 - 2**-22)
@@ -890,7 +896,7 @@ def micro_batches(completions, rows: list[int], args: Args, device) -> list[Pack
         first = row - row % args.num_generations
         return sum(len(c.ids) for c in completions[first : first + args.num_generations])
 
-    # Longest first: a step that does not fit fails at once. Rows of a group stay neighbours.
+    # Longest first, so that a lack of memory shows at once. Rows of a group stay neighbours.
     rows = sorted(rows, key=group_length, reverse=True)
     size = args.micro_batch_size
     return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
@@ -1002,7 +1008,7 @@ def copy_model(model, dtype: torch.dtype):
     for parameter in model.parameters():
         weight = parameter.detach().to(dtype, copy=True)
         weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
-    return copy.deepcopy(model, weights)  # deepcopy takes them for copies that it has made
+    return copy.deepcopy(model, weights)  # its memo: these weights stand for copies of the old
 
 
 @torch.no_grad()
@@ -1040,7 +1046,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # get_state_dict makes a step with a new AdamW, which would count
+        return  # with a new AdamW, get_state_dict takes a step, which would advance its count
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
@@ -1073,7 +1079,9 @@ def open_run(args: Args, rank: int) -> str:
         if path.exists() and not args.resume:
             sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
         os.makedirs(run_dir, exist_ok=True)
-        path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+        os.replace(unfinished, path)
     return run_dir
 
 
@@ -1224,7 +1232,7 @@ def train(args: Args) -> dict[str, float]:
         table = [(c.rewards, len(c.ids), c.ended, c.entropy) for c in drawn]
         rewards, lengths, ended, entropy = zip(*table)
         rewards = torch.tensor(rewards)  # (drawn,K)
-        totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (drawn,)
+        totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (drawn,)
         if args.overlong_buffer_len > 0:
             totals += soft_overlong_penalty(
                 torch.tensor(lengths), args.max_completion_length, args.overlong_buffer_len
@@ -1293,7 +1301,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "output_dir"):
+        if now == before or name == "resume":
             continue
         flag = "--" + name.replace("_", "-")
         if name in FIXED.split():

@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """Dr. MAS: GRPO for a team of agents. Every call of an agent is compared with the calls of the same
@@ -96,9 +96,9 @@ GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env max_rounds missing_verdict dataset eval_dataset retriever_url max_prompt_length"
 FIXED += " system_prompt chat_template_kwargs model_name_or_path agent_models share_model"
-FIXED += " num_prompts_per_step"
+FIXED += " num_prompts_per_step output_dir"
 
-# torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
+# torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
@@ -582,10 +582,15 @@ def add_methods(model) -> None:
 
 
 def recompute_layers(model) -> None:
-    """Gradient checkpointing; that of transformers works in training mode only, with dropout."""
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
+            layer.forward = partial(
+                recompute_in_backward,
+                layer.forward,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing random in the layers
+            )
 
 
 @torch.no_grad()
@@ -651,7 +656,7 @@ class Completion:
 
 
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
+    """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
     # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
     total = cumulative[:, -1:] * (1 - 2**-22)
@@ -1045,7 +1050,7 @@ def copy_model(model, dtype: torch.dtype):
     for parameter in model.parameters():
         weight = parameter.detach().to(dtype, copy=True)
         weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
-    return copy.deepcopy(model, weights)  # deepcopy takes them for copies that it has made
+    return copy.deepcopy(model, weights)  # its memo: these weights stand for copies of the old
 
 
 @torch.no_grad()
@@ -1187,7 +1192,9 @@ def open_run(args: Args, rank: int) -> str:
         if path.exists() and not args.resume:
             sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
         os.makedirs(run_dir, exist_ok=True)
-        path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+        os.replace(unfinished, path)
     return run_dir
 
 
@@ -1428,7 +1435,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "output_dir"):
+        if now == before or name == "resume":
             continue
         flag = "--" + name.replace("_", "-")
         if name in FIXED.split():

@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """EMPG: GRPO for agents that act in several turns. Turns in which the model was sure count more,
@@ -95,9 +95,9 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length system_prompt"
-FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step"
+FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir"
 
-# torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
+# torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
@@ -554,10 +554,15 @@ def add_methods(model) -> None:
 
 
 def recompute_layers(model) -> None:
-    """Gradient checkpointing; that of transformers works in training mode only, with dropout."""
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
+            layer.forward = partial(
+                recompute_in_backward,
+                layer.forward,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing random in the layers
+            )
 
 
 @torch.no_grad()
@@ -665,7 +670,7 @@ class Episode:
 
 
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
+    """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
     # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
     total = cumulative[:, -1:] * (1 - 2**-22)
@@ -1044,7 +1049,7 @@ def micro_batches(completions, rows: list[int], args: Args, device) -> list[Pack
         first = row - row % args.num_generations
         return sum(len(c.ids) for c in completions[first : first + args.num_generations])
 
-    # Longest first: a step that does not fit fails at once. Rows of a group stay neighbours.
+    # Longest first, so that a lack of memory shows at once. Rows of a group stay neighbours.
     rows = sorted(rows, key=group_length, reverse=True)
     size = args.micro_batch_size
     return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
@@ -1151,7 +1156,7 @@ def copy_model(model, dtype: torch.dtype):
     for parameter in model.parameters():
         weight = parameter.detach().to(dtype, copy=True)
         weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
-    return copy.deepcopy(model, weights)  # deepcopy takes them for copies that it has made
+    return copy.deepcopy(model, weights)  # its memo: these weights stand for copies of the old
 
 
 @torch.no_grad()
@@ -1189,7 +1194,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # get_state_dict makes a step with a new AdamW, which would count
+        return  # with a new AdamW, get_state_dict takes a step, which would advance its count
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
@@ -1222,7 +1227,9 @@ def open_run(args: Args, rank: int) -> str:
         if path.exists() and not args.resume:
             sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
         os.makedirs(run_dir, exist_ok=True)
-        path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+        os.replace(unfinished, path)
     return run_dir
 
 
@@ -1365,7 +1372,7 @@ def train(args: Args) -> dict[str, float]:
         table = [(e.rewards, len(e.logprobs), e.ended, e.entropy, e.entropies) for e in episodes]
         rewards, lengths, ended, entropy, entropies = zip(*gather(table))
         rewards = torch.tensor(rewards)  # (B,K)
-        totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (B,)
+        totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
         turns = torch.tensor([len(values) for values in entropies])  # (B,)
         trajectory = torch.arange(len(turns)).repeat_interleave(turns)  # (Z,)
         step_entropy = torch.tensor([value for values in entropies for value in values])  # (Z,)
@@ -1434,7 +1441,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "output_dir"):
+        if now == before or name == "resume":
             continue
         flag = "--" + name.replace("_", "-")
         if name in FIXED.split():

@@ -1,14 +1,14 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
-"""IGPO: GRPO for agents that search and answer. Every turn gets an advantage of its own: from how
-much likelier it makes the right answer, and the last one from what the answer is worth. Wang et
-al., arXiv 2510.14967 (version 2, ICLR 2026).
+"""IGPO: GRPO for agents that search and answer. Each turn is rewarded by how much it raises the
+log-probability of the right answer, and the last turn by the score of the answer. Wang et al.,
+arXiv 2510.14967 (version 2, ICLR 2026).
 
     gain of a turn        r = mean log-probability of the right answer's tokens, after minus before
     reward of the last    r = word F1 of the answer, or -2 if the format is wrong
-    advantage of a turn   A = its z-score in the group plus those of all later turns
+    advantage of a turn   A = its z-score in the group plus those of all later turns (--gamma 1)
 
 Gains have one mean and std in the group, outcomes another. The loss is policy_loss, as in grpo.py;
 update applies it.
@@ -94,9 +94,9 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length system_prompt"
-FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step"
+FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir"
 
-# torch.distributed.checkpoint warns so in a run with one process, where it is harmless.
+# torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
@@ -208,7 +208,7 @@ def information_gains(answer_logprobs: Tensor, kind: str = "log") -> Tensor:
 
 
 def standardize(values: Tensor, pool: Tensor) -> Tensor:
-    """Compare values with their pool, with the std of a population; 0 if all of it is equal."""
+    """Z-scores of values in their pool, with the population's std; 0 if the pool is constant."""
     if (pool == pool[:1]).all():
         return torch.zeros_like(values)
     # Both epsilons are those of the official code.
@@ -225,9 +225,9 @@ def turn_advantages(
 ) -> list[Tensor]:
     """Advantage of each turn, IGPO eq. 5 and 6. B x (T_i-1,), (B,), (B,) -> B x (T_i,)
 
-    Gains and outcomes of a group are compared with those of the group, then what follows a turn is
-    added up; gamma counts turns. joint takes gains and outcomes as one pool. parts f1 leaves out
-    the gains and ig the outcomes, both after comparing.
+    Gains and outcomes become z-scores in their group; then each turn gets the discounted sum of its
+    own score and all later ones. joint takes gains and outcomes as one pool. parts f1 leaves out
+    the gains and ig the outcomes, after the z-scores.
     """
     advantages = [None] * len(gains)
     for group in group_ids.unique():
@@ -558,10 +558,15 @@ def add_methods(model) -> None:
 
 
 def recompute_layers(model) -> None:
-    """Gradient checkpointing; that of transformers works in training mode only, with dropout."""
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(recompute_in_backward, layer.forward, use_reentrant=False)
+            layer.forward = partial(
+                recompute_in_backward,
+                layer.forward,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing random in the layers
+            )
 
 
 @torch.no_grad()
@@ -668,7 +673,7 @@ class Episode:
 
 
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Invert the cumulative distribution, (B,V), at numbers in [0, 1), (B,). -> (B,)"""
+    """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
     # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
     total = cumulative[:, -1:] * (1 - 2**-22)
@@ -941,7 +946,7 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds, scoring: b
 def answer_logprobs(
     model, tokenizer, task, episodes: list[Episode], memory: Memory, args: Args
 ) -> list[float]:
-    """Mean log-probability of the right answer, behind what is in memory. Equal rows count once.
+    """Mean log-probability of the right answer after each context. Equal ones are computed once.
 
     The task names the text that comes before the answer; only tokens of the answer count.
     """
@@ -961,13 +966,16 @@ def answer_logprobs(
         contexts.append([*context, *before, *answer[:-1]])
         answers.append(torch.tensor(answer, device=model.device))
     memory = memory.select(list(rows.values()))
-    hidden = read(model, contexts, memory, tail=max(map(len, answers)))[1]  # (B,tail,H)
+    lengths = list(map(len, answers))
+    hidden = read(model, contexts, memory, tail=max(lengths))[1]  # (B,tail,H)
+    states = torch.cat([row[-length:] for row, length in zip(hidden, lengths)])  # (N,H)
+    size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
     logprobs = []
-    for states, answer in zip(hidden, answers):
-        states = states[-len(answer) :]
-        logits = model.logits_from_hidden(inputs_embeds=states[None]).logits[0].float()
-        logprobs.append(-F.cross_entropy(logits / args.temperature, answer))
-    logprobs = dict(zip(rows, torch.stack(logprobs).tolist()))
+    for chunk, targets in zip(states.split(size), torch.cat(answers).split(size)):
+        logits = model.logits_from_hidden(inputs_embeds=chunk[None]).logits[0].float()
+        logprobs.append(-F.cross_entropy(logits / args.temperature, targets, reduction="none"))
+    means = torch.stack([row.mean() for row in torch.cat(logprobs).split(lengths)])  # (B,)
+    logprobs = dict(zip(rows, means.tolist()))
     return [logprobs[key] for key in keys]
 
 
@@ -1088,7 +1096,7 @@ def micro_batches(completions, rows: list[int], args: Args, device) -> list[Pack
         first = row - row % args.num_generations
         return sum(len(c.ids) for c in completions[first : first + args.num_generations])
 
-    # Longest first: a step that does not fit fails at once. Rows of a group stay neighbours.
+    # Longest first, so that a lack of memory shows at once. Rows of a group stay neighbours.
     rows = sorted(rows, key=group_length, reverse=True)
     size = args.micro_batch_size
     return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
@@ -1195,7 +1203,7 @@ def copy_model(model, dtype: torch.dtype):
     for parameter in model.parameters():
         weight = parameter.detach().to(dtype, copy=True)
         weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
-    return copy.deepcopy(model, weights)  # deepcopy takes them for copies that it has made
+    return copy.deepcopy(model, weights)  # its memo: these weights stand for copies of the old
 
 
 @torch.no_grad()
@@ -1233,7 +1241,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # get_state_dict makes a step with a new AdamW, which would count
+        return  # with a new AdamW, get_state_dict takes a step, which would advance its count
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
@@ -1266,7 +1274,9 @@ def open_run(args: Args, rank: int) -> str:
         if path.exists() and not args.resume:
             sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
         os.makedirs(run_dir, exist_ok=True)
-        path.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+        os.replace(unfinished, path)
     return run_dir
 
 
@@ -1412,11 +1422,12 @@ def train(args: Args) -> dict[str, float]:
         table = [
             (e.rewards, len(e.logprobs), e.ended, e.entropy, e.answer_logprobs) for e in episodes
         ]
-        rewards, lengths, ended, entropy, certainties = zip(*gather(table))
+        rewards, lengths, ended, entropy, answer_scores = zip(*gather(table))
         rewards = torch.tensor(rewards)  # (B,K)
-        totals = rewards @ torch.tensor(task.reward_weights, dtype=torch.float32)  # (B,)
+        totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
         gains = [
-            information_gains(torch.tensor(values), args.information_gain) for values in certainties
+            information_gains(torch.tensor(values), args.information_gain)
+            for values in answer_scores
         ]
         group_ids = torch.arange(len(totals)) // args.num_generations  # (B,)
         advantages = turn_advantages(
@@ -1434,13 +1445,13 @@ def train(args: Args) -> dict[str, float]:
         progress["step"] = step = step + 1
         progress["num_tokens"] += sum(lengths)
         groups = totals.view(-1, args.num_generations)  # (P,G)
-        group_advantages = advantages.view(len(groups), -1)  # (P,G*T)
+        silent = (advantages.view(len(groups), -1) == 0).all(1)  # (P,)
         for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
             metrics[f"rewards/{name}/mean"] = mean
         metrics |= {
             "reward": totals.mean().item(),
             "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
-            "igpo/frac_no_signal": (group_advantages == 0).all(1).float().mean().item(),
+            "igpo/frac_no_signal": silent.float().mean().item(),
             "igpo/turns": sum(map(len, gains)) / len(gains) + 1,
             "igpo/gain": torch.cat(gains).sum().item() / len(gains),
             "entropy": sum(entropy) / sum(lengths),
@@ -1481,7 +1492,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "output_dir"):
+        if now == before or name == "resume":
             continue
         flag = "--" + name.replace("_", "-")
         if name in FIXED.split():

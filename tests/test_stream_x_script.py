@@ -19,8 +19,8 @@ number = int(sys.argv[1])
 sys.argv[:2] = []
 original, calls = os.replace, []
 def deadly(*paths):
-    calls.append(paths)
-    if len(calls) == number:
+    calls.extend(path for path in paths if str(path).endswith("checkpoint.pt"))
+    if calls and len(calls) == number:
         os.kill(os.getpid(), 9)
     original(*paths)
 os.replace = deadly
@@ -84,11 +84,12 @@ def test_kill_and_resume(runs, name, number, tmp_path):
 
 
 def test_a_finished_run_is_evaluated_again(tmp_path):
-    """What is left of it after the last checkpoint is repeated."""
+    """From its last state: nothing is trained again."""
     process = fork(SCRIPT, *as_flags(SMALL), "--output-dir", tmp_path / "run")
     before = results(tmp_path / "run")
     again = fork(SCRIPT, "--resume", tmp_path / "run", "--eval-episodes", 4)
     assert "4 episodes: return" in again.stdout, process.stderr + again.stderr
+    assert "steps/s" not in again.stdout
     assert results(tmp_path / "run").keys() == before.keys()
 
 
@@ -111,7 +112,7 @@ def test_switches_change_the_run(optimizer, switches, tmp_path):
 MISTAKES = {
     "--env-id Hoper-v5": "Did you mean: `Hopper`",
     "--env-id Pendulum-v1 --algorithm q": "actions of Pendulum-v1 are not discrete",
-    "--resume nowhere": "nowhere/args.json",
+    "--resume nowhere": "--resume nowhere: no args.json",
     "--algorithm dqn": "invalid choice",
 }
 
@@ -125,6 +126,8 @@ def test_mistakes_are_named(words):
 def test_a_run_folder_in_use(runs):
     process = fork(SCRIPT, *as_flags(SMALL), "--output-dir", runs[0] / "q")
     assert process.returncode == 1 and "holds a run; continue it with --resume" in process.stderr
+    process = fork(SCRIPT, "--resume", runs[0] / "q", "--lr", 0.5)
+    assert process.returncode == 1 and "--lr 0.5: cannot change on resume" in process.stderr
 
 
 def test_a_run_that_diverges(tmp_path):
