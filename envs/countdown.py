@@ -48,7 +48,9 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     """
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"expression longer than {MAX_EXPRESSION_CHARS} characters")
-    tokens, numbers = [*re.findall(r"[0-9]+|\S", text), "end of text"][::-1], []  # the next token is the last one
+    tokens = [*re.findall(r"[0-9]+|\S", text), "end of text"]
+    tokens.reverse()  # the next token is the last one
+    numbers = []
 
     def parse_factor(depth: int) -> Fraction:
         token = tokens.pop()
@@ -77,7 +79,8 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     def parse_sum(depth: int) -> Fraction:
         value = parse_product(depth)
         while tokens[-1] in "+-":
-            value = value + parse_product(depth) if tokens.pop() == "+" else value - parse_product(depth)
+            sign = 1 if tokens.pop() == "+" else -1
+            value += sign * parse_product(depth)
         return value
 
     value = parse_sum(0)
@@ -152,7 +155,8 @@ class Countdown:
         return self.sample(random.Random(f"train {seed} {index}"))
 
     def evaluation_problems(self, count: int) -> list[Problem]:
-        """The fixed evaluation set: up to `count` distinct problems (fewer if the game is small), never in training."""
+        """The fixed evaluation set: up to `count` problems (fewer if the game is small), never in training. The same
+        numbers in another order are another problem."""
         generator, problems = random.Random("evaluation"), {}
         for _ in range(50 * count):
             if len(problems) < count:

@@ -23,7 +23,7 @@ RULES = {
     "gsm8k": "Reason step by step inside <think> </think>, then, on a new line, give the final answer, an integer, "
     "inside <answer> </answer>. Write nothing else.",
 }
-LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]+)\}\{([0-9.,]+)\}")
+LATEX_FRACTION = re.compile(r"(?<![0-9])\\[dt]?frac\{(-?[0-9.,]+)\}\{([0-9.,]+)\}")
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,21 @@ class Problem:
 
 
 def extract_answer(text: str) -> str | None:
-    """The last <answer> </answer> block, else the last \\boxed{ }, else the line after the last ####, else None."""
+    """The last <answer> </answer> block, or the \\boxed{ } in it; without one the last \\boxed{ }, else the line after
+    the last ####, else None."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
-    if end >= 0 and start >= 0:
-        return text[start + len("<answer>") : end].strip()
+    has_tags = end >= 0 and start >= 0
+    if has_tags:
+        text = text[start + len("<answer>") : end]
     if (start := text.rfind("\\boxed{")) >= 0:
         start, depth = start + len("\\boxed{"), 1
         for brace in re.compile("[{}]").finditer(text, start):
             depth += 1 if brace.group() == "{" else -1
             if depth == 0:
                 return text[start : brace.start()].strip()
+    if has_tags:
+        return text.strip()
     _, mark, rest = text.rpartition("####")
     return rest.strip().split("\n", 1)[0].strip() if mark else None
 

@@ -5,7 +5,8 @@ import re
 
 from envs.game import Game, boxed
 
-MARKUP = re.compile(r"</?think>|<\|[^<>|]*\|>")  # what a message must not bring into the other player's prompt
+# What a message must not bring into the other player's prompt: tags of thoughts, control tokens of chat templates.
+MARKUP = re.compile(r"</?think>|<\|[^<>|]*\|>|</?s>|<(?:start|end)_of_turn>")
 MAX_MESSAGE_CHARS = 200  # of a message that is shown: nobody may flood the other player's context
 
 
@@ -81,7 +82,10 @@ class Negotiation(Game):
         self.player = 1 - self.player
         if len(self.messages) == self.MESSAGES:
             gain = self.gain(0) - self.gain(1)
-            self.end(0 if gain > 0 else 1, 1.0, -1.0, "win") if gain else self.end(0, 0.0, 0.0, "draw")
+            if gain:
+                self.end(0 if gain > 0 else 1, 1.0, -1.0, "win")
+            else:
+                self.end(0, 0.0, 0.0, "draw")
         return True
 
     def gain(self, player: int) -> int:

@@ -24,7 +24,7 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """One in 16 belongs to evaluation, so that neither pretraining nor training can ever meet it."""
+        """One in 16 belongs to evaluation, and training never meets it."""
         return self.place[0] < 2**28
 
 

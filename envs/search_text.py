@@ -146,4 +146,5 @@ def examiner_format(document: str, hops: int, texts: list[str], results: list[st
     read = normalize_answer("\n\n".join([document, *(results if counted else [])]))
     grounded, words = answer in ("yes", "no") or answer in read, len(answer.split())
     brevity = (1.0 if words <= 5 else 0.5 if words <= 10 else 0.0) if grounded else 0.0
-    return (1 + thoughts + (min((1 + searches) / hops, 1.0) if counted else float(hops == 1)) + brevity) / 4
+    searched = min((1 + searches) / hops, 1.0) if counted else float(hops == 1)
+    return (1 + thoughts + searched + brevity) / 4

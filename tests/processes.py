@@ -69,12 +69,6 @@ def as_flags(values: dict) -> list[str]:
     return words
 
 
-def run(script: Path, *words) -> subprocess.CompletedProcess:
-    """`python script words`."""
-    command = [sys.executable, str(script), *map(str, words)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
-
-
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as free:

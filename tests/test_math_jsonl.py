@@ -22,7 +22,8 @@ GSM8K = [vector for vector in REFERENCE if vector["id"].startswith("gsm8k_reward
         (1000, ["1,000", "1e3"]),
         (Fraction(2469135, 2), ["1,234,567.50"]),
         (Fraction(3, 4), ["$\\frac{3}{4}$", "3/4", "6 / 8", "0.75", ".75", "7.5E-1"]),
-        (Fraction(-3, 4), ["-\\dfrac{3}{4}"]),
+        (Fraction(-3, 4), ["-\\dfrac{3}{4}", "\\frac{-3}{4}"]),
+        ("2\\frac{3}{4}", ["2\\frac{3}{4}"]),  # a mixed number is not 23/4
         (50, ["50%", "50\\%", "+50"]),
         ("blue whale", ["Blue  Whale."]),
     ],
@@ -42,6 +43,7 @@ def test_canonical_form(value, texts):
         ("72", "\\boxed{71} <answer>72</answer>", 1, 1),  # tags before boxes
         ("72", "so \\boxed{71}, no, \\boxed{72}.", 1, 0),
         ("3/4", "\\boxed{\\frac{3}{4}}", 1, 0),  # nested braces
+        ("72", "<answer>So it is $\\boxed{72}$.</answer>", 1, 1),
         ("\\frac{\\sqrt{3}}{2}", "\\boxed{\\frac{\\sqrt{3}}{2}}", 1, 0),
         ("72", "\\boxed{72", 0, 0),  # cut off
         ("72", "so\n#### 72", 1, 0),

@@ -81,14 +81,6 @@ def test_every_task_gives_problems():
         assert problem["question"].strip() and "metadata" in problem, name
 
 
-def test_the_prompt_is_the_question_and_the_reward_its_correctness():
-    task = ReasoningGym("chain_sum", SMALL_SUMS)
-    problem = task.train_problem(0, seed=1)
-    assert task.prompt(problem) == [{"role": "user", "content": problem["question"]}]
-    assert list(task.reward_functions) == ["correctness", "score"]
-    assert task.reward_weights == (1.0, 0.0)
-
-
 @pytest.mark.parametrize(
     "task, config, sentence",
     [

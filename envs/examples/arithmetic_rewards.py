@@ -10,8 +10,8 @@ import re
 
 def right(problem: dict, completion: str) -> float:
     """1.0 if the last number of the completion is the answer, else 0.0."""
-    numbers = re.findall(r"-?[0-9]+", completion)
-    return float(bool(numbers) and numbers[-1] == problem["answer"])
+    numbers = re.findall(r"-?[0-9]+(?:,[0-9]{3})*", completion)  # also 1,234
+    return float(bool(numbers) and numbers[-1].replace(",", "") == problem["answer"])
 
 
 def short(problem: dict, completion: str) -> float:

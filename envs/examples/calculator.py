@@ -24,7 +24,7 @@ def calculate(formula: str) -> str:
 
 
 def right(problem: dict, text: str) -> float:
-    answers = re.findall(r"<answer>(.*?)</answer>", text)
+    answers = re.findall(r"<answer>\s*(.*?)\s*</answer>", text)
     return float(answers[-1:] == [problem["answer"]])
 
 
@@ -35,15 +35,17 @@ class Calculator:
     def __init__(self, dataset: None = None):
         pass  # the problems are generated
 
-    def problem(self, generator: random.Random) -> dict:
-        a, b, c = (generator.randint(2, 99) for _ in range(3))
-        return {"question": f"{a} * ({b} + {c})", "answer": str(a * (b + c))}
+    def problem(self, generator: random.Random, for_evaluation: bool) -> dict:
+        while True:
+            a, b, c = (generator.randint(2, 99) for _ in range(3))
+            if ((a + b + c) % 16 == 0) == for_evaluation:  # one in 16 is never trained on
+                return {"question": f"{a} * ({b} + {c})", "answer": str(a * (b + c))}
 
     def train_problem(self, index: int, seed: int) -> dict:
-        return self.problem(random.Random(f"train {seed} {index}"))
+        return self.problem(random.Random(f"train {seed} {index}"), False)
 
     def evaluation_problems(self, count: int) -> list[dict]:
-        return [self.problem(random.Random(f"evaluation {index}")) for index in range(count)]
+        return [self.problem(random.Random(f"evaluation {index}"), True) for index in range(count)]
 
     def prompt(self, problem: dict) -> list[dict]:
         return EXAMPLE + [{"role": "user", "content": f"What is {problem['question']}?"}]
