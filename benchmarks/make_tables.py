@@ -306,7 +306,9 @@ def headlines(links: str) -> str:
         row = {"method": claim.method, "task and score": claim.short_task}
         row |= {"model or setting": claim.scale, "arm": claim.arm, "control": claim.control}
         result, said = judge(claim)
-        row |= {"seeds": len(scores_of(claim)[0]), "arm against control: difference (95 %)": result}
+        scores, _, difference = result.partition(": ")
+        row |= {"seeds": len(scores_of(claim)[0]), "arm against control": scores}
+        row["difference (95 %)"] = difference
         rows.append(row | {"verdict": said.partition(" (")[0]})
     return markdown(rows)
 
