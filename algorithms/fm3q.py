@@ -105,7 +105,7 @@ class Args:
     """share of the online network that a copy takes"""
     # data and optimizer
     total_timesteps: int = 60_000
-    """steps of all games together, rounded up; the schedules of rates end with them"""
+    """steps of all games together, rounded up; learning rate and exploration follow them"""
     num_envs: int = 32
     """E, games that are stepped together"""
     updates_per_step: float = 1.0

@@ -969,7 +969,7 @@ def answer_logprobs(
     lengths = list(map(len, answers))
     hidden = read(model, contexts, memory, tail=max(lengths))[1]  # (B,tail,H)
     states = torch.cat([row[-length:] for row, length in zip(hidden, lengths)])  # (N,H)
-    size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+    size = len(rows)  # no more logits at once than when a token is sampled
     logprobs = []
     for chunk, targets in zip(states.split(size), torch.cat(answers).split(size)):
         logits = model.logits_from_hidden(inputs_embeds=chunk[None]).logits[0].float()
@@ -1203,7 +1203,7 @@ def copy_model(model, dtype: torch.dtype):
     for parameter in model.parameters():
         weight = parameter.detach().to(dtype, copy=True)
         weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
-    return copy.deepcopy(model, weights)  # its memo: these weights stand for copies of the old
+    return copy.deepcopy(model, weights)  # its memo, in which each weight has been copied already
 
 
 @torch.no_grad()

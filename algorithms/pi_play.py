@@ -1279,7 +1279,7 @@ def copy_model(model, dtype: torch.dtype):
     for parameter in model.parameters():
         weight = parameter.detach().to(dtype, copy=True)
         weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
-    return copy.deepcopy(model, weights)  # its memo: these weights stand for copies of the old
+    return copy.deepcopy(model, weights)  # its memo, in which each weight has been copied already
 
 
 @torch.no_grad()

@@ -393,11 +393,10 @@ def train(args):
                 board.add_scalar(tag, value, step)
         board.flush()
 
-    def save():
+    def save(path):
         if args.save_steps:
-            state = (step, agent, stream.stats, stream.scale_reward)
-            torch.save(state, f"{run_dir}/checkpoint.tmp")
-            os.replace(f"{run_dir}/checkpoint.tmp", f"{run_dir}/checkpoint.pt")
+            torch.save((step, agent, stream.stats, stream.scale_reward), f"{path}.tmp")
+            os.replace(f"{path}.tmp", f"{path}.pt")
 
     done = is_window_over = True
     while step < args.total_timesteps:
@@ -436,8 +435,8 @@ def train(args):
                 f"  {metrics['charts/SPS']:6,.0f} steps/s",
                 flush=True,
             )
-            save()
-    save()
+            save(f"{run_dir}/checkpoint")
+    save(f"{run_dir}/final")
 
     # 4. evaluate
     stream.frozen = True

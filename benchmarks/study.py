@@ -94,6 +94,9 @@ PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 -
 BASELINES = {"role": "", "none": "--baseline none", "global": "--baseline global"}
 FIXED = [(name, *run) for name in ("role", "none") for run in (("1e-5", (2, 5, 6)), ("4e-5", FIVE))]
 FIXED.append(("global", "4e-5", THREE))
+VARIANTS = {"ig": "--advantage ig", "log_joint": "--normalization joint"}
+VARIANTS |= {"prob_separate": "--information-gain prob"}
+VARIANTS |= {"prob_joint": "--information-gain prob --normalization joint"}
 START = "--second-activation {} --rate-init {} --temperature {}"
 MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
@@ -165,6 +168,7 @@ STUDIES = {
         arms={
             "f1ig": Arm("", TINY, "4e-4"),
             "f1": Arm("--advantage f1", TINY, "4e-4"),
+            **{name: Arm(f"{flags} --learning-rate 4e-4", seeds=THREE) for name, flags in VARIANTS.items()},
         },
         scores=MEAN_AT_8
         | {"steps_to_f1": ("train/rewards/f1/mean", "reach 0.8")}

@@ -6,7 +6,8 @@ import re
 from envs.game import Game, boxed
 
 # What a message must not bring into the other player's prompt: tags of thoughts, control tokens of chat templates.
-MARKUP = re.compile(r"</?think>|<\|[^<>|]*\|>|</?s>|<(?:start|end)_of_turn>")
+CONTROL = r"<\|[^<>|]*\|>|</?s>|<(?:bos|eos|start_of_turn|end_of_turn)>|\[/?INST\]"
+MARKUP = re.compile(rf"</?think>|{CONTROL}")
 MAX_MESSAGE_CHARS = 200  # of a message that is shown: nobody may flood the other player's context
 
 

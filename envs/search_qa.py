@@ -19,8 +19,9 @@ from envs.search_text import exact_match, examiner_format, f1, format, parse_que
 KNOWN = "I know the answer."  # the thought before an answer
 TAGS = ("think", "search", "result", "verify", "question", "answer")
 # What a retrieved text must not contain: our tags, what search_text.balanced counts, control tokens like <|end|>.
-TAGS_OF_TEXT = "|".join((*TAGS, "code", "tool_call", "s"))
-MARKUP = re.compile(rf"</?(?:{TAGS_OF_TEXT})>|<\|[^<>|]*\|>|<(?:start|end)_of_turn>", re.IGNORECASE)
+OURS = "|".join((*TAGS, "code", "tool_call"))
+CONTROL = r"<\|[^<>|]*\|>|</?s>|<(?:bos|eos|start_of_turn|end_of_turn)>|\[/?INST\]"
+MARKUP = re.compile(rf"</?(?:{OURS})>|{CONTROL}", re.IGNORECASE)
 THINK = "Think inside <think> </think>, then"
 INSTRUCTIONS = {
     "answerer": f"{THINK} either search inside <search> </search> or give the answer inside <answer> </answer>.",
