@@ -734,7 +734,10 @@ def read(
         kept = int(starts.max())
         cache = memory.cache(kept)
 
-    # New tokens go to new columns, W of them. Shorter rows repeat their last token.
+    # New tokens go to W new columns behind the kept ones, and at the end to their places. With 3 and
+    # 2 tokens of two rows in memory (. is masked, and a shorter row repeats its last token):
+    #     a b c | d e e     becomes     a b c d e
+    #     f g . | h i j                 f g h i j
     steps = torch.arange(int((lengths - starts).max()), device=device)
     positions = (starts[:, None] + steps).minimum(lengths[:, None] - 1)  # (B,W)
     columns = torch.arange(kept, device=device).expand(len(ids), kept)
