@@ -728,7 +728,7 @@ def read(
         kept = int(starts.max())
         cache = memory.cache(kept)
 
-    # New tokens go to W new columns behind the kept ones, and at the end to their places. With 3 and
+    # New tokens go to W columns behind the kept ones, and at the end to their places. With 3 and
     # 2 tokens of two rows in memory (. is masked, and a shorter row repeats its last token):
     #     a b c | d e e     becomes     a b c d e
     #     f g . | h i j                 f g h i j
