@@ -53,15 +53,6 @@ def read(name: str) -> pd.DataFrame:
     return pd.read_csv(RESULTS / name, dtype={"learning_rate": str, "commit": str})
 
 
-def curve_score(values: pd.Series, how: str) -> float:
-    """`last 10`: mean of the last values. `reach 0.8`: first step whose last five values do."""
-    word, number = how.split()
-    if word == "last":
-        return values.tail(int(number)).mean()
-    reached = values.rolling(5).mean().to_numpy() >= float(number)
-    return float(reached.argmax() + 1) if reached.any() else float("nan")
-
-
 @functools.cache
 def load_runs(study: str) -> pd.DataFrame:
     """Every run of a study: task, arm, seed, learning_rate, is_sweep, the scores and its csv."""
@@ -79,10 +70,6 @@ def load_runs(study: str) -> pd.DataFrame:
         runs["is_sweep"] = runs.stage == "sweep"
     else:
         runs["is_sweep"] = (runs.seed == 1) & (runs.learning_rate != "")
-    for column, (tag, how) in DECLARED["curve_scores"].get(study, {}).items():
-        curves = read(f"{study}_curves.csv")
-        values = curves[curves.tag == tag].groupby("run").value.agg(curve_score, how=how)
-        runs[column] = runs.run.map(values)
     return runs.assign(study=study, csv=name)
 
 
@@ -383,19 +370,6 @@ def speed_marl(links: str) -> str:
     return markdown(lines) + versions(rows, links, "speed_marl.csv", "torch numpy")
 
 
-def gpu(links: str) -> str:
-    """What benchmarks/gpu.py has measured; empty without a GPU."""
-    lines = []
-    for path in sorted(RESULTS.glob("gpu_*.csv")):
-        for row in pd.read_csv(path).fillna("").to_dict("records"):
-            line = {name: row[name] for name in ("device", "part", "run")}
-            for name in [name for name in row if "_per_second" in name or "_share_" in name]:
-                line[name.replace("_", " ")] = f"{row[name]:.3g}" if row[name] != "" else ""
-            line["peak memory, GB"] = row["peak_memory_gb"]
-            lines.append(line | {"commit": row["commit"], "error": row["error"].replace("|", "/")})
-    return markdown(lines) if lines else ""
-
-
 def memory_fit(links: str) -> str:
     """GB a GPU of grpo.py with --bf16, and the smallest of three GPUs on which it fits."""
     rows = []
@@ -515,7 +489,7 @@ def draw_default_runs() -> None:
 TABLES = {name: functools.partial(study_table, name) for name in DECLARED["tables"]}
 TABLES |= {"claims": claims, "headlines": headlines, "methods": methods}
 TABLES |= {"speed_grpo": speed_grpo, "speed_ppo": speed_ppo, "speed_marl": speed_marl}
-TABLES |= {"gpu": gpu, "memory_fit": memory_fit}
+TABLES |= {"memory_fit": memory_fit}
 
 
 def pages() -> list[Path]:
