@@ -156,6 +156,7 @@ def test_switches_change_the_run(values, whole, tmp_path):
 def test_what_cannot_be_run(whole, pong, tmp_path, monkeypatch):
     say = partial(refusal, fm3q, monkeypatch)
     assert "cannot change on resume" in say("--resume", whole[0], "--mixer", "vdn")
+    assert "cannot change on resume" in say("--resume", whole[0], "--output-dir", tmp_path)
     assert "only pong has pictures" in say("--evaluate", whole[0], "--video")
     assert "plays another game" in say("--evaluate", pong, "--opponent", whole[0])
     words = as_flags(SMALL | {"learning_rate": 1e30, "learning_starts": 0, "eval_steps": 10**6})

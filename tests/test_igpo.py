@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,6 +206,21 @@ def test_memory_gives_what_the_plain_forward_pass_gives(played):
         assert_close(torch.tensor(episode.answer_logprobs), torch.stack(plain), 1e-5)
     first = torch.tensor([episode.answer_logprobs[0] for episode in episodes]).view(4, 4)
     assert (first == first[:, :1]).all(), "a group begins with one prompt: equal to the bit"
+
+
+@torch.no_grad()
+def test_right_answers_of_different_lengths(played):
+    """Scored together, each gets the mean over its own tokens."""
+    model, tokenizer, _, _, episodes = played
+    answers = ["Jodo", "friend of Jodo", "friend"]
+    task = SimpleNamespace(right_answer=lambda problem: ("<answer>", answers[problem]))
+    asked = [igpo.Episode(number, episodes[4 * number].prompt) for number in range(3)]
+    memory = igpo.read(model, [episode.prompt for episode in asked])[0]
+    found = igpo.answer_logprobs(model, tokenizer, task, asked, memory, ARGS)
+    before, *ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ["<answer>", *answers])
+    assert len(set(map(len, ids))) == 3
+    plain = [plain_logprobs(model, episode.prompt + before, answer).mean() for episode, answer in zip(asked, ids)]
+    assert_close(torch.tensor(found), torch.stack(plain), 1e-5)
 
 
 def test_episodes_belong_to_their_seeds(played):

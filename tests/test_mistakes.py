@@ -53,7 +53,6 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("spiral_rae", "--games kuhn --max-prompt-length 10", "--max-prompt-length: kuhn begins with"),
     ("pi_play", "--max-completion-length 5000", "--max-prompt-length + --max-completion-length"),
     ("pi_play", "--max-prompt-length 1024", "the teacher reads up to twice this"),
-    ("pi_play", "--resume nothing", "--resume nothing: no args.json"),
     ("fm3q", "--env-id chess", "such as mpe2.simple_tag_v3"),
     ("fm3q", "--env-id nothing.py:make", "nothing.py"),
     ("fm3q", "--env-id pong --num-ant 3 --mixer pairwise", "2 against 3"),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from envs.countdown import Countdown
 from envs.examples import arithmetic_rewards
+from envs.examples.calculator import Calculator
 from envs.math_jsonl import MathJsonl
 from envs.reasoning_gym import ReasoningGym
 from envs.search_qa import SearchQA
@@ -159,3 +161,11 @@ def test_arithmetic_rewards():
     assert [arithmetic_rewards.right(problem, text) for text in texts] == [1.0, 1.0, 0.0]
     assert [arithmetic_rewards.short(problem, text) for text in texts] == [26.0, 31.0, 27.0]
     assert [arithmetic_rewards.well_formed(problem, text) for text in texts] == [0.1, 0.0, 0.1]
+    assert arithmetic_rewards.right({"answer": "1234"}, "= 1,234") == 1.0
+
+
+def test_the_calculator_never_trains_on_what_it_evaluates():
+    task = Calculator()
+    sums = [sum(map(int, re.findall("[0-9]+", task.train_problem(i, 1)["question"]))) for i in range(50)]
+    held_out = [sum(map(int, re.findall("[0-9]+", row["question"]))) for row in task.evaluation_problems(20)]
+    assert all(total % 16 for total in sums) and not any(total % 16 for total in held_out)

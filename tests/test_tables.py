@@ -19,10 +19,10 @@ def test_tables_agree_with_the_csvs(path):
     assert redraw(path) == path.read_text(), "run python benchmarks/make_tables.py --no-figures"
 
 
-@pytest.mark.parametrize("name", sorted(set(TABLES) - STANDING))
-def test_a_table_without_a_page_is_not_finished(name):
-    with pytest.raises(FileNotFoundError):
-        TABLES[name]("results")
+def test_a_table_without_a_page_is_not_finished():
+    for name in set(TABLES) - STANDING:
+        with pytest.raises(FileNotFoundError):
+            TABLES[name]("results")
 
 
 def test_paired_difference():
