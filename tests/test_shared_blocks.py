@@ -29,20 +29,35 @@ group_advantages JsonLines epoch_order load_problems load_reward load_task model
 complete micro_batches save_checkpoint log_completions report
 """  # not in spiral_rae.py, or with a text of its own there
 BOTH_TERMS = "token_weights load_problems logprob_gaps token_logprobs micro_batches"  # not in hpt.py, or with a text of its own
+ENGINE = """
+policy_loss generate complete Packed refresh save_checkpoint load_checkpoint save_final
+"""  # with --vllm and --lora-rank in grpo.py, dapo.py and gdpo.py, without in the other scripts
+WITH_ENGINE = "sampling_correction VllmSampler repack_head reference_logprobs add_adapters whole_weights"
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
 OFF_POLICY = "linear_schedule ReplayBuffer update_target"
+
+
+def without_engine(names: str) -> list[str]:
+    """The names that do not depend on --vllm and --lora-rank."""
+    return [name for name in names.split() if name not in ENGINE.split()]
+
+
 FAMILIES = [
-    (["grpo", "dapo", "gdpo", "igpo", "empg"], SHARED.split()),
-    (["grpo", "dapo", "gdpo"], ONE_TURN.split()),
+    (["grpo", "dapo", "gdpo"], f"{SHARED} {ONE_TURN} {WITH_ENGINE}".split()),
+    (["grpo", "dapo", "gdpo", "igpo", "empg"], without_engine(SHARED)),
     (["igpo", "pi_play", "empg"], SEVERAL_TURNS.split()),
+    (["igpo", "empg", "hpt"], ["policy_loss", "refresh", "save_final", "save_checkpoint", "load_checkpoint"]),
+    (["igpo", "spiral_rae", "pi_play"], ["policy_loss", "save_final", "load_checkpoint"]),
+    (["igpo", "dr_mas", "spiral_rae"], ["policy_loss", "refresh"]),
+    (["hpt", "spiral_rae", "dr_mas"], ["generate", "Packed"]),
     (["igpo", "pi_play"], EPISODES.split()),
     (["igpo", "empg"], ["load_problems", "setup", "update", "evaluate", *EPISODES.split()]),
     (["grpo", "dapo"], ["evaluate"]),
     (["grpo", "gdpo"], ["update"]),
-    (["grpo", "dr_mas"], [name for name in f"{SHARED} {ONE_TURN}".split() if name not in TEAM.split()]),
-    (["grpo", "hpt"], [name for name in f"{SHARED} {ONE_TURN} evaluate".split() if name not in BOTH_TERMS.split()]),
-    (["grpo", "pi_play"], [name for name in SHARED.split() if name not in THREE_MODELS.split()]),
-    (["grpo", "spiral_rae"], [name for name in f"{SHARED} {ONE_TURN}".split() if name not in GAMES.split()]),
+    (["grpo", "dr_mas"], [name for name in without_engine(f"{SHARED} {ONE_TURN}") if name not in TEAM.split()]),
+    (["grpo", "hpt"], [name for name in without_engine(f"{SHARED} {ONE_TURN} evaluate") if name not in BOTH_TERMS.split()]),
+    (["grpo", "pi_play"], [name for name in without_engine(SHARED) if name not in THREE_MODELS.split()]),
+    (["grpo", "spiral_rae"], [name for name in without_engine(f"{SHARED} {ONE_TURN}") if name not in GAMES.split()]),
     (["unimodal_poisson", "fm3q", "arac"], CONTROL.split()),
     (["fm3q", "arac"], OFF_POLICY.split()),
     (["grpo", "unimodal_poisson"], ["log"]),
