@@ -1107,11 +1107,12 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
-    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    sums = torch.tensor(gather([torch.cat([sums, gaps]).tolist()])).sum(0)
+    sums, gaps = sums[:3] / args.num_iterations, sums[3:]
     loss, num_clipped, kl = sums.tolist()
-    num_trained, *gaps = torch.tensor(gather([gaps.tolist()])).sum(0).tolist()
-    gap, correction, truncated = [value / max(1, num_trained) for value in gaps]
-    if gap > 0.5:
+    num_trained = max(1, gaps[0].item())
+    gap, correction, truncated = (gaps[1:] / num_trained).tolist()
+    if args.vllm and gap > 0.5:
         sys.exit(f"the sampler's log-probabilities are {gap:.2f} nats off: it has other weights")
     metrics = {
         "loss": loss,

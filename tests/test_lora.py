@@ -1,0 +1,87 @@
+"""LoRA and truncated importance sampling: reference numbers, the gradient of an adapter, the script as people run it."""
+
+import math
+
+import language_runs
+import peft
+import pytest
+import torch
+import transformers
+from language_runs import kill_and_resume, numbers, train, two_processes_equal_one
+
+from algorithms import grpo
+from algorithms.grpo import policy_loss, sampling_correction
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+LORA = language_runs.SMALL | {"max_steps": 1, "lora_rank": 4, "learning_rate": 1e-2, "max_completion_length": 48}
+
+
+def test_reference_truncated_importance_sampling_in_closed_form():
+    learner = torch.tensor([0.5, 0.2, 0.9, 0.4]).log()
+    sampler = torch.tensor([0.25, 0.4, 0.1, 0.4]).log()
+    torch.testing.assert_close(sampling_correction(learner, sampler, 2.0), torch.tensor([2.0, 0.5, 2.0, 1.0]))
+
+
+def test_correction_scales_the_policy_loss_and_leaves_the_kl_penalty():
+    """TRL 1.16, grpo_trainer.py: per_token_loss * importance_sampling_ratio, then + beta * per_token_kl."""
+    logprobs, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -1.9])
+    advantages, reference = torch.tensor([1.0, -1.0]), torch.tensor([-1.3, -1.5])
+    factor = torch.tensor([0.5, 2.0])
+    plain = policy_loss(logprobs, old, advantages)[0]
+    penalty = policy_loss(logprobs, old, advantages, beta=0.1, ref_logprobs=reference)[0] - plain
+    found = policy_loss(logprobs, old, advantages, beta=0.1, ref_logprobs=reference, correction=factor)[0]
+    torch.testing.assert_close(found, plain * factor + penalty)
+
+
+def test_with_full_rank_the_gradient_is_that_of_full_training():
+    """With A = 1 and B = 0, W + scale B A has the gradient dL/dB = scale dL/dW."""
+    layer = torch.nn.Linear(6, 6, bias=False)
+    inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    layer(inputs).square().sum().backward()
+    expected = layer.weight.grad.clone()
+    config = peft.LoraConfig(r=6, lora_alpha=grpo.LORA_ALPHA, target_modules=["0"])
+    model = peft.inject_adapter_in_model(config, torch.nn.Sequential(layer))
+    model[0].lora_A["default"].weight.data = torch.eye(6)
+    model(inputs).square().sum().backward()
+    found = model[0].lora_B["default"].weight.grad
+    torch.testing.assert_close(found, expected * grpo.LORA_ALPHA / 6)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Flags and folder of two uninterrupted steps with a KL penalty."""
+    folder = tmp_path_factory.mktemp("runs")
+    values = LORA | {"max_steps": 2, "save_steps": 1, "beta": 0.04}
+    train(grpo, folder / "whole", **values)
+    return values, folder / "whole"
+
+
+def test_the_reference_is_the_base_and_the_sampler_the_merged_policy(whole):
+    found = numbers(whole[1])
+    assert found[1, "train/kl"] == 0, "before the first step"
+    assert found[2, "train/kl"] > 1e-5
+    assert 0 < found[2, "train/sampling/logprob_difference/max"] < 1e-3
+
+
+def test_final_is_the_merged_model_and_the_adapter_is_pefts(whole):
+    base = transformers.AutoModelForCausalLM.from_pretrained(grpo.model_path(grpo.Args()))
+    final = transformers.AutoModelForCausalLM.from_pretrained(whole[1] / "final")
+    ids = torch.arange(5, 25)[None]
+    before = base(ids).logits
+    adapted = peft.PeftModel.from_pretrained(base, whole[1] / "final" / "adapter")(ids).logits
+    torch.testing.assert_close(final(ids).logits, adapted, atol=1e-4, rtol=1e-4)
+    assert (adapted - before).abs().max() > 0.01
+
+
+def test_killed_and_resumed(whole, tmp_path):
+    kill_and_resume(grpo, whole[1], tmp_path, 2, **whole[0])
+
+
+def test_two_processes_equal_one(tmp_path):
+    two_processes_equal_one(grpo, tmp_path, **LORA)
+
+
+def test_bfloat16_corrects_for_the_sampler(tmp_path):
+    found = train(grpo, tmp_path / "run", **LORA, bf16=True)
+    ratio = found[1, "train/sampling/importance_sampling_ratio/mean"]
+    assert ratio != 1 and math.isclose(ratio, 1, abs_tol=0.02)
