@@ -29,6 +29,8 @@ It has no --advantage flag, because its controls are these four: --epsilon-high 
     python algorithms/dapo.py                                # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/dapo.py --fsdp ...
 
+On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+
 Your own reward: `--reward FILE.py:function`, called as function(problem, completion) -> float. The
 first reward function decides which groups are kept.
 

@@ -26,6 +26,8 @@ Differs from the paper:
     python algorithms/gdpo.py                                # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/gdpo.py --fsdp ...
 
+On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+
 Your own rewards: `--reward FILE.py:correct FILE.py:short`, each called as function(problem,
 completion) -> float. The first one should say right or wrong, 1 or 0; evaluations report it.
 

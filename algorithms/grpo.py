@@ -32,6 +32,8 @@ prompt, and the update skips answers with zero advantage (not with a KL penalty 
 
     torchrun --nproc_per_node 8 algorithms/grpo.py --fsdp ...
 
+On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+
 Your own reward: `--reward FILE.py:function`, called as function(problem, completion) -> float.
 
 Letters in shapes: P prompts, G completions of each, B = P G (of this process, if not said

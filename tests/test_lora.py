@@ -1,6 +1,7 @@
 """LoRA and truncated importance sampling: reference numbers, the gradient of an adapter, the script as people run it."""
 
 import math
+import sys
 
 import language_runs
 import peft
@@ -8,6 +9,7 @@ import pytest
 import torch
 import transformers
 from language_runs import kill_and_resume, numbers, train, two_processes_equal_one
+from run_folders import refusal
 
 from algorithms import grpo
 from algorithms.grpo import policy_loss, sampling_correction
@@ -85,3 +87,10 @@ def test_bfloat16_corrects_for_the_sampler(tmp_path):
     found = train(grpo, tmp_path / "run", **LORA, bf16=True)
     ratio = found[1, "train/sampling/importance_sampling_ratio/mean"]
     assert ratio != 1 and math.isclose(ratio, 1, abs_tol=0.02)
+
+
+@pytest.mark.parametrize("package, flag", [("vllm", ("--vllm",)), ("peft", ("--lora-rank", "4"))])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(package, flag, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, package, None)
+    found = refusal(grpo, monkeypatch, *flag, "--output-dir", tmp_path / "run")
+    assert found.startswith(flag[0]) and f"pip install {package}" in found
