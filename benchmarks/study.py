@@ -36,6 +36,7 @@ SWEEP_SEED = 1
 THREE = (2, 3, 4)
 FIVE = (2, 3, 4, 5, 6)
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
+LORA = ("2.5e-5", "5e-5", "1e-4", "2e-4", "4e-4", "8e-4", "1.6e-3")
 HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
 TINY = ("2.5e-5", "5e-5", "1e-4", "2e-4", "4e-4", "8e-4", "1.6e-3")  # the shipped models
 CONTROL = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1")
@@ -87,6 +88,11 @@ ARITHMETIC = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task c
  --system-prompt "Think briefly, then end with the answer."
  --num-prompts-per-step 6 --max-completion-length 32 --micro-batch-size 16
  --max-steps 30 --eval-steps 30 --eval-problems 128 --num-generations-eval 2"""
+TWO_NUMBERS = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task chain_sum
+ --task-config '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
+ --system-prompt "Think briefly, then end with the answer."
+ --num-prompts-per-step 8 --max-completion-length 48 --micro-batch-size 16
+ --max-steps 40 --eval-steps 20 --eval-problems 100 --num-generations-eval 2"""
 GOALS = ("right", "short", "well_formed")
 REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOALS)
 PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
@@ -126,6 +132,25 @@ STUDIES = {
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
         best="mean_at_2",
         minutes=8.0,
+    ),
+    "grpo_vllm": Study(  # these two run in the environment with vLLM, of which the page says how it is made
+        command="algorithms/grpo.py",
+        arms={"generate": Arm("", seeds=THREE), "vllm": Arm("--vllm", seeds=THREE)},
+        scores=MEAN_AT_8,
+        curves=("eval/mean_at_8",),
+        best="mean_at_8",
+        minutes=4.0,
+    ),
+    "smollm2_lora": Study(
+        command=f"algorithms/grpo.py {TWO_NUMBERS}",
+        arms={
+            "full": Arm("", LADDER, "2e-5", seeds=THREE),
+            "vllm_lora": Arm("--vllm --lora-rank 16", LORA, "2e-4", seeds=THREE),
+        },
+        scores=MEAN_AT_2,
+        curves=("eval/greedy", "eval/mean_at_2"),
+        best="mean_at_2",
+        minutes=6.0,
     ),
     "gdpo_135m": Study(
         command=f"algorithms/gdpo.py {ARITHMETIC} --reward {REWARDS}",

@@ -156,7 +156,7 @@ def played():
     task, _ = igpo.load_task(ARGS)
     model, tokenizer = igpo.load_model(ARGS)
     problems = [task.train_problem(i, 3) for i in range(4)]
-    episodes = play(model, tokenizer, task, problems, 4, ARGS, range(4), scoring=True)
+    episodes = play(model, tokenizer, task, problems, 4, ARGS, range(4), scorer=model)
     return model, tokenizer, task, problems, episodes
 
 

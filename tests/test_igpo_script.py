@@ -104,7 +104,7 @@ def test_own_tools(tmp_path):
     problems = [problems[0], {"question": "12 * (3 + 4)", "answer": "84"}]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(igpo, "generate", scripted)
-        episodes = igpo.play(model, tokenizer, task, problems, 2, args, [1, 2], scoring=True)
+        episodes = igpo.play(model, tokenizer, task, problems, 2, args, [1, 2], scorer=model)
     assert episodes[3].texts == [texts[0], "<result>84</result>", texts[1]]
     assert [episode.rewards for episode in episodes] == [(0.0,), (0.0,), (1.0,), (1.0,)]
     assert all(len(episode.answer_logprobs) == 2 for episode in episodes)

@@ -11,11 +11,18 @@ import transformers
 from language_runs import kill_and_resume, numbers, train, two_processes_equal_one
 from run_folders import refusal
 
-from algorithms import grpo
+from algorithms import dapo, dr_mas, empg, gdpo, grpo, hpt, igpo, pi_play, spiral_rae
 from algorithms.grpo import policy_loss, sampling_correction
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-LORA = language_runs.SMALL | {"max_steps": 1, "lora_rank": 4, "learning_rate": 1e-2, "max_completion_length": 48}
+LORA = language_runs.SMALL | {"max_steps": 2, "lora_rank": 4, "learning_rate": 1e-2, "max_completion_length": 48}
+OWN = {
+    dr_mas: {"max_rounds": 2, "share_model": True},
+    pi_play: {"num_documents_per_step": 8, "num_answers": 2, "examiner_steps": 1, "student_steps": 1},
+}
+SCRIPTS = {script: LORA | OWN.get(script, {}) for script in (grpo, dapo, gdpo, hpt, dr_mas, igpo, empg, pi_play)}
+SCRIPTS[spiral_rae] = {key: LORA[key] for key in ("max_steps", "lora_rank", "learning_rate", "eval_steps", "save_steps")}
+SCRIPTS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 6, "max_completion_length": 32}
 
 
 def test_reference_truncated_importance_sampling_in_closed_form():
@@ -53,7 +60,7 @@ def test_with_full_rank_the_gradient_is_that_of_full_training():
 def whole(tmp_path_factory):
     """Flags and folder of two uninterrupted steps with a KL penalty."""
     folder = tmp_path_factory.mktemp("runs")
-    values = LORA | {"max_steps": 2, "save_steps": 1, "beta": 0.04}
+    values = LORA | {"save_steps": 1, "beta": 0.04}
     train(grpo, folder / "whole", **values)
     return values, folder / "whole"
 
@@ -75,16 +82,35 @@ def test_final_is_the_merged_model_and_the_adapter_is_pefts(whole):
     assert (adapted - before).abs().max() > 0.01
 
 
-def test_killed_and_resumed(whole, tmp_path):
-    kill_and_resume(grpo, whole[1], tmp_path, 2, **whole[0])
+def test_a_checkpoint_holds_adapters_only(whole):
+    files = whole[1].glob("checkpoints/*/*")
+    weights = grpo.load_model(grpo.Args())[0].num_parameters()
+    assert sum(path.stat().st_size for path in files) < 4 * weights, "one copy of the weights in bytes"
 
 
-def test_two_processes_equal_one(tmp_path):
-    two_processes_equal_one(grpo, tmp_path, **LORA)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rpartition(".")[2])
+def test_every_script_goes_on_after_a_kill(script, tmp_path):
+    """Its second step samples with the merged weights that the first one left."""
+    values = SCRIPTS[script] | {"save_steps": 1}
+    found = train(script, tmp_path / "whole", **values)
+    gaps = [value for (_, tag), value in found.items() if tag.endswith("sampling/logprob_difference/max")]
+    assert gaps and max(gaps) < 1e-3
+    kill_and_resume(script, tmp_path / "whole", tmp_path, 2, **values)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rpartition(".")[2])
+def test_two_processes_equal_one(script, tmp_path):
+    kinds, steps = (("plain",), 2) if script is pi_play else (("plain", "fsdp"), 1)  # examiner, student; no FSDP
+    values = SCRIPTS[script] | {"max_steps": steps, "learning_rate": 1e-3}
+    two_processes_equal_one(script, tmp_path, kinds, **values)
+
+
+def test_under_fsdp_the_reference_is_the_base(tmp_path):
+    two_processes_equal_one(grpo, tmp_path, ("fsdp",), **LORA | {"beta": 0.04, "num_iterations": 2, "max_steps": 1})
 
 
 def test_bfloat16_corrects_for_the_sampler(tmp_path):
-    found = train(grpo, tmp_path / "run", **LORA, bf16=True)
+    found = train(grpo, tmp_path / "run", **LORA | {"max_steps": 1}, bf16=True)
     ratio = found[1, "train/sampling/importance_sampling_ratio/mean"]
     assert ratio != 1 and math.isclose(ratio, 1, abs_tol=0.02)
 

@@ -241,8 +241,13 @@ def models():
 
 
 @pytest.fixture(scope="module")
-def episodes(models, tools):
-    return pi_play.student_rollout(models, *tools, NUMBERS, ARGS)
+def policies(models):
+    return {role: pi_play.Policy(model, model) for role, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def episodes(policies, tools):
+    return pi_play.student_rollout(policies, *tools, NUMBERS, ARGS)
 
 
 def plain_logits(model, episode, prompt) -> torch.Tensor:
@@ -257,9 +262,9 @@ def written(episode) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["qcp", "partial", "answer", "none"])
-def test_the_teacher_sees_the_path_of_the_same_question(models, tools, episodes, kind):
+def test_the_teacher_sees_the_path_of_the_same_question(policies, tools, episodes, kind):
     tokenizer, task = tools
-    found = pi_play.student_rollout(models, *tools, NUMBERS, replace(ARGS, privileged_context=kind))
+    found = pi_play.student_rollout(policies, *tools, NUMBERS, replace(ARGS, privileged_context=kind))
     assert [e.ids for e in found] == [e.ids for e in episodes]
     assert [e.pool for e in found] == [number for number in NUMBERS for _ in range(4)]
     for e in found:
@@ -280,7 +285,7 @@ def test_a_question_that_never_succeeds_is_left_out(monkeypatch, tools):
     bad, asked = {1: [None, None], 2: [None] * 99, 3: [held_out]}, []
     monkeypatch.setattr(pi_play, "random_seed", lambda seed, kind, number, draw: (number, draw))
 
-    def stub(sampler, tokenizer, task, seeds, args):
+    def stub(policy, tokenizer, task, seeds, args):
         asked.append(len(seeds))
         return [], [], [bad[n][draw] if draw < len(bad.get(n, [])) else good for n, draw in seeds]
 
@@ -292,11 +297,11 @@ def test_a_question_that_never_succeeds_is_left_out(monkeypatch, tools):
         pi_play.draw_questions(None, tokenizer, task, range(2, 3), ARGS)
 
 
-def test_examiner_rewards_by_hand(monkeypatch, models, tools):
+def test_examiner_rewards_by_hand(monkeypatch, policies, tools):
     """Half the format score, and how many of the student's answers are right."""
     played, answer = [], pi_play.answer
     monkeypatch.setattr(pi_play, "answer", lambda *words: played.append(answer(*words)) or played[-1])
-    found = pi_play.examiner_rollout(models, *tools, range(20, 44), ARGS)
+    found = pi_play.examiner_rollout(policies, *tools, range(20, 44), ARGS)
     groups = iter([played[0][i : i + 3] for i in range(0, len(played[0]), 3)])
     worth = set()
     for e in found:
@@ -312,13 +317,13 @@ def test_examiner_rewards_by_hand(monkeypatch, models, tools):
     assert next(groups, None) is None and worth == {0, 1, 0.5}
 
 
-def test_the_start_gate_is_open_for_the_tiny_model(models, tools, capsys):
+def test_the_start_gate_is_open_for_the_tiny_model(policies, tools, capsys):
     args = replace(ARGS, temperature=1.0, eval_problems=24, hops=Args.hops)
     tokenizer, task = tools[0], pi_play.load_task(args)[0]
-    gate = pi_play.start_gate(models["student"], tokenizer, task, args, 0, 1)
+    gate = pi_play.start_gate(policies["student"], tokenizer, task, args, 0, 1)
     assert gate["eval/pi_play/gate_with"] - gate["eval/pi_play/gate_without"] > 0.25
     assert capsys.readouterr().out == ""
-    pi_play.start_gate(models["student"], tokenizer, task, replace(args, privileged_context="none"), 0, 1)
+    pi_play.start_gate(policies["student"], tokenizer, task, replace(args, privileged_context="none"), 0, 1)
     assert "the teacher has little to teach" in capsys.readouterr().out
 
 

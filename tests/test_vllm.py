@@ -4,27 +4,44 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_VLLM = "vLLM is not installed here; .ci/run tests it in an environment of its own"
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason=NO_VLLM)
 
 SMALL = "--vllm --num-prompts-per-step 4 --eval-problems 4 --num-generations-eval 2 --max-completion-length 48".split()
+FLAGS = {name: SMALL for name in "grpo dapo gdpo hpt dr_mas igpo empg pi_play".split()}
+FLAGS["pi_play"] = [*SMALL, "--examiner-steps", "1", "--num-documents-per-step", "4", "--num-answers", "2"]
+FLAGS["spiral_rae"] = "--vllm --games kuhn tictactoe --num-games-per-step 8 --eval-games 2 --eval-samples 2".split()
 
 
-def run(script: str, *words, processes: int = 1) -> str:
-    """What a run in a process of its own prints: vLLM cannot start twice in one process."""
+def command(script: str, *words, processes: int = 1) -> list[str]:
+    """In a process of its own: vLLM cannot start twice in one process."""
     start = [sys.executable]
     if processes > 1:
         start += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command = [*start, ROOT / "algorithms" / f"{script}.py", *words]
-    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace")
+    return list(map(str, [*start, ROOT / "algorithms" / f"{script}.py", *FLAGS[script], *words]))
+
+
+def run(script: str, *words, processes: int = 1) -> str:
+    """What it prints."""
+    words = command(script, *words, processes=processes)
+    process = subprocess.run(words, capture_output=True, text=True, errors="replace")
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     return process.stdout
+
+
+def refusal(*words) -> str:
+    """The sentence that a run ends with."""
+    process = subprocess.run(command(*words), capture_output=True, text=True, errors="replace")
+    assert process.returncode == 1, process.stdout
+    return process.stderr.strip().splitlines()[-1]
 
 
 def metrics(run_dir) -> dict[tuple[int, str], float]:
@@ -34,48 +51,90 @@ def metrics(run_dir) -> dict[tuple[int, str], float]:
 
 def largest_gap(run_dir) -> float:
     """In nats, between the probabilities of the learner and those that the samples were drawn from."""
-    tag = "train/sampling/logprob_difference/max"
-    gaps = [value for (_, name), value in metrics(run_dir).items() if name == tag]
+    gaps = [value for (_, tag), value in metrics(run_dir).items() if tag.endswith("sampling/logprob_difference/max")]
     assert gaps and max(gaps) > 0, "no row was trained on, so nothing was compared"
     return max(gaps)
 
 
-@pytest.mark.parametrize("script", ["grpo", "dapo", "gdpo"])
+@pytest.mark.parametrize("script", FLAGS)
 def test_sampler_and_learner_agree(script, tmp_path):
-    run(script, *SMALL, "--max-steps", 2, "--eval-steps", 2, "--output-dir", tmp_path / "run")
+    """The second step samples with the weights that the first has changed, and the last evaluation with the last."""
+    words = ["--max-steps", 2, "--eval-steps", 2, "--learning-rate", 1e-3, "--output-dir", tmp_path / "run"]
+    run(script, *words)
     assert largest_gap(tmp_path / "run") < 1e-3
-    scores = metrics(tmp_path / "run")
-    assert scores[2, "eval/pass_at_2"] >= scores[2, "eval/mean_at_2"]
-    assert scores[1, "train/sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-3)
+    found = metrics(tmp_path / "run")
+    assert any(step == 2 and tag.startswith("eval/") for step, tag in found)
+    ratios = [value for (_, tag), value in found.items() if tag.endswith("importance_sampling_ratio/mean")]
+    assert ratios and all(ratio == pytest.approx(1, abs=1e-3) for ratio in ratios)
 
 
 def test_after_ten_large_updates_the_weights_are_still_those_of_the_learner(tmp_path):
     words = ["--max-steps", 10, "--eval-steps", 0, "--learning-rate", 1e-3, "--output-dir", tmp_path / "run"]
-    run("grpo", *SMALL, *words)
+    run("grpo", *words)
     assert largest_gap(tmp_path / "run") < 1e-3
 
 
-def test_adapters_are_merged_into_what_samples(tmp_path):
+@pytest.mark.parametrize("script", ["grpo", "dr_mas", "pi_play"])
+def test_adapters_are_merged_into_what_samples(script, tmp_path):
     words = ["--max-steps", 3, "--lora-rank", 4, "--learning-rate", 1e-2, "--output-dir", tmp_path / "run"]
-    run("grpo", *SMALL, *words)
+    run(script, *words, "--eval-steps", 0)
     assert largest_gap(tmp_path / "run") < 1e-3
-    assert json.loads((tmp_path / "run/final/adapter/adapter_config.json").read_text())["r"] == 4
+    for folder in (tmp_path / "run").glob("**/adapter"):
+        assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
-    words = [*SMALL, "--eval-steps", 0, "--save-steps", 1]
-    run("grpo", *words, "--max-steps", 2, "--output-dir", tmp_path / "whole")
-    run("grpo", *words, "--max-steps", 1, "--output-dir", tmp_path / "parts")
-    run("grpo", "--resume", tmp_path / "parts", "--max-steps", 2)
-    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+def test_bfloat16_differs_by_rounding_and_is_corrected(tmp_path):
+    run("grpo", "--bf16", "--max-steps", 2, "--eval-steps", 0, "--output-dir", tmp_path / "run")
+    found = metrics(tmp_path / "run")
+    assert 1e-5 < found[2, "train/sampling/logprob_difference/mean"] < 0.02
+    assert 0 < abs(found[2, "train/sampling/importance_sampling_ratio/mean"] - 1) < 0.02
 
 
-@pytest.mark.parametrize("more", [[], ["--fsdp"]], ids=["plain", "fsdp"])
-def test_two_processes_take_the_step_of_one(more, tmp_path):
-    words = [*SMALL, "--max-steps", 1, "--eval-steps", 0]
-    run("grpo", *words, "--output-dir", tmp_path / "one")
-    run("grpo", *words, *more, "--output-dir", tmp_path / "two", processes=2)
+@pytest.mark.parametrize("script", ["grpo", "dr_mas"])
+def test_a_killed_run_that_goes_on_is_the_uninterrupted_one(script, tmp_path):
+    words = ["--eval-steps", 0, "--save-steps", 1, "--max-steps", 3]
+    run(script, *words, "--output-dir", tmp_path / "whole")
+    with open(tmp_path / "output", "w") as output:
+        process = subprocess.Popen(command(script, *words, "--output-dir", tmp_path / "killed"), stdout=output, stderr=output)
+    while process.poll() is None and not list((tmp_path / "killed").glob("checkpoints/*/.metadata")):
+        time.sleep(0.02)
+    process.kill()
+    assert process.wait() == -9, (tmp_path / "output").read_text()[-4000:]
+    run(script, "--resume", tmp_path / "killed")
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("script, more", [("grpo", []), ("grpo", ["--fsdp"]), ("empg", ["--fsdp"]), ("dr_mas", [])])
+def test_two_processes_take_the_step_of_one(script, more, tmp_path):
+    words = ["--max-steps", 1, "--eval-steps", 0]
+    run(script, *words, "--output-dir", tmp_path / "one")
+    run(script, *words, *more, "--output-dir", tmp_path / "two", processes=2)
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert two[1, "train/reward"] == pytest.approx(one[1, "train/reward"])
-    assert two[1, "train/grad_norm"] == pytest.approx(one[1, "train/grad_norm"], rel=1e-3)
+    norms = [key for key in one if key[1].endswith("grad_norm")]
+    assert norms and all(two[key] == pytest.approx(one[key], rel=1e-3) for key in norms)
     assert largest_gap(tmp_path / "two") < 1e-3
+
+
+def test_grpo_learns(tmp_path):
+    """Its own task: from 26 % of samples right to 38 to 41 % in 50 steps, on three seeds with either sampler."""
+    words = "--vllm --max-steps 50 --eval-steps 50 --save-steps 0 --output-dir".split()
+    script = str(ROOT / "algorithms" / "grpo.py")
+    subprocess.run([sys.executable, script, *words, tmp_path / "run"], check=True, capture_output=True)
+    found = metrics(tmp_path / "run")
+    assert found[0, "eval/mean_at_8"] < 0.3 and found[50, "eval/mean_at_8"] > 0.34
+
+
+def test_what_does_not_go_is_one_sentence(tmp_path):
+    assert refusal("igpo", "--fsdp", "--output-dir", tmp_path / "run").startswith("--vllm: not with --fsdp")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "envs" / "tiny_lm" / "countdown")
+    size = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    unknown = transformers.CodeGenConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=8, tie_word_embeddings=False, **size)
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 32, "head_dim": 256, "max_position_embeddings": 65536}
+    large = transformers.LlamaConfig(hidden_size=64, intermediate_size=64, **heads, **size)
+    for config, length, reason in ((unknown, 64, "not supported"), (large, 60000, "KV cache")):
+        folder = tmp_path / config.model_type
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        found = refusal("grpo", "--model-name-or-path", folder, "--max-prompt-length", length, "--output-dir", tmp_path / "run")
+        assert found.startswith("--vllm: leave it out") and reason in found and len(found) < 300, found
