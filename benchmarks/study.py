@@ -36,7 +36,6 @@ SWEEP_SEED = 1
 THREE = (2, 3, 4)
 FIVE = (2, 3, 4, 5, 6)
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
-LORA = ("2.5e-5", "5e-5", "1e-4", "2e-4", "4e-4", "8e-4", "1.6e-3")
 HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
 TINY = ("2.5e-5", "5e-5", "1e-4", "2e-4", "4e-4", "8e-4", "1.6e-3")  # the shipped models
 CONTROL = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1")
@@ -144,8 +143,8 @@ STUDIES = {
     "smollm2_lora": Study(
         command=f"algorithms/grpo.py {TWO_NUMBERS}",
         arms={
-            "full": Arm("", LADDER, "2e-5", seeds=THREE),
-            "vllm_lora": Arm("--vllm --lora-rank 16", LORA, "2e-4", seeds=THREE),
+            "full": Arm("--learning-rate 2e-5", seeds=THREE),
+            "vllm_lora": Arm("--vllm --lora-rank 16 --learning-rate 2e-4", seeds=THREE),
         },
         scores=MEAN_AT_2,
         curves=("eval/greedy", "eval/mean_at_2"),
