@@ -69,6 +69,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -831,7 +832,8 @@ class VllmSampler:
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
-                enable_prefix_caching=True,
+                enable_prefix_caching=True,  # of whole blocks, which are too large on CPUs
+                block_size=None if self.on_gpu else 32,
                 enable_sleep_mode=self.on_gpu,
                 enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
                 enforce_eager=not self.on_gpu,
@@ -1203,11 +1205,17 @@ def whole_weights(model):
         yield name.replace(".base_layer.", "."), weight
 
 
+def published_weights(model):
+    """The same with the names and shapes of the published files, where experts are not fused."""
+    for weight in whole_weights(model):
+        yield from revert_weight_conversion(model, dict([weight])).items()
+
+
 @torch.no_grad()
 def refresh(sampler, model) -> None:
     """Copy the weights of the policy into the sampler."""
     if isinstance(sampler, VllmSampler):
-        sampler.load(whole_weights(model))
+        sampler.load(published_weights(model))
     elif sampler is not model:
         parameters = dict(sampler.named_parameters())
         for name, weight in whole_weights(model):

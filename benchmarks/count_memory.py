@@ -1,6 +1,6 @@
 """Count the memory of one update of grpo.py, for large models, without their weights.
 
-    python benchmarks/count_memory.py            # 3 minutes on one core; writes results/memory.csv
+    python benchmarks/count_memory.py            # 5 minutes on one core; writes results/memory.csv
 
 The update is the script's own, on fake tensors, which have a shape and no numbers, so that a model of
 any size fits; torch.distributed._tools.mem_tracker adds up their bytes. With --fsdp, the other
@@ -51,6 +51,20 @@ CASES += [
     ("SmolLM2-360M-Instruct", 1, "100 80 8", "--bf16"),
     ("Qwen3-4B", 8, "2048 4096 1", f"--fsdp {SAVING}"),
     ("Qwen2.5-3B-Instruct", 8, "512 1024 8", "--fsdp --bf16"),
+]
+# LoRA: again first those in view.
+LORA = "--lora-rank 16"
+for flags in (LORA, f"--bf16 {LORA}", f"{SAVING} {LORA}"):
+    CASES.append(("Qwen2.5-0.5B-Instruct", 1, LENGTHS, flags))
+for flags in (f"--gradient-checkpointing {LORA}", f"{SAVING} {LORA} --vllm", f"{SAVING} {LORA} --beta 0.04"):
+    CASES.append(("Qwen2.5-1.5B-Instruct", 1, LENGTHS, flags))
+CASES += [
+    ("Qwen3-0.6B", 1, LENGTHS, f"--bf16 {LORA}"),
+    ("Qwen2.5-7B-Instruct", 1, LENGTHS, f"{SAVING} {LORA} --vllm"),
+    ("Qwen2.5-7B-Instruct", 8, LENGTHS, f"--fsdp {SAVING} {LORA}"),
+    ("Qwen2.5-3B-Instruct", 1, "512 1024 8", f"{SAVING} {LORA}"),
+    ("Llama-3.2-1B-Instruct", 1, "512 128 32", "--bf16 --lora-rank 64"),
+    ("Qwen3-4B", 8, "2048 4096 1", f"--fsdp {SAVING} {LORA}"),
 ]
 
 
@@ -125,6 +139,7 @@ def counted_update(shape: Model, args, world_size: int = 1) -> int:
         patch = partial(mock.patch.object, grpo)
         stack.enter_context(patch("micro_batches", lambda *_: [packed]))
         stack.enter_context(patch("gather", list))
+        stack.enter_context(patch("sampling_metrics", lambda *_: {}))  # no numbers to compare
         if args.fsdp:
             dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
             stack.callback(dist.destroy_process_group)
@@ -138,22 +153,27 @@ def counted_update(shape: Model, args, world_size: int = 1) -> int:
         copies = []
         reference = None
         if args.beta > 0:
-            reference = grpo.copy_model(model, torch.float32)
-            copies.append(reference)
-            if args.fsdp:
+            reference = model if args.lora_rank else grpo.copy_model(model, torch.float32)
+            if args.fsdp and reference is not model:
                 grpo.shard(reference, args)
-        if args.bf16 or args.fsdp:
+            copies += [reference] * (reference is not model)
+        if (args.bf16 or args.fsdp or args.lora_rank) and not args.vllm:
             dtype = torch.bfloat16 if args.bf16 else torch.float32
             copies.append(grpo.copy_model(model, dtype))
+        if args.lora_rank:
+            # A module of fake tensors cannot move; adapters are made in float32, where they stay.
+            with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):
+                grpo.add_adapters(model, args)
         if args.gradient_checkpointing:
             grpo.recompute_layers(model)
         if args.fsdp:
             grpo.shard(model, args)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0, fused=True)
-        for parameter in model.parameters():
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, 1e-6, weight_decay=0.0, fused=True)
+        for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         # Makes the moments; DTensor plans both once, with whole tensors that are not real.
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(trained, args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         tracker.track_external(model, optimizer, *copies)

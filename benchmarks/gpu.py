@@ -4,6 +4,8 @@ r"""What the scripts do on a GPU: run this on yours, part by part; a part ends w
     python benchmarks/gpu.py --part control    # control scripts: default flags
     python benchmarks/gpu.py --part models     # GRPO on models of 0.5B and 1.5B, random weights
     python benchmarks/gpu.py --part two        # two GPUs, also with --fsdp
+    python benchmarks/gpu.py --part lora       # adapters: language scripts, models of 0.5B and 1.5B
+    python benchmarks/gpu.py --part vllm       # the same with --vllm, where it is installed
 
     python benchmarks/gpu.py --part models --device cpu --small    # does this program work?
 
@@ -12,7 +14,9 @@ error; a repeated run replaces its row. What runs when the time of a part is ove
 
 Tokens a second are those of completions, by the seconds/rollout and the rest of seconds/step in
 metrics.csv: median of all steps but the first. Steps a second are those of all games, median of the
-second half of the run. Peak memory is of torch's tensors on the GPU (on a CPU: of the process).
+second half of the run. Peak memory is of torch's tensors on the GPU (on a CPU: of the process); it
+may count vLLM's share as if it never slept. The gap is train/sampling/logprob_difference/mean, the
+largest of all steps; a run whose gap is not below LARGEST_GAP has an error.
 """
 
 import json
@@ -26,6 +30,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Literal
 
@@ -43,17 +48,18 @@ PART_SECONDS = 500  # of 540: what is stopped may take half a minute to end
 SHAPES = {
     "0.5B": PUBLIC_MODELS["Qwen2.5-0.5B-Instruct"],
     "1.5B": PUBLIC_MODELS["Qwen2.5-1.5B-Instruct"],
-    "small": Model(2, 64, 128, 4, 2, 16, 2048, True, "qwen2"),
+    "small": Model(2, 64, 128, 2, 1, 32, 2048, True, "qwen2"),
 }
 LANGUAGE = ("grpo", "dapo", "gdpo", "hpt", "dr_mas", "igpo", "empg", "spiral_rae", "pi_play")
 CONTROL = ("unimodal_poisson", "fm3q", "arac")
 BARE = "--eval-steps 0 --save-steps 0"
+LARGEST_GAP = 0.02  # nats between the probabilities of sampler and learner
 FOUND = "gpu.py found "  # begins the line that `child` prints last
 
 
 @dataclass
 class Args:
-    part: Literal["defaults", "control", "models", "two"]
+    part: Literal["defaults", "control", "models", "two", "lora", "vllm"]
     """what to run"""
     only: str = ""
     """only runs whose name contains this"""
@@ -77,7 +83,7 @@ class Run:
 
 
 def model_run(shape: str, rows: int, length: int, more: str = "", processes: int = 1) -> Run:
-    """GRPO on random weights: groups of 8, no completion ends early, all are trained on."""
+    """GRPO on random weights: groups of 8, hardly any completion ends early, all are trained on."""
     flags = f"--num-prompts-per-step {rows // 8} --decode-batch-size {rows} --bf16 --max-steps 3"
     flags += f" --max-completion-length {length} --micro-batch-size {max(1, 4096 // length)}"
     flags += f" --advantage none --reward benchmarks/gpu.py:one {BARE} {more}"
@@ -94,6 +100,15 @@ def runs_of(part: str, device: str, small: bool) -> list[Run]:
     if part == "control":
         flags = f"--total-timesteps {8192 if small else 40960} --device {device}"
         return [Run(script, script, flags) for script in CONTROL]
+    if part in ("lora", "vllm"):
+        added = {"lora": "--lora-rank 16", "vllm": "--vllm"}[part]
+        flags = f"--max-steps {2 if small else 4} {BARE} {added}"
+        runs = [model_run("small", 16, 16, added)]
+        if not small:
+            runs = [model_run("0.5B", 256, 256, added)]
+            more = "--gradient-checkpointing --lora-rank 16" + " --vllm" * (part == "vllm")
+            runs.append(model_run("1.5B", 256, 256, more))
+        return runs + [Run(f"{name} {added}", name, flags) for name in LANGUAGE]
     if part == "models" and small:
         return [model_run("small", 16, 16)]
     if part == "models":
@@ -113,7 +128,8 @@ def one(problem, completion: str) -> float:
 
 
 def make_model(name: str, folder: str, device: str) -> None:
-    """Save random weights with the shipped tokenizer; the end token is one that never comes."""
+    """Save random weights with the shipped tokenizer; the end token is the last one, which seldom
+    comes (vLLM takes none from beyond the vocabulary)."""
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     shape = SHAPES[name]
@@ -124,7 +140,7 @@ def make_model(name: str, folder: str, device: str) -> None:
     config = transformers.Qwen2Config(**sizes, **ends, tie_word_embeddings=shape.tied)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = shape.vocab
+    model.generation_config.eos_token_id = shape.vocab - 1
     model.save_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "envs/tiny_lm/countdown")
     tokenizer.eos_token = None
@@ -185,13 +201,15 @@ def speeds(run_dir: Path) -> dict[str, float]:
     if "charts/SPS" in metrics:
         games = metrics["charts/SPS"].dropna()
         return {"steps_per_second": games[len(games) // 2 :].median()}
+    gaps = metrics.filter(regex="sampling/logprob_difference/mean$")  # a column for each model
+    found = {"gap": gaps.max().max()}
     if "train/seconds/step" not in metrics:
-        return {}
+        return found
     steps = metrics.dropna(subset="train/seconds/step")
     tokens = steps["train/num_tokens"].diff()  # nothing of the first step
     rollout = steps["train/seconds/rollout"]
     update = steps["train/seconds/step"] - rollout
-    found = {"decode_tokens_per_second": (tokens / rollout).median()}
+    found["decode_tokens_per_second"] = (tokens / rollout).median()
     return found | {"update_tokens_per_second": (tokens / update).median()}
 
 
@@ -212,7 +230,10 @@ def measure(run: Run, folder: str, seconds: float, device: str) -> dict:
         words += ["--output-dir", f"{output}/run"]
         row |= in_child(words, seconds, device, run.processes)
         row["seconds"] = time.perf_counter() - began
-        return row | speeds(Path(output, "run"))
+        row |= speeds(Path(output, "run"))
+    if "gap" in row and not row["gap"] < LARGEST_GAP:  # also if there is none
+        row["error"] = row["error"] or f"sampler and learner are {row['gap']:.3f} nats apart"
+    return row
 
 
 def main(args: Args) -> None:
@@ -223,6 +244,8 @@ def main(args: Args) -> None:
     runs = runs_of(args.part, args.device, args.small)
     runs = [run for run in runs if args.only in run.name]
     same = {"part": args.part} | about("torch", "transformers")
+    for package in packages_distributions().get({"lora": "peft"}.get(args.part, args.part), []):
+        same[package] = version(package)
     if args.device == "cuda":
         same["device"] = torch.cuda.get_device_name()
     name = re.sub(r"\W+", "_", same["device"].lower()).strip("_")

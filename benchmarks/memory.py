@@ -3,7 +3,8 @@
     from benchmarks.memory import memory_model
     memory_model("Qwen2.5-1.5B-Instruct", grpo.Args(bf16=True))["peak"]      # GB, 10^9 bytes
 
-count_memory.py counts the bytes of grpo.py's update, tests those of rollouts of small models.
+count_memory.py counts the bytes of grpo.py's update, tests those of rollouts of small models. vLLM is
+taken at its word: awake, it has --vllm-memory of the GPU; asleep, what its CUDA graphs hold.
 Prompts and completions are as long as the flags allow. Of scripts with several turns: all prompts
 differ, every context has grown to --max-prompt-length, and a reply is at most as long as a turn. Not
 computed: the holes that the allocator leaves, buffers of NCCL, and what a reward function holds.
@@ -18,6 +19,7 @@ LOGITS_AT_ONCE = 2**26  # of the scripts; logits in memory during the update
 PACKED_LENGTH = 4096  # of the scripts; longer groups are split over several rows
 RUNTIME = 1.0  # GB: CUDA with its libraries, or Python and torch
 SPARE = 0.1  # share of a GPU that is left free for the holes of the allocator
+ASLEEP = 1.0  # GB that vLLM keeps in the update, its CUDA graphs: a guess
 TEAMS = {"search_qa": 3, "countdown": 2}  # agents of dr_mas.py; a team of one's own counts as 3
 
 
@@ -88,9 +90,19 @@ def parameters(model: Model, processes: int = 1) -> int:
     return sum(ceil(shape[0] / processes) * prod(shape[1:]) for shape in shapes)
 
 
-def memory_model(shape: Model | str, flags, world_size: int = 1, script: str = "grpo") -> dict[str, float]:
+def adapter_parameters(model: Model, rank: int, processes: int = 1) -> int:
+    """The same of adapters: two matrices for each linear map."""
+    maps = [shape for shape in layer_shapes(model)["linear"] if len(shape) == 2]
+    shapes = [pair for width, height in maps for pair in ((rank, height), (width, rank))]
+    return model.layers * sum(ceil(shape[0] / processes) * shape[1] for shape in shapes)
+
+
+def memory_model(
+    shape: Model | str, flags, world_size: int = 1, script: str = "grpo", gpu: float = 80
+) -> dict[str, float]:
     """GB on each GPU by part, and the sums at the worst moments: `start`, `rollout` (evaluations
-    too), `update`, and `peak`, the largest of them with RUNTIME. flags: the Args of the script."""
+    too), `update`, and `peak`, the largest of them with RUNTIME. flags: the Args of the script; gpu:
+    GB of the GPU, of which vLLM has a share."""
     if isinstance(shape, str):
         shape = shape_of(shape)
     fsdp = world_size > 1 and getattr(flags, "fsdp", False)
@@ -98,27 +110,34 @@ def memory_model(shape: Model | str, flags, world_size: int = 1, script: str = "
     compute = 2 if flags.bf16 else 4  # bytes of what linear maps take and give
     whole = parameters(shape)
     kept = parameters(shape, shards)
+    adapters = adapter_parameters(shape, flags.lora_rank, shards)
+    trained = adapters or kept
 
     policies = 1
     if script == "pi_play":
         policies = 2
     if script == "dr_mas" and not flags.share_model:
         policies = TEAMS.get(flags.env, 3)
+    bases = 1 if script == "pi_play" else policies  # below the adapters
     held = {
-        "weights": 4 * kept * policies,
-        "moments": 8 * kept * policies,
-        "copies": compute * whole * policies * (flags.bf16 or fsdp),  # they decode
+        "weights": 4 * trained * policies + compute * kept * bases * (adapters > 0),
+        "moments": 8 * trained * policies,
+        "copies": 0,
     }
-    if flags.beta > 0:
-        held["copies"] += 4 * kept * (1 if script == "pi_play" else policies)
+    if (flags.bf16 or fsdp or adapters) and not flags.vllm:
+        held["copies"] += compute * whole * policies  # they decode
+    if flags.beta > 0 and not adapters:
+        held["copies"] += 4 * kept * bases
     if script == "pi_play":
-        held["copies"] += 4 * kept  # the teacher
+        held["copies"] += 4 * whole  # the teacher
     if script == "spiral_rae":
-        in_evaluation = flags.eval_steps and "start" in flags.eval_opponents
-        held["copies"] += compute * whole * (flags.opponent == "start" or in_evaluation)
-    gradients = 4 * kept  # of one policy, from the beginning of its update to the end
+        held["copies"] += compute * whole * start_plays(flags)
+    gradients = 4 * trained  # of one policy, from the beginning of its update to the end
 
-    if script in ("igpo", "empg", "pi_play"):
+    engine = {"engine": flags.vllm_memory * gpu * 1e9} if flags.vllm else {}
+    if flags.vllm:
+        moments = [engine | moment for moment in engine_moments(script, shape, flags, compute, fsdp)]
+    elif script in ("igpo", "empg", "pi_play"):
         moments = turn_moments(script, shape, flags, compute)
     else:
         moments = rollout_moments(script, shape, flags, compute)
@@ -126,23 +145,37 @@ def memory_model(shape: Model | str, flags, world_size: int = 1, script: str = "
     moments = update_moments(script, shape, flags, compute, shards)
     update = max(moments, key=lambda moment: sum(moment.values()))
     sums = {
-        "start": start_bytes(script, shape, flags, held, whole, compute),
+        "start": start_bytes(script, shape, flags, held, trained, policies, sum(engine.values())),
         "rollout": sum(held.values()) + sum(rollout.values()),
         "update": sum(held.values()) + gradients + sum(update.values()),
     }
     found = held | {"gradients": gradients} | rollout | update | sums
     found = {name: size / 1e9 for name, size in found.items()}
     found["runtime"] = RUNTIME
-    found["peak"] = RUNTIME + max(found[name] for name in sums)
+    found["asleep"] = ASLEEP * flags.vllm
+    found["peak"] = RUNTIME + max(found["start"], found["rollout"], found["update"] + found["asleep"])
     return found
 
 
-def start_bytes(script: str, shape: Model, flags, held: dict, whole: int, compute: int) -> int:
-    """Before the first step. Models are whole when they are loaded, checked and copied."""
+def start_plays(flags) -> bool:
+    """Whether spiral_rae.py needs the initial policy as an opponent."""
+    return flags.opponent == "start" or bool(flags.eval_steps and "start" in flags.eval_opponents)
+
+
+def start_bytes(
+    script: str, shape: Model, flags, held: dict, trained: int, policies: int, engine: float
+) -> float:
+    """Before the first step. Models are whole and in float32 when they are loaded, checked and copied,
+    and when vLLM starts; then they get adapters."""
+    whole = 4 * parameters(shape)
+    copies = held["copies"] + engine
     if script == "pi_play":  # the state of the optimizer is made with gradients of both policies
-        return sum(held.values()) + 2 * 4 * whole
+        return max(whole + copies, sum(held.values()) + 4 * trained * policies + engine)
+    others = held["weights"] * (policies - 1) / policies  # of agents that were loaded before
     check = 12 * shape.vocab * flags.max_prompt_length  # logits of one prompt
-    return 4 * whole + max(check, 4 * whole * (flags.beta > 0), held["copies"])
+    check += engine * (policies > 1)
+    reference = whole * (flags.beta > 0 and not flags.lora_rank)
+    return others + whole + max(check, reference, copies)
 
 
 # --- Rollout --------------------------------------------------------------------------------------
@@ -200,6 +233,35 @@ def turn_moments(script: str, shape: Model, flags, compute: int) -> list[dict[st
     return moments
 
 
+def engine_moments(script: str, shape: Model, flags, compute: int, fsdp: bool) -> list[dict[str, float]]:
+    """Bytes by part beside vLLM: when it takes the embedding, the largest of the weights; while a
+    copy of the initial policy plays; and while igpo.py scores the right answers with the policy."""
+    head = shape.vocab * shape.hidden
+    stored = compute if flags.lora_rank else 4
+    moments = [{"loading": (compute + stored * fsdp) * head}]
+    if script == "spiral_rae" and start_plays(flags):
+        moments += rollout_moments(script, shape, flags, compute)
+    if script == "igpo":
+        S, rows = flags.max_prompt_length, flags.micro_batch_size
+        scoring = rows * S * (forward_bytes(shape, compute) + cache_bytes(shape, compute))
+        cast = 2 * parameters(shape) * (compute == 2 and not flags.lora_rank)
+        moments.append({"scoring": scoring + rows * S * S * (2 + compute), "cast weights": cast})
+    return moments
+
+
+def engine_rows(shape: Model | str, flags, gpu: float = 80) -> float:
+    """Completions, with their prompts, whose cache vLLM has room for in its share of the GPU. Below
+    1 it does not start; above --decode-batch-size more are of no use."""
+    if isinstance(shape, str):
+        shape = shape_of(shape)
+    compute = 2 if flags.bf16 else 4
+    S, T, rows = sizes_of(flags)
+    tokens = min(16_384 if gpu >= 75 else 8_192, rows * (S + T))  # of a forward pass, in vLLM 0.32
+    work = tokens * forward_bytes(shape, compute) + rows * shape.vocab * 12
+    room = flags.vllm_memory * gpu * 1e9 - compute * parameters(shape) - work
+    return room / ((S + T) * cache_bytes(shape, compute))
+
+
 # --- Update ---------------------------------------------------------------------------------------
 
 
@@ -228,15 +290,19 @@ def eights(length: int) -> int:
     return ceil(length / 8) * 8
 
 
-def saved_bytes(shape: Model, compute: int, stream: int, autocast: bool) -> int:
-    """What autograd keeps of one layer and token. stream: bytes of a number between layers."""
-    # Two norms keep their input and the normalised input; autocast casts it for each linear map.
-    saved = shape.hidden * (2 * (4 + stream) + (10 if autocast else 2 * compute))
+def saved_bytes(shape: Model, compute: int, stream: int, autocast: bool, rank: int) -> int:
+    """What autograd keeps of one layer and token. stream: bytes of a number between layers; rank: of
+    the adapters, 0 without."""
+    # Two norms keep their input and, for their own gradient, the normalised input; autocast casts
+    # what they give for each linear map.
+    normalised = 0 if rank else stream
+    saved = shape.hidden * (2 * (4 + normalised) + (10 if autocast else 2 * compute))
     # Gate, up, their product and the activation; query, key and value for all heads, and output.
     saved += 4 * compute * (shape.intermediate + shape.query)
     saved += 4 * shape.heads  # logarithm of the sum of the softmax
     if shape.kind == "qwen3":  # norms of queries and keys
-        saved += (4 + compute) * (shape.query + shape.key)
+        saved += (4 + (0 if rank else compute)) * (shape.query + shape.key)
+    saved += compute * (7 * rank + shape.query * (rank > 0 and autocast))
     return saved
 
 
@@ -250,13 +316,16 @@ def update_moments(script: str, shape: Model, flags, compute: int, shards: int) 
     taught = script == "pi_play" and flags.privileged_context != "none"
     linear = sum(map(prod, layer_shapes(shape)["linear"]))  # parameters of a layer
     head = shape.vocab * shape.hidden
+    rank = flags.lora_rank
+    trained = adapter_parameters(shape, rank) / shape.layers if rank else linear  # of a layer
+    trained_head = 0 if rank else head
     # Autocast leaves the sums of layers in float32 and casts what a linear map needs. FSDP's mixed
-    # precision casts the weights, and so everything.
+    # precision casts the weights, and so everything; below adapters, they are in bfloat16.
     autocast = compute == 2 and not fsdp
-    stream = compute if fsdp else 4
+    stream = compute if fsdp or rank else 4
 
     # Activations: inputs of layers, last norm and head, or all that the layers keep.
-    layer = R * L * saved_bytes(shape, compute, stream, autocast)
+    layer = R * L * saved_bytes(shape, compute, stream, autocast, rank)
     layer_inputs = R * L * shape.hidden * stream
     activations = 3 * layer_inputs + N * shape.hidden * compute
     activations += shape.layers * (layer_inputs if recomputed else layer)
@@ -267,24 +336,28 @@ def update_moments(script: str, shape: Model, flags, compute: int, shards: int) 
     forward_logits = 12 * chunk
     backward_logits = 12 * chunk
     if N * shape.vocab > chunk:  # the sum of the head's gradients grows beside a chunk
-        backward_logits = max(12 * chunk + compute * head, 3 * compute * head)
+        backward_logits = max(12 * chunk + compute * trained_head, 3 * compute * trained_head)
     if taught:  # also those of the teacher, and what their divergence needs
         forward_logits += 20 * chunk
         backward_logits += 20 * chunk
 
     # Weights in bfloat16. Autocast keeps those of a forward pass until it ends, and without
     # checkpointing until their gradient. FSDP gathers embedding and head, and two layers.
-    cast = 2 * linear * shape.layers * autocast
+    cast = 2 * trained * shape.layers * autocast
     cast_later = 0 if recomputed else cast
-    cast_head = 2 * head * autocast * (2 if taught else 1)
+    cast_head = 2 * (trained_head + head * taught) * autocast
     gathered = compute * head * (1 if shape.tied else 2) * fsdp
     gathered_layers = 2 * compute * linear * fsdp
 
     # Gradients of a layer, and of the head, which wait for those of the embedding.
     in_layer = layer if recomputed else R * L * shape.intermediate * compute
-    in_layer += 2 * linear * autocast + (3 * compute + 4) * linear * fsdp
-    waiting = (compute if fsdp else 4) * head * (shape.tied or fsdp)
-    if fsdp and shape.tied:  # a float32 copy is reduced, after the weights were let go
+    if rank:  # the gradient of an adapter's input stands beside that of the map; autocast made it float32
+        in_layer += R * L * shape.intermediate * (6 if autocast else compute)
+    in_layer += 2 * trained * autocast + ((compute + 4) * trained + 2 * compute * linear) * fsdp
+    waiting = (compute if fsdp else 4) * trained_head * (shape.tied or fsdp)
+    if rank:
+        meeting = 0
+    elif fsdp and shape.tied:  # a float32 copy is reduced, after the weights were let go
         meeting = max(4 * compute, compute + 4 + 4 / shards) * head
     elif fsdp:
         meeting = (compute + 8 + 8 / shards) * head

@@ -25,6 +25,7 @@ from benchmarks import (
     speed_marl,
     speed_ppo,
     speed_stream,
+    speed_vllm,
     tabular_spiral,
     variance_poisson,
 )
@@ -91,6 +92,15 @@ def test_speed_grpo(tmp_path):
     assert (table.ours_ms > table.rollout_ms).all()
 
 
+def test_speed_vllm(tmp_path):
+    """Without vLLM, which has an environment of its own; the program checks that all write as many tokens."""
+    flags = {"contenders": ("ours", "generate"), "prompts": 2, "tokens": (4, 6), "threads": (1,), "dtypes": ("bfloat16",)}
+    speed_vllm.main(speed_vllm.Args(**flags, repeats=2, csv=str(tmp_path / "speed.csv")))
+    table = pd.read_csv(tmp_path / "speed.csv").set_index(["contender", "workload"])
+    assert len(table) == 4 and (table.ratio_median["ours"] == 1).all() and (table.seconds_min > 0).all()
+    assert table.ratio_max["generate", "16 x 6"] > 0
+
+
 @pytest.mark.parametrize("arm", ["gaussian", "poisson", "compile"])
 def test_speed_ppo_flags(arm):
     args = tyro.cli(unimodal_poisson.Args, args=speed_ppo.command(arm, "8 x 256", 4096)[1:])
@@ -133,12 +143,12 @@ def test_gpu_in_small(tmp_path):
     gpu.main(gpu.Args("models", device="cpu", small=True, csv=str(path)))
     control, model = pd.read_csv(path).to_dict("records")
     assert (control["part"], model["part"]) == ("control", "models") and pd.isna(model["error"])
-    for name in ("decode_tokens_per_second", "update_tokens_per_second", "peak_memory_gb"):
+    for name in ("decode_tokens_per_second", "update_tokens_per_second", "peak_memory_gb", "gap"):
         assert model[name] > 0
 
 
-def test_gpu_runs_without_a_result(tmp_path):
-    """One fails, one hangs, for one there is no GPU, for one no time: all say so."""
+def test_gpu_runs_with_an_error(tmp_path, monkeypatch):
+    """One fails, one hangs, for one there is no GPU, for one no time, one samples from others' weights: all say so."""
     script = tmp_path / "script.py"
     script.write_text("import sys; sys.exit('one line')")
     assert gpu.in_child([str(script)], 60, "cpu")["error"] == "one line"
@@ -146,9 +156,12 @@ def test_gpu_runs_without_a_result(tmp_path):
     run = gpu.runs_of("two", "cuda", False)[0]
     assert gpu.measure(run, "", 60, "cuda")["error"].startswith("skipped: needs 2 GPUs")
     assert gpu.measure(run, "", 5, "cpu")["error"].endswith("s of a part are over")
+    monkeypatch.setattr(gpu, "in_child", lambda *_: {"error": ""})
+    monkeypatch.setattr(gpu, "speeds", lambda _: {"gap": 0.3})
+    assert gpu.measure(run, "", 60, "cpu")["error"] == "sampler and learner are 0.300 nats apart"
 
 
-@pytest.mark.parametrize("part", ["defaults", "control", "models", "two"])
+@pytest.mark.parametrize("part", ["defaults", "control", "models", "two", "lora", "vllm"])
 def test_gpu_flags_exist(part):
     for run in gpu.runs_of(part, "cuda", False):
         script = importlib.import_module(f"algorithms.{run.script}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from benchmarks.memory import PUBLIC_MODELS, SPARE, memory_model, shape_of
+from benchmarks.memory import PUBLIC_MODELS, SPARE, engine_rows, memory_model, shape_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = re.compile(r"# .*?(?:(?:(\d+) x )?(\d+) GB|(CPU))")  # number of GPUs, GB of each
@@ -63,11 +63,14 @@ def problems(command: str, comment: str) -> list[str]:
     if not device:
         return ["names no device: # one 24 GB GPU, # 8 x 80 GB or # CPU"]
     devices, size = (1, CPU_GB) if device[3] else (int(device[1] or 1), int(device[2]))
-    found = memory_model(args.model_name_or_path, args, processes, script)
+    found = memory_model(args.model_name_or_path, args, processes, script, size)
     wrong = [f"{processes} processes on {devices} devices"] * (processes != devices)
     if found["peak"] > (1 - SPARE) * size:
         wrong.append(f"{found['peak']:.1f} GB on {size} GB: " + ", ".join(f"{k} {v:.1f}" for k, v in found.items()))
-    if args.max_steps > 0 and (args.learning_rate or 0) > 1e-5:
+    rows = engine_rows(args.model_name_or_path, args, size)
+    if args.vllm and rows < 1:
+        wrong.append(f"--vllm-memory {args.vllm_memory}: cache for {rows:.1f} completions")
+    if args.max_steps > 0 and (args.learning_rate or 0) > (1e-4 if args.lora_rank else 1e-5):
         wrong.append(f"--learning-rate {args.learning_rate:g} is one for tiny models")
     if args.max_completion_length < 128 and not device[3]:
         wrong.append(f"--max-completion-length {args.max_completion_length} cuts every answer")
@@ -101,6 +104,11 @@ GOOD += "--learning-rate 1e-6 "
         ("--max-completion-length 8192", "# 2 x 24 GB", "GB on 24 GB"),
         ("--learning-rate 2e-4", "# 2 x 24 GB", "tiny models"),
         ("--max-completion-length 64", "# 2 x 24 GB", "cuts every answer"),
+        ("--vllm", "# 2 x 24 GB", ""),
+        ("--vllm --vllm-memory 0.8", "# 2 x 24 GB", "GB on 24 GB"),
+        ("--vllm --vllm-memory 0.05", "# 2 x 24 GB", "cache for -"),
+        ("--model-name-or-path Qwen/Qwen2.5-1.5B", "# 2 x 24 GB", "GB on 24 GB"),
+        ("--model-name-or-path Qwen/Qwen2.5-1.5B --lora-rank 16 --learning-rate 2e-5", "# 2 x 24 GB", ""),
         ("--model-name-or-path Some/Other-7B", "# 2 x 24 GB", "is not in PUBLIC_MODELS"),
     ],
 )

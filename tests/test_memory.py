@@ -14,7 +14,7 @@ import tyro
 from algorithms import grpo, igpo
 from benchmarks import count_memory, memory
 from benchmarks.count_memory import Tracker, counted_update, random_model
-from benchmarks.memory import PUBLIC_MODELS, Model, memory_model, parameters
+from benchmarks.memory import PUBLIC_MODELS, Model, engine_rows, memory_model, parameters
 
 LANGUAGE = "grpo dapo gdpo hpt dr_mas igpo empg spiral_rae pi_play".split()
 # From the model cards and the weights' files.
@@ -58,6 +58,9 @@ def test_sizes_are_those_of_the_models_that_people_use(name):
         (WIDE, "--bf16 --gradient-checkpointing", 1),
         (WIDE, "--fsdp --bf16 --gradient-checkpointing", 4),
         (UNTIED, "--fsdp", 4),
+        (WIDE, "--lora-rank 4 --beta 0.1", 1),
+        (LONG, "--bf16 --gradient-checkpointing --lora-rank 4 --vllm", 1),
+        (UNTIED, "--fsdp --bf16 --lora-rank 4", 4),
     ],
 )
 def test_update_of_small_models(shape, given, processes, monkeypatch):
@@ -78,6 +81,27 @@ def test_rows_of_the_csv():
         computed = memory_model(row.model, args, row.gpus)["update"]
         assert computed == pytest.approx(row.computed_gb, abs=0.01)
         assert computed == pytest.approx(row.counted_gb, rel=0.15)
+
+
+def test_adapters_are_those_of_peft():
+    model = random_model(UNTIED)
+    grpo.add_adapters(model, flags("--lora-rank 4"))
+    trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
+    assert memory.adapter_parameters(UNTIED, 4) == trained
+
+
+def test_vllm_has_its_share_while_it_is_awake():
+    """By hand: 12 bytes of each parameter are held, of a frozen one 2, and 4 when the engine starts."""
+    name, size = "Qwen2.5-1.5B-Instruct", KNOWN["Qwen2.5-1.5B-Instruct"] / 1e9
+    found = memory_model(name, flags("--vllm --vllm-memory 0.5 --bf16"), gpu=40)
+    assert found["rollout"] == pytest.approx(12 * size + 20, rel=0.02)
+    assert found["start"] == pytest.approx(4 * size + 20)
+    assert found["copies"] == 0
+    adapted = memory_model(name, flags("--vllm --vllm-memory 0.5 --bf16 --lora-rank 16"), gpu=40)
+    assert adapted["rollout"] == pytest.approx(2 * size + 12 * 0.0185 + 20, rel=0.05)
+    less, some, more = [engine_rows(name, flags(f"--bf16 --vllm-memory {share}"), 40) for share in (0.07, 0.1, 0.2)]
+    assert less < 0 < some
+    assert more - some == pytest.approx(0.1 * 40e9 / (100 * 28 * 2 * 256 * 2))  # 100 tokens, 28 layers, keys and values
 
 
 @pytest.mark.parametrize("script", LANGUAGE)

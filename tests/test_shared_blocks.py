@@ -11,7 +11,7 @@ group_advantages kl_estimate policy_loss sampling_correction token_weights
 gather JsonLines epoch_order load_reward load_task model_path load_model encode drop_long_prompts
 refuse_unsupported longest_text attention_masks Hidden ReturnHidden add_methods recompute_layers check_model
 sample_tokens VllmSampler repack_head random_seed token_logprobs micro_batches sampling_metrics
-add_adapters adapters_off shard copy_model whole_weights refresh
+add_adapters adapters_off shard copy_model whole_weights published_weights refresh
 checkpoints trained_state save_checkpoint load_checkpoint save_final open_run log report parse_args
 """
 ONE_TURN = "load_problems logprob_gaps Completion read_prompts generate complete Packed pack log_completions"
