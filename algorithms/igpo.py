@@ -1591,9 +1591,7 @@ def train(args: Args) -> dict[str, float]:
             shard(reference, args)
     # The sampler is the policy itself, a copy (unsharded, in bfloat16, or merged), or vLLM.
     sampler = model
-    if args.vllm:
-        sampler = VllmSampler(model, args)
-    elif args.bf16 or args.fsdp or args.lora_rank:
+    if not args.vllm and (args.bf16 or args.fsdp or args.lora_rank):
         sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
     if args.lora_rank:
         add_adapters(model, args)
@@ -1601,6 +1599,8 @@ def train(args: Args) -> dict[str, float]:
         recompute_layers(model)
     if args.fsdp:
         shard(model, args)
+    if args.vllm:  # starts last, when the weights take less memory
+        sampler = VllmSampler(model, args)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
     run_dir = open_run(args, rank)

@@ -1727,9 +1727,7 @@ def train(args: Args) -> dict[str, float]:
     reference = copy_model(student, torch.float32) if args.beta > 0 and not args.lora_rank else None
     # The samplers are the policies, copies of them (in bfloat16, or merged), or one vLLM.
     samplers = []
-    if args.vllm:
-        samplers = 2 * [VllmSampler(student, args)]
-    elif args.bf16 or args.lora_rank:
+    if not args.vllm and (args.bf16 or args.lora_rank):
         dtype = torch.bfloat16 if args.bf16 else torch.float32
         samplers = [copy_model(student, dtype) for _ in range(2)]
     if args.lora_rank:
@@ -1738,6 +1736,8 @@ def train(args: Args) -> dict[str, float]:
     examiner = copy.deepcopy(student, frozen)  # its memo: both have the same frozen weights
     models = {"student": student, "examiner": examiner, "teacher": teacher}
     models = torch.nn.ModuleDict(models)
+    if args.vllm:  # starts last, when the weights take less memory
+        samplers = 2 * [VllmSampler(student, args)]
     samplers = samplers or [student, examiner]
     policies = {
         "student": Policy(student, samplers[0]),

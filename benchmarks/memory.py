@@ -165,17 +165,17 @@ def start_plays(flags) -> bool:
 def start_bytes(
     script: str, shape: Model, flags, held: dict, trained: int, policies: int, engine: float
 ) -> float:
-    """Before the first step. Models are whole and in float32 when they are loaded, checked and copied,
-    and when vLLM starts; then they get adapters."""
+    """Before the first step. Models are whole and in float32 when they are loaded, checked and copied;
+    then they get adapters, and vLLM starts."""
     whole = 4 * parameters(shape)
-    copies = held["copies"] + engine
+    copies = held["copies"]
     if script == "pi_play":  # the state of the optimizer is made with gradients of both policies
         return max(whole + copies, sum(held.values()) + 4 * trained * policies + engine)
     others = held["weights"] * (policies - 1) / policies  # of agents that were loaded before
     check = 12 * shape.vocab * flags.max_prompt_length  # logits of one prompt
-    check += engine * (policies > 1)
     reference = whole * (flags.beta > 0 and not flags.lora_rank)
-    return others + whole + max(check, reference, copies)
+    # vLLM starts after the first model of a team, and before the others are loaded.
+    return others + whole + max(check, reference, copies) + engine * (policies > 1)
 
 
 # --- Rollout --------------------------------------------------------------------------------------
