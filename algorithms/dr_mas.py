@@ -165,7 +165,7 @@ class Args:
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed; results change by rounding only, which --bf16 also corrects for
+    # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
     decode_batch_size: int = 256
     """episodes played at once"""
     micro_batch_size: int = 32
@@ -836,6 +836,9 @@ class VllmSampler:
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
         """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        longest = max(map(len, prompts))
+        if longest > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
         settings = [
             self.sampling_params(
                 temperature=args.temperature if seeds else 0.0,
@@ -1088,6 +1091,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one, to compare the sampler
     advantages = advantages.to(device)
     batches = micro_batches(completions, rows, args, device)
+    idle = None
     if args.fsdp:
         # Processes have different numbers of calls. Those with fewer make idle passes over a row
         # that they have; its index -1 means the entry added here, whose weight is 0.
@@ -1113,7 +1117,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
             if iteration == 0:
                 # No step has been taken yet, so these are the old log-probabilities.
                 batch.old_logprobs = old = logprobs.detach()
-                log_ratios.append(old - batch.sampled_logprobs)
+                if batch is not idle:
+                    log_ratios.append(old - batch.sampled_logprobs)
                 if corrected:
                     cap = args.importance_sampling_cap
                     batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
@@ -1197,7 +1202,7 @@ def adapters_off(model, args: Args):
     if args.lora_rank:
         model.disable_adapters()
     for parameter in trained:
-        parameter.requires_grad_()  # peft unsets it, and FSDP asks for it in its first pass
+        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
     yield
     if args.lora_rank:
         model.enable_adapters()
@@ -1239,8 +1244,8 @@ def whole_weights(model):
 
 def published_weights(model):
     """The same with the names and shapes of the published files, where experts are not fused."""
-    for weight in whole_weights(model):
-        yield from revert_weight_conversion(model, dict([weight])).items()
+    for name, weight in whole_weights(model):
+        yield from revert_weight_conversion(model, {name: weight}).items()
 
 
 @torch.no_grad()
@@ -1293,7 +1298,7 @@ def load_player(name: str, agents, messages: list[dict], args: Args, device, eng
         recompute_layers(model)
     if args.fsdp:
         shard(model, args)
-    if args.vllm:  # starts last, when the weights take less memory
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
         sampler = engine or VllmSampler(model, args)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
@@ -1308,15 +1313,16 @@ def load_players(team, problem, args: Args, device: torch.device) -> list[Player
     models = args.agent_models or (args.model_name_or_path,) * len(members)
     if len(models) != len(members):
         sys.exit(f"--agent-models: expected one for each of {', '.join(members)}")
+    if args.vllm and len(set(models)) > 1:
+        sys.exit(
+            "--agent-models: must be the same with --vllm, which has one engine for all agents"
+        )
     messages = team.prompt(team.start(problem))
     players = []
     for (name, agents), model in zip(members.items(), models):
         own_args = replace(args, model_name_or_path=model)
         engine = players[0].sampler if args.vllm and players else None  # one for all models
         players.append(load_player(name, agents, messages, own_args, device, engine))
-    shapes = {str([weight.shape for weight in player.model.parameters()]) for player in players}
-    if args.vllm and len(shapes) > 1:
-        sys.exit("--agent-models: with --vllm, one engine samples for all, so they need one shape")
     return players
 
 
@@ -1367,8 +1373,6 @@ def load_checkpoint(run_dir: str, players: list[Player], progress: dict) -> None
             optim_state_dict=state["players"][player.name]["optimizer"],
             options=StateDictOptions(strict=False),  # the other weights have not changed
         )
-    progress.update(state["progress"])
-
     progress.update(state["progress"])
 
 
@@ -1533,7 +1537,7 @@ def train(args: Args) -> dict[str, float]:
     while True:
         step = progress["step"]
         last = step >= args.max_steps
-        if not args.vllm:  # there, play brings the weights of the agent that writes
+        if not args.vllm:  # with vLLM, play loads the weights of the agent that writes
             for player in players:
                 refresh(player.sampler, player.model)
         if args.eval_steps and (last or step % args.eval_steps == 0):

@@ -168,7 +168,7 @@ class Args:
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed; results change by rounding only, which --bf16 also corrects for
+    # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
     decode_batch_size: int = 256
     """episodes played at once"""
     micro_batch_size: int = 32
@@ -920,6 +920,9 @@ class VllmSampler:
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
         """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        longest = max(map(len, prompts))
+        if longest > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
         settings = [
             self.sampling_params(
                 temperature=args.temperature if seeds else 0.0,
@@ -1322,7 +1325,7 @@ def adapters_off(model, args: Args):
     if args.lora_rank:
         model.disable_adapters()
     for parameter in trained:
-        parameter.requires_grad_()  # peft unsets it, and FSDP asks for it in its first pass
+        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
     yield
     if args.lora_rank:
         model.enable_adapters()
@@ -1364,8 +1367,8 @@ def whole_weights(model):
 
 def published_weights(model):
     """The same with the names and shapes of the published files, where experts are not fused."""
-    for weight in whole_weights(model):
-        yield from revert_weight_conversion(model, dict([weight])).items()
+    for name, weight in whole_weights(model):
+        yield from revert_weight_conversion(model, {name: weight}).items()
 
 
 @torch.no_grad()
@@ -1561,7 +1564,7 @@ def train(args: Args) -> dict[str, float]:
         recompute_layers(model)
     if args.fsdp:
         shard(model, args)
-    if args.vllm:  # starts last, when the weights take less memory
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
         sampler = VllmSampler(model, args)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
@@ -1598,6 +1601,7 @@ def train(args: Args) -> dict[str, float]:
         seeds = [random_seed(args.seed, i) for i in indices]
         episodes = play(sampler, tokenizer, task, problems, args.num_generations, args, seeds)
         if args.vllm:
+            sampler.sleep()
             measure_entropies(model, episodes, args)
         progress["num_prompts"] += args.num_prompts_per_step
         sampled = time.perf_counter()
@@ -1622,8 +1626,6 @@ def train(args: Args) -> dict[str, float]:
         # 3. clipped policy-gradient steps
         rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
         optimizer.param_groups[0]["lr"] = rate
-        if args.vllm:
-            sampler.sleep()
         metrics = update(model, reference, optimizer, episodes, own_advantages, args)
 
         # 4. log and save

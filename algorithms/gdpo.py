@@ -155,7 +155,7 @@ class Args:
     """training steps, one batch of completions each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed; results change by rounding only, which --bf16 also corrects for
+    # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
     decode_batch_size: int = 256
     """completions sampled at once"""
     micro_batch_size: int = 32
@@ -851,6 +851,9 @@ class VllmSampler:
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
         """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        longest = max(map(len, prompts))
+        if longest > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
         settings = [
             self.sampling_params(
                 temperature=args.temperature if seeds else 0.0,
@@ -1169,7 +1172,7 @@ def adapters_off(model, args: Args):
     if args.lora_rank:
         model.disable_adapters()
     for parameter in trained:
-        parameter.requires_grad_()  # peft unsets it, and FSDP asks for it in its first pass
+        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
     yield
     if args.lora_rank:
         model.enable_adapters()
@@ -1211,8 +1214,8 @@ def whole_weights(model):
 
 def published_weights(model):
     """The same with the names and shapes of the published files, where experts are not fused."""
-    for weight in whole_weights(model):
-        yield from revert_weight_conversion(model, dict([weight])).items()
+    for name, weight in whole_weights(model):
+        yield from revert_weight_conversion(model, {name: weight}).items()
 
 
 @torch.no_grad()
@@ -1407,7 +1410,7 @@ def train(args: Args) -> dict[str, float]:
         recompute_layers(model)
     if args.fsdp:
         shard(model, args)
-    if args.vllm:  # starts last, when the weights take less memory
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
         sampler = VllmSampler(model, args)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)

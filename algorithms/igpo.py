@@ -16,8 +16,8 @@ update applies it.
 Differs from grpo.py:
 1. The unit is an episode: the model writes, reads what the task replies, and writes again. What it
    read is not trained on. Keys and values of a context are kept; a turn computes only what is new.
-2. The log-probability of the right answer is taken at the start of every turn, by the sampler; with
-   --vllm by the policy, so --fsdp is not possible there.
+2. The log-probability of the right answer is taken at the start of every turn, by the sampler or,
+   with --vllm, by the policy (not under --fsdp, where processes would wait for each other).
 3. turn_advantages replaces group_advantages. Its controls are --advantage f1, which is GRPO on the
    outcome alone, and --advantage ig, the gains alone.
 
@@ -167,7 +167,7 @@ class Args:
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed; results change by rounding only, which --bf16 also corrects for
+    # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
     decode_batch_size: int = 256
     """episodes played at once"""
     micro_batch_size: int = 32
@@ -923,6 +923,9 @@ class VllmSampler:
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
         """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        longest = max(map(len, prompts))
+        if longest > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
         settings = [
             self.sampling_params(
                 temperature=args.temperature if seeds else 0.0,
@@ -1093,21 +1096,22 @@ def answer_logprobs(
         contexts.append([*context, *before, *answer[:-1]])
         answers.append(torch.tensor(answer, device=model.device))
     lengths = list(map(len, answers))
-    size = args.micro_batch_size
+    size = args.micro_batch_size  # contexts at once
     if memory is not None:
         memory = memory.select(list(rows.values()))
         size = len(rows)
-    hidden = []
+    hidden = []  # of each row (tail,H)
+    logprobs = []
     with torch.autocast(model.device.type, torch.bfloat16, enabled=args.bf16):
         for first in range(0, len(rows), size):
             some = contexts[first : first + size]
-            hidden += read(model, some, memory, tail=max(lengths))[1]  # (tail,H) for each row
-    states = torch.cat([row[-length:] for row, length in zip(hidden, lengths)])  # (N,H)
-    size = len(rows)  # no more logits at once than when a token is sampled
-    logprobs = []
-    for chunk, targets in zip(states.split(size), torch.cat(answers).split(size)):
-        logits = model.logits_from_hidden(inputs_embeds=chunk[None]).logits[0].float()
-        logprobs.append(-F.cross_entropy(logits / args.temperature, targets, reduction="none"))
+            hidden += read(model, some, memory, tail=max(lengths))[1]
+        states = torch.cat([row[-length:] for row, length in zip(hidden, lengths)])  # (N,H)
+        # No more logits at once than when a token is sampled.
+        for chunk, targets in zip(states.split(len(rows)), torch.cat(answers).split(len(rows))):
+            logits = model.logits_from_hidden(inputs_embeds=chunk[None]).logits[0].float()
+            logits = logits / args.temperature
+            logprobs.append(-F.cross_entropy(logits, targets, reduction="none"))
     means = torch.stack([row.mean() for row in torch.cat(logprobs).split(lengths)])  # (B,)
     logprobs = dict(zip(rows, means.tolist()))
     return [logprobs[key] for key in keys]
@@ -1361,7 +1365,7 @@ def adapters_off(model, args: Args):
     if args.lora_rank:
         model.disable_adapters()
     for parameter in trained:
-        parameter.requires_grad_()  # peft unsets it, and FSDP asks for it in its first pass
+        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
     yield
     if args.lora_rank:
         model.enable_adapters()
@@ -1403,8 +1407,8 @@ def whole_weights(model):
 
 def published_weights(model):
     """The same with the names and shapes of the published files, where experts are not fused."""
-    for weight in whole_weights(model):
-        yield from revert_weight_conversion(model, dict([weight])).items()
+    for name, weight in whole_weights(model):
+        yield from revert_weight_conversion(model, {name: weight}).items()
 
 
 @torch.no_grad()
@@ -1603,7 +1607,7 @@ def train(args: Args) -> dict[str, float]:
         recompute_layers(model)
     if args.fsdp:
         shard(model, args)
-    if args.vllm:  # starts last, when the weights take less memory
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
         sampler = VllmSampler(model, args)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)

@@ -166,7 +166,7 @@ class Args:
     """training steps of both policies; 0 only evaluates"""
     seed: int = 1
     """seed of documents and sampling"""
-    # memory and speed; results change by rounding only, which --bf16 also corrects for
+    # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
     decode_batch_size: int = 256
     """episodes sampled at once"""
     micro_batch_size: int = 32
@@ -933,6 +933,9 @@ class VllmSampler:
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
         """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        longest = max(map(len, prompts))
+        if longest > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
         settings = [
             self.sampling_params(
                 temperature=args.temperature if seeds else 0.0,
@@ -1036,10 +1039,8 @@ def play(
             episodes.append(Episode(problem, prompt))
             if seeds:
                 row_seeds.append(random_seed(seeds[number], g))
-    # vLLM queues what does not fit.
-    size = max(1, len(episodes)) if args.vllm else args.decode_batch_size
-    for first in range(0, len(episodes), size):
-        some = slice(first, first + size)
+    for first in range(0, len(episodes), args.decode_batch_size):
+        some = slice(first, first + args.decode_batch_size)
         play_turns(policy.sampler, tokenizer, task, episodes[some], args, row_seeds[some])
     return episodes
 
@@ -1144,6 +1145,8 @@ def draw_questions(policy: Policy, tokenizer, task, numbers, args: Args) -> dict
     before = 0
     for count in DRAWS:
         missing = [number for number in numbers if number not in questions]
+        if not missing:
+            break
         draws = [(number, before + draw) for number in missing for draw in range(count)]
         seeds = [random_seed(args.seed, "question", *draw) for draw in draws]
         found = examine(policy, tokenizer, task, seeds, args)[2]
@@ -1283,9 +1286,8 @@ def token_values(model, packed: Packed, args: Args, teacher=None, private=None) 
         logits = logits / args.temperature  # (n,V)
         values = [-F.cross_entropy(logits, targets, reduction="none")]
         if private is not None:
-            with torch.no_grad():
-                taught = teacher.logits_from_hidden(inputs_embeds=hidden[1][None]).logits[0]
-            taught = taught.float() / args.temperature  # (n,V)
+            taught = teacher.logits_from_hidden(inputs_embeds=hidden[1][None]).logits[0].float()
+            taught = taught / args.temperature  # (n,V)
             values.append(token_divergence(logits, taught, args.divergence, args.distill_top_k))
         return torch.stack(values)
 
@@ -1459,7 +1461,7 @@ def adapters_off(model, args: Args):
     if args.lora_rank:
         model.disable_adapters()
     for parameter in trained:
-        parameter.requires_grad_()  # peft unsets it, and FSDP asks for it in its first pass
+        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
     yield
     if args.lora_rank:
         model.enable_adapters()
@@ -1490,8 +1492,8 @@ def whole_weights(model):
 
 def published_weights(model):
     """The same with the names and shapes of the published files, where experts are not fused."""
-    for weight in whole_weights(model):
-        yield from revert_weight_conversion(model, dict([weight])).items()
+    for name, weight in whole_weights(model):
+        yield from revert_weight_conversion(model, {name: weight}).items()
 
 
 @torch.no_grad()
@@ -1527,11 +1529,12 @@ def checkpoints(run_dir: str) -> list[Path]:
     return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
 
 
-def trained_state(model, optimizer) -> dict:
-    """What a checkpoint holds of them: with LoRA only the adapters."""
-    weights, moments = get_state_dict(model, optimizer)
-    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    return {"model": {name: weights[name] for name in names}, "optimizer": moments}
+def trained_state(models, optimizer) -> dict:
+    """What a checkpoint holds of them: what changes, which is the teacher, too."""
+    weights, moments = get_state_dict(models, optimizer)
+    trained = {name for name, weight in models.named_parameters() if weight.requires_grad}
+    kept = [name for name in weights if name in trained or name.startswith("teacher.")]
+    return {"model": {name: weights[name] for name in kept}, "optimizer": moments}
 
 
 def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
@@ -1727,7 +1730,7 @@ def train(args: Args) -> dict[str, float]:
     check_model(student, encode(tokenizer, task, eval_problems[0], args), args)
     if 2 * args.max_prompt_length + args.max_completion_length > longest_text(student):
         sys.exit("--max-prompt-length: the teacher reads up to twice this; the model is too short")
-    teacher = copy_model(student, torch.float32).requires_grad_()  # checkpoints leave out the rest
+    teacher = copy_model(student, torch.float32)
     reference = copy_model(student, torch.float32) if args.beta > 0 and not args.lora_rank else None
     # The samplers are the policies, copies of them (in bfloat16, or merged), or one vLLM.
     samplers = []
@@ -1737,10 +1740,10 @@ def train(args: Args) -> dict[str, float]:
     if args.lora_rank:
         add_adapters(student, args)
     frozen = {id(weight): weight for weight in student.parameters() if not weight.requires_grad}
-    examiner = copy.deepcopy(student, frozen)  # its memo: both have the same frozen weights
+    examiner = copy.deepcopy(student, frozen)  # shares the weights in this dict
     models = {"student": student, "examiner": examiner, "teacher": teacher}
     models = torch.nn.ModuleDict(models)
-    if args.vllm:  # starts last, when the weights take less memory
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
         samplers = 2 * [VllmSampler(student, args)]
     samplers = samplers or [student, examiner]
     policies = {
@@ -1755,7 +1758,8 @@ def train(args: Args) -> dict[str, float]:
     progress = {"step": 0, "num_tokens": 0}
     load_checkpoint(run_dir, models, optimizer, progress)
     for policy in policies.values():
-        refresh(policy.sampler, policy.model)
+        if not args.vllm:
+            refresh(policy.sampler, policy.model)
     if rank == 0:
         board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
         print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
@@ -1811,7 +1815,7 @@ def train(args: Args) -> dict[str, float]:
         metrics = update(
             model, reference, teacher, optimizer, episodes, own_advantages, weight, args
         )
-        if not args.vllm:  # there, play brings the weights of the policy that writes
+        if not args.vllm:  # with vLLM, play loads the weights of the policy that writes
             refresh(policies[role].sampler, model)
         if role == "student":
             update_teacher(teacher, student, args.teacher_tau)

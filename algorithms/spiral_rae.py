@@ -147,7 +147,7 @@ class Args:
     """training steps, one batch of games each; 0 only evaluates"""
     seed: int = 1
     """seed of games and sampling"""
-    # memory and speed; results change by rounding only, which --bf16 also corrects for
+    # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
     decode_batch_size: int = 256
     """games played at once"""
     micro_batch_size: int = 32
@@ -728,6 +728,9 @@ class VllmSampler:
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
         """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        longest = max(map(len, prompts))
+        if longest > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
         settings = [
             self.sampling_params(
                 temperature=args.temperature if seeds else 0.0,
@@ -875,9 +878,8 @@ def scripted_text(match: Match) -> str:
 
 def play(models: dict, tokenizer, matches: list[Match], args: Args) -> None:
     """Play the matches to their ends. models maps players to models; others are scripted."""
-    size = len(matches) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
-    for first in range(0, len(matches), size):
-        running = matches[first : first + size]
+    for first in range(0, len(matches), args.decode_batch_size):
+        running = matches[first : first + args.decode_batch_size]
         while running:
             take_turns(models, tokenizer, running, args)
             running = [match for match in running if not match.game.done]
@@ -1053,6 +1055,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one, to compare the sampler
     advantages = advantages.to(device)
     batches = micro_batches(completions, rows, args, device)
+    idle = None
     if args.fsdp:
         # Processes have different numbers of turns. Those with fewer repeat a turn with weight 0.
         idle = pack(completions, rows[-1:], device)
@@ -1077,7 +1080,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
             if iteration == 0:
                 # No step has been taken yet, so these are the old log-probabilities.
                 batch.old_logprobs = old = logprobs.detach()
-                log_ratios.append(old - batch.sampled_logprobs)
+                if batch is not idle:
+                    log_ratios.append(old - batch.sampled_logprobs)
                 if corrected:
                     cap = args.importance_sampling_cap
                     batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
@@ -1161,7 +1165,7 @@ def adapters_off(model, args: Args):
     if args.lora_rank:
         model.disable_adapters()
     for parameter in trained:
-        parameter.requires_grad_()  # peft unsets it, and FSDP asks for it in its first pass
+        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
     yield
     if args.lora_rank:
         model.enable_adapters()
@@ -1203,8 +1207,8 @@ def whole_weights(model):
 
 def published_weights(model):
     """The same with the names and shapes of the published files, where experts are not fused."""
-    for weight in whole_weights(model):
-        yield from revert_weight_conversion(model, dict([weight])).items()
+    for name, weight in whole_weights(model):
+        yield from revert_weight_conversion(model, {name: weight}).items()
 
 
 @torch.no_grad()
@@ -1452,7 +1456,7 @@ def train(args: Args) -> dict[str, float]:
         recompute_layers(model)
     if args.fsdp:
         shard(model, args)
-    if args.vllm:  # starts last, when the weights take less memory
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
         models["policy"] = sampler = VllmSampler(model, args)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)

@@ -24,7 +24,7 @@ micro_batches save_checkpoint load_checkpoint log_completions
 """  # not in dr_mas.py, or with a text of its own there
 THREE_MODELS = """
 group_advantages JsonLines epoch_order load_reward load_task token_logprobs micro_batches shard
-report
+trained_state report
 """  # not in pi_play.py, or with a text of its own there
 GAMES = """
 group_advantages JsonLines epoch_order load_problems load_reward load_task model_path drop_long_prompts Completion
