@@ -91,11 +91,11 @@ def test_adapters_are_those_of_peft():
 
 
 def test_vllm_has_its_share_while_it_is_awake():
-    """By hand: 12 bytes of each parameter are held, of a frozen one 2, and 4 when the engine starts."""
+    """By hand: 12 bytes of each parameter are held, of a frozen one 2, and 4 before the engine starts."""
     name, size = "Qwen2.5-1.5B-Instruct", KNOWN["Qwen2.5-1.5B-Instruct"] / 1e9
     found = memory_model(name, flags("--vllm --vllm-memory 0.5 --bf16"), gpu=40)
     assert found["rollout"] == pytest.approx(12 * size + 20, rel=0.02)
-    assert found["start"] == pytest.approx(4 * size + 20)
+    assert found["start"] == pytest.approx(4 * size, rel=0.03)  # and the logits of the check
     assert found["copies"] == 0
     adapted = memory_model(name, flags("--vllm --vllm-memory 0.5 --bf16 --lora-rank 16"), gpu=40)
     assert adapted["rollout"] == pytest.approx(2 * size + 12 * 0.0185 + 20, rel=0.05)
