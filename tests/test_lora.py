@@ -109,8 +109,10 @@ def test_under_fsdp_the_reference_is_the_base(tmp_path):
     two_processes_equal_one(grpo, tmp_path, ("fsdp",), **LORA | {"beta": 0.04, "num_iterations": 2, "max_steps": 1})
 
 
-def test_bfloat16_corrects_for_the_sampler(tmp_path):
-    found = train(grpo, tmp_path / "run", **LORA | {"max_steps": 1}, bf16=True)
+@pytest.mark.parametrize("script", [grpo, hpt])
+def test_bfloat16_corrects_for_the_sampler(script, tmp_path):
+    """In hpt.py also with demonstrations, which nobody sampled."""
+    found = train(script, tmp_path / "run", **LORA | {"max_steps": 1}, bf16=True)
     ratio = found[1, "train/sampling/importance_sampling_ratio/mean"]
     assert ratio != 1 and math.isclose(ratio, 1, abs_tol=0.02)
 

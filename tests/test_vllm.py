@@ -74,6 +74,28 @@ def test_after_ten_large_updates_the_weights_are_still_those_of_the_learner(tmp_
     assert largest_gap(tmp_path / "run") < 1e-3
 
 
+def test_new_weights_empty_the_cache_of_prompts():
+    """A prompt longer than a block, sampled before and after a change of the weights."""
+    program = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from algorithms import grpo
+args = grpo.Args(vllm=True, max_prompt_length=128, max_completion_length=8)
+model = grpo.load_model(args)[0]
+sampler = grpo.VllmSampler(model, args)
+for change in (0.0, 0.05):
+    for parameter in model.parameters():
+        parameter.data += change * torch.randn_like(parameter)
+    grpo.refresh(sampler, model)
+    packed = grpo.pack(grpo.generate(sampler, [[*range(20, 120)]], args, [1]), [0], model.device)
+gap = (grpo.token_logprobs(model, packed, args) - packed.sampled_logprobs).abs().max().item()
+sampler.close()
+sys.exit(f"{gap} nats" if gap > 1e-3 else 0)
+"""
+    process = subprocess.run([sys.executable, "-c", program, str(ROOT)], capture_output=True, text=True, errors="replace")
+    assert process.returncode == 0, process.stderr[-2000:]
+
+
 @pytest.mark.parametrize("script", ["grpo", "dr_mas", "pi_play"])
 def test_adapters_are_merged_into_what_samples(script, tmp_path):
     words = ["--max-steps", 3, "--lora-rank", 4, "--learning-rate", 1e-2, "--output-dir", tmp_path / "run"]
