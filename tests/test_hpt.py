@@ -218,7 +218,7 @@ def rows(model):
     for i, prompt in enumerate([*PROMPTS, PROMPTS[3], [30, 31]]):
         length = int(torch.randint(2, 11, (), generator=generator))
         ids = torch.randint(6, 64, (length,), generator=generator).tolist()
-        rows += [*rollouts[i * G : (i + 1) * G], Completion(prompt, ids, [math.nan] * length, 0.0, True)]
+        rows += [*rollouts[i * G : (i + 1) * G], Completion(prompt, ids, [math.nan] * length, True)]
     return rows
 
 

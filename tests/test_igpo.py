@@ -89,7 +89,7 @@ def test_reference_loss_mask():
     for turns, replies, response, mask in zip(written, read, case["responses"], case["mask"]):
         episode = igpo.Episode(None, [101, 102])
         for number, ids in enumerate(turns):
-            episode.write(igpo.Completion([], ids, [-0.5] * len(ids), 0.1, 103 in ids))
+            episode.write(igpo.Completion([], ids, [-0.5] * len(ids), 103 in ids))
             if number < len(replies):
                 episode.read(replies[number], "reply")
         padding = [0] * (len(response) - len(episode.ids))

@@ -138,7 +138,7 @@ def test_packed_shape():
     for row in range(8):
         episode = igpo.Episode(None, [row] * 20)
         episode.read([1] * 40, "")
-        episode.write(igpo.Completion([], [1] * 40, [-1.0] * 40, 0.0, True))
+        episode.write(igpo.Completion([], [1] * 40, [-1.0] * 40, True))
         episodes.append(episode)
     rows, width, predicted = memory.packed_shape("igpo", flags(script=igpo))
     packed = igpo.pack(episodes, list(range(8)), "cpu")

@@ -84,13 +84,13 @@ RIGHT = {
 # name: type of model, its configuration, words of the refusal
 REFUSED = {
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv"),
-    "window that the model ignores": ("llama", {"sliding_window": 4096}, "off the plain"),
+    "window that the model ignores": ("llama", {"sliding_window": 4096}, "of decoding off by"),
     "layers that the model ignores": ("llama", TWO_KINDS, "AttributeError"),
     "bloom": ("bloom", {"n_layer": 2, "n_head": 4}, "ValueError"),
     "falcon, alibi": ("falcon", {"alibi": True}, "ValueError"),
-    "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "nats off"),
+    "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "of decoding off by"),
     "opt": ("opt", {"ffn_dim": 32, "word_embed_proj_dim": 32}, "AttributeError"),
-    "bert, sees both sides": ("bert", {}, "off the plain"),
+    "bert, sees both sides": ("bert", {}, "of decoding off by"),
 }
 # The configuration of these is enough, so they are not computed.
 REFUSED_BY_CONFIGURATION = {

@@ -44,7 +44,7 @@ def test_reference_correction_loss_and_gradient(vector):
     assert_close(clipped.float().mean(), outputs["clip_ratio"], 1e-6)
 
     # bf16, because with vLLM such large differences end the run
-    metrics = grpo.sampling_metrics(old - sampled, grpo.Args(bf16=True, importance_sampling_cap=cap))
+    metrics = grpo.sampling_metrics(old - sampled, cap, grpo.Args(bf16=True))
     tags = {
         "sampling/logprob_difference/mean": "sampling_logp_difference_mean",
         "sampling/logprob_difference/max": "sampling_logp_difference_max",

@@ -8,30 +8,30 @@ from sync_shared_blocks import texts
 
 SHARED = """
 group_advantages kl_estimate policy_loss sampling_correction token_weights
-gather JsonLines epoch_order load_reward load_task model_path load_model encode drop_long_prompts
+gather JsonLines epoch_order from_file load_task model_path load_model encode drop_long_prompts
 refuse_unsupported longest_text attention_masks Hidden ReturnHidden add_methods recompute_layers check_model
 sample_tokens VllmSampler repack_head random_seed token_logprobs micro_batches sampling_metrics
-add_adapters adapters_off shard copy_model whole_weights published_weights refresh
+add_adapters adapters_off shard copy_model whole_weights refresh
 checkpoints trained_state save_checkpoint load_checkpoint save_final open_run log report parse_args
 """
 ONE_TURN = "load_problems logprob_gaps Completion read_prompts generate complete Packed pack log_completions"
 AGENTS = "group_advantages JsonLines epoch_order"  # not in igpo.py
 SEVERAL_TURNS = "Memory read generate"
-EPISODES = "load_env logprob_gaps Completion reply_ids Packed pack"  # a row is a conversation of several turns
+EPISODES = "logprob_gaps Completion reply_ids Packed pack"  # a row is a conversation of several turns
 TEAM = """
 group_advantages JsonLines epoch_order load_problems load_task encode drop_long_prompts Completion complete
 micro_batches save_checkpoint load_checkpoint log_completions
 """  # not in dr_mas.py, or with a text of its own there
 THREE_MODELS = """
-group_advantages JsonLines epoch_order load_reward load_task token_logprobs micro_batches shard
+group_advantages JsonLines epoch_order from_file load_task token_logprobs micro_batches shard
 trained_state report
 """  # not in pi_play.py, or with a text of its own there
 GAMES = """
-group_advantages JsonLines epoch_order load_problems load_reward load_task model_path drop_long_prompts Completion
+group_advantages JsonLines epoch_order load_problems from_file load_task model_path drop_long_prompts Completion
 complete micro_batches log_completions report
 """  # not in spiral_rae.py, or with a text of its own there
 BOTH_TERMS = """
-token_weights load_problems logprob_gaps token_logprobs micro_batches sampling_metrics
+token_weights load_problems logprob_gaps token_logprobs micro_batches
 """  # not in hpt.py, or with a text of its own
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
 OFF_POLICY = "linear_schedule ReplayBuffer update_target"
@@ -45,8 +45,9 @@ FAMILIES = [
     (["grpo", "dapo", "gdpo"], f"{SHARED} {ONE_TURN}".split()),
     (["grpo", "igpo"], without(AGENTS, SHARED)),
     (["grpo", "empg"], ["group_advantages"]),
-    (["igpo", "empg"], without(f"{AGENTS} token_logprobs", f"{SHARED} load_problems setup update evaluate {EPISODES}")),
-    (["igpo", "pi_play", "empg"], SEVERAL_TURNS.split()),
+    (["igpo", "empg"], without(f"{AGENTS} token_logprobs Completion", f"{SHARED} load_problems setup update evaluate {EPISODES}")),
+    (["igpo", "pi_play"], SEVERAL_TURNS.split()),
+    (["igpo", "empg"], ["Memory", "read"]),  # generate also keeps entropies in empg.py
     (["igpo", "pi_play"], EPISODES.split()),
     (["grpo", "dapo"], ["evaluate"]),
     (["grpo", "gdpo"], ["update"]),

@@ -151,7 +151,7 @@ def test_reference_learning_step(monkeypatch, case, micro_batch_size):
     completions = []
     for row, attention, size in zip(case["input_ids"], case["attention_mask"], case["prompt_lens"]):
         ids = row[size : sum(attention)]
-        completions.append(spiral_rae.Completion(row[:size], ids, [0.0] * len(ids), 0.0, True))
+        completions.append(spiral_rae.Completion(row[:size], ids, [0.0] * len(ids), True))
     model = Bigram(case["W0"])
     optimizer = torch.optim.SGD(model.parameters(), config["sgd_lr"])
     seen = []
@@ -247,7 +247,7 @@ def test_evaluation_counts_wins_by_role_and_without_handicap(monkeypatch):
     monkeypatch.setattr(spiral_rae, "play", role_0_wins)
     options = '{"kuhn": {"handicap": -3}}'
     args = Args(games=("kuhn",), game_options=options, eval_games=2)
-    scores, _ = spiral_rae.evaluate({}, None, args, 0, 1)
+    scores = spiral_rae.evaluate({}, None, args, 0, 1)
     for opponent in ("random", "start"):
         assert scores[f"eval/kuhn/{opponent}/first/win"] == 1
         assert scores[f"eval/kuhn/{opponent}/second/loss"] == 1
@@ -269,7 +269,7 @@ def test_kuhn_read_out(model_and_tokenizer, monkeypatch):
                 actions = ["[fold]", "[call]"] if "[fold]" in context else ["[check]", "[bet]"]
                 texts.append(f"\\boxed{{{'[raise]' if row % 4 == 3 else actions[number]}}}")
             ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            return [spiral_rae.Completion([], row, [], 0.0, True) for row in ids]
+            return [spiral_rae.Completion([], row, [], True) for row in ids]
 
         monkeypatch.setattr(spiral_rae, "generate", write)
         scores.append(evaluate_kuhn(model, tokenizer, Args(eval_samples=4), progress, 0, 1))
