@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import matplotlib
 import pandas as pd
 import tyro
+from matplotlib.transforms import blended_transform_factory
 from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,24 +119,40 @@ class Interval:
     high: float | None = None
 
 
-def paired(ours: pd.Series, theirs: pd.Series) -> Interval:
-    """Difference of two scores by seed; the interval is that of a paired t test."""
+def paired(ours: pd.Series, theirs: pd.Series, error: float = 0.05) -> Interval:
+    """Difference of two scores by seed; the interval, of level 1 - error, is that of a t test."""
     difference = (ours - theirs).dropna()
     count = len(difference)
     mean = float(difference.mean())
     if count < PAIRS:
         return Interval(mean)
-    half = stats.t.ppf(0.975, count - 1) * difference.std() / count**0.5
+    half = stats.t.isf(error / 2, count - 1) * difference.std() / count**0.5
     return Interval(mean, mean - half, mean + half)
 
 
-def verdict(found: Interval, better: str) -> str:
+def verdict(found: Interval, better: str, margin: float) -> str:
     """What an interval says of the claim that the difference is `higher` or `lower` than 0."""
     if found.low is None:
         return "values shown"
-    if found.low <= 0 <= found.high:
-        return "not settled"
-    return "reproduced" if (found.low > 0) == (better == "higher") else "opposite"
+    if found.low > 0 or found.high < 0:
+        return "reproduced" if (found.low > 0) == (better == "higher") else "opposite"
+    inside = -margin < found.low and found.high < margin
+    return "no difference larger than" if inside else "not settled"
+
+
+def holm_errors(p_values: pd.Series, error: float = 0.05) -> pd.Series:
+    """The error of each claim's interval, so that all intervals miss with `error` together.
+
+    Holm (1979): of m claims, the one with the smallest p-value gets error / m, the next error /
+    (m - 1), and so on up to the first that is not significant; the rest get what that one has. An
+    interval excludes zero if and only if Holm's test rejects.
+    """
+    errors = {}
+    left = len(p_values)
+    for name, p_value in p_values.sort_values().items():
+        errors[name] = error / left
+        left -= p_value < error / left
+    return pd.Series(errors)
 
 
 def show_values(values: pd.Series, scale: float = 1.0, digits: int = 1) -> str:
@@ -246,6 +263,28 @@ def form_of(claim: SimpleNamespace) -> tuple[float, int]:
     return 100.0 if claim.unit == "%" else 1.0, int(claim.digits)
 
 
+def margin_of(claim: SimpleNamespace, theirs: pd.Series) -> float:
+    """The smallest difference that matters: points of a rate, or a share of the control's score."""
+    number = float(claim.margin.removesuffix("%"))
+    return number / 100 * (abs(theirs.mean()) if claim.margin.endswith("%") else 1)
+
+
+@functools.cache
+def corrected_errors() -> pd.Series:
+    """The error of each claim's corrected interval, by name; all claims with an interval count."""
+    p_values = {}
+    for claim in load_rows("claims.csv"):
+        if not claim.study or claim.kind == "exact":
+            continue
+        try:
+            ours, theirs = scores_of(claim)
+        except FileNotFoundError:
+            continue
+        if len((ours - theirs).dropna()) >= PAIRS:
+            p_values[claim.name] = stats.ttest_rel(ours, theirs, nan_policy="omit").pvalue
+    return holm_errors(pd.Series(p_values))
+
+
 def judge(claim: SimpleNamespace) -> tuple[str, str]:
     """Result and verdict of a claim."""
     if not claim.study:
@@ -261,7 +300,11 @@ def judge(claim: SimpleNamespace) -> tuple[str, str]:
         sign = 1 if claim.better == "higher" else -1
         said = "exact: holds" if sign * found.mean > 0 else "exact: fails"
     else:
-        said = verdict(found, claim.better)
+        margin = margin_of(claim, theirs)
+        said = verdict(found, claim.better, margin)
+        if said == "no difference larger than":
+            unit = "points" if claim.unit == "%" else claim.unit
+            said += f" {form[0] * margin:.3g} {unit}".rstrip()
         result += f": {show_interval(found, *form)}" if found.low is not None else ""
     runs = final_runs(claim.study)
     runs = runs[runs.task == claim.task]
@@ -273,30 +316,37 @@ def judge(claim: SimpleNamespace) -> tuple[str, str]:
 
 def claims(links: str) -> str:
     """What the papers say, what was run, and what the statistics say of it."""
+    errors = corrected_errors()
     rows = []
     for claim in load_rows("claims.csv"):
         result, said = judge(claim)
         run = claim.run
+        corrected = ""
         if result:
             csv = load_runs(claim.study).csv.iloc[0]
             counted = "" if claim.kind == "exact" else f", {len(scores_of(claim)[0])} seeds"
             run += f"{counted} ([CSV]({links}/{csv}))"
+        if claim.name in errors:
+            wider = show_interval(paired(*scores_of(claim), errors[claim.name]), *form_of(claim))
+            corrected = wider.partition("(")[2].rstrip(")")
         row = {"method": claim.method, "claim": claim.claim, "what was run": run}
-        rows.append(row | {"result": result, "verdict": said})
+        row |= {"result: difference (95 %)": result, "corrected interval": corrected}
+        rows.append(row | {"verdict": said})
     return markdown(rows)
 
 
 def headlines(links: str) -> str:
-    """The README's table of results: claims that have an arm and a control in claims.csv."""
+    """The README's table of results: claims that have a headline in claims.csv."""
     rows = []
-    for claim in filter(lambda claim: claim.arm, load_rows("claims.csv")):
-        row = {"method": claim.method, "task and score": claim.short_task}
-        row |= {"model or setting": claim.scale, "arm": claim.arm, "control": claim.control}
-        result, said = judge(claim)
-        scores, _, difference = result.partition(": ")
-        row |= {"seeds": len(scores_of(claim)[0]), "arm against control": scores}
-        row["difference (95 %)"] = difference
-        rows.append(row | {"verdict": said.partition(" (")[0]})
+    for claim in filter(lambda claim: claim.headline, load_rows("claims.csv")):
+        ours, theirs = scores_of(claim)
+        form = form_of(claim)
+        row = {"method": claim.method, "task, score": f"{claim.headline} ({claim.scale})"}
+        found = paired(ours, theirs)
+        means = f"{form[0] * ours.mean():.{form[1]}f} against {form[0] * theirs.mean():.{form[1]}f}"
+        row["method against control"] = f"{means} {claim.unit}".strip() + f" ({claim.control})"
+        row["difference (95 %)"] = show_interval(found, *form)
+        rows.append(row | {"verdict": judge(claim)[1].partition(" (")[0]})
     return markdown(rows)
 
 
@@ -496,11 +546,14 @@ def draw_default_runs() -> None:
             curves.append((method, default_curve(method)))
         except FileNotFoundError:
             continue
-    columns = 5
+    columns = min((5, 6, 4), key=lambda count: -len(curves) % count)  # the fewest empty cells
     rows = -(-len(curves) // columns)
     picture, axes = plt.subplots(rows, columns, figsize=(2.75 * columns, 2.5 * rows))
     for axis in axes.flat[len(curves) :]:
         axis.set_axis_off()
+    if len(curves) < axes.size:
+        text = "line: mean of three seeds\nband: lowest to highest"
+        axes.flat[len(curves)].text(0, 0.5, text, fontsize=9, color="0.4")
     for axis, (method, points) in zip(axes.flat, curves):
         draw_line(axis, points, color="C0", linewidth=1.8)
         axis.set_title(f"{method.script}.py", fontsize=10, loc="left", family="monospace")
@@ -511,6 +564,79 @@ def draw_default_runs() -> None:
             place = {"xycoords": "axes fraction", "ha": "right", "color": "0.4", "fontsize": 8}
             axis.annotate("lower is better", (0.97, 0.88), **place)
     save(picture, "default_runs")
+
+
+COLORS = {"reproduced": "#2a9d5c", "opposite": "#d1495b", "no difference": "#3b82c4", "not settled": "#9a9a9a"}
+
+
+def forest(ink: str, paper: str):
+    """Every claim with a label in claims.csv: its interval in standard deviations of the control."""
+    shown = [claim for claim in load_rows("claims.csv") if claim.plot]
+    picture, axis = plt.subplots(figsize=(8.6, 0.245 * len(shown) + 1.1), facecolor=paper)
+    axis.set_facecolor(paper)
+    beside = blended_transform_factory(picture.transFigure, axis.transData)
+    for row, claim in enumerate(shown):
+        ours, theirs = scores_of(claim)
+        found = paired(ours, theirs)
+        unit = theirs.std() * (1 if claim.better == "higher" else -1)
+        said = judge(claim)[1]
+        color = next(color for word, color in COLORS.items() if said.startswith(word))
+        ends = [found.low / unit, found.high / unit]
+        axis.plot(ends, [row, row], color=color, linewidth=2, solid_capstyle="butt")
+        axis.plot(found.mean / unit, row, "o", color=color, markersize=5)
+        new = row == 0 or shown[row - 1].method != claim.method
+        text = {"transform": beside, "va": "center", "fontsize": 8, "color": ink}
+        axis.text(0.01, row, claim.method if new else "", weight="bold", **text)
+        axis.text(0.095, row, claim.plot, **text)
+        axis.text(0.89, row, claim.scale.replace(" parameters", ""), **text)
+        if new and row:
+            axis.axhline(row - 0.5, color="0.5", linewidth=0.4, alpha=0.5)
+    axis.axvline(0, color=ink, linewidth=0.8)
+    axis.set_xscale("symlog", linthresh=1)
+    ticks = [-30, -10, -3, -1, 0, 1, 3, 10, 30]
+    axis.set_xticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks], fontsize=7, color=ink)
+    axis.minorticks_off()
+    axis.set(yticks=[], ylim=(len(shown) - 0.4, -0.6), xlim=(-60, 60))
+    label = "difference in standard deviations of the control\nright of 0: as the paper claims"
+    axis.set_xlabel(label, fontsize=8, color=ink)
+    axis.spines[:].set_visible(False)
+    axis.tick_params(color=ink)
+    axis.grid(axis="x", alpha=0.25)
+    marks = [plt.Line2D([], [], color=color, marker="o", label=word) for word, color in COLORS.items()]
+    place = {"loc": "upper left", "bbox_to_anchor": (0.0, 1.0), "ncols": 4, "frameon": False}
+    picture.legend(handles=marks, fontsize=8, labelcolor=ink, **place)
+    picture.subplots_adjust(left=0.5, right=0.88, top=0.955, bottom=0.075)
+    return picture
+
+
+def opening(ink: str, paper: str):
+    """The learning curve of grpo.py's default run, the first picture of the README."""
+    method = next(method for method in load_rows("methods.csv") if method.script == "grpo")
+    points = default_curve(method)
+    picture, axis = plt.subplots(figsize=(8.6, 2.3), facecolor=paper)
+    axis.set_facecolor(paper)
+    draw_line(axis, points, color="#3b82c4", linewidth=2.2)
+    mean = points.groupby("x").y.mean()
+    for x, y in (mean.index[0], mean.iloc[0]), (mean.index[-1], mean.iloc[-1]):
+        place = {"xytext": (0, 12), "textcoords": "offset points", "ha": "center", "color": ink}
+        axis.annotate(f"{y:.0f} %", (x, y), weight="bold", fontsize=10, **place)
+    axis.set_ylabel("right answers, %", fontsize=9, color=ink)
+    axis.set_xlabel("training steps of `python algorithms/grpo.py`", fontsize=9, color=ink)
+    axis.set(ylim=(15, 65), xlim=(-4, mean.index[-1] + 5))
+    axis.tick_params(labelsize=8, colors=ink)
+    axis.spines[:].set_color(ink)
+    picture.tight_layout()
+    return picture
+
+
+def draw_for_readme() -> None:
+    """Both pictures of the README, each for a light and for a dark page."""
+    for suffix, ink, paper in (("", "#1f2328", "white"), ("_dark", "#e6edf3", "#0d1117")):
+        for name, draw in (("opening", opening), ("forest", forest)):
+            picture = draw(ink, paper)
+            path = RESULTS / f"{name}{suffix}.png"
+            picture.savefig(path, dpi=200, metadata={"Software": None})
+            plt.close(picture)
 
 
 # --- Pages ----------------------------------------------------------------------------------------
@@ -551,6 +677,7 @@ def main(args: Args) -> None:
     if not args.figures:
         return
     draw_default_runs()
+    draw_for_readme()
     for name in DECLARED["figures"]:
         try:
             draw_study(name)

@@ -5,6 +5,7 @@ import statistics
 
 import pandas as pd
 import pytest
+from scipy import stats
 
 from benchmarks import make_tables
 from benchmarks.make_tables import DECLARED, RESULTS, TABLES, load_rows, pages, paired, redraw
@@ -49,10 +50,37 @@ def test_verdicts(name):
         expected = "values shown"
     else:
         half = T_95[len(differences)] * statistics.stdev(differences) / len(differences) ** 0.5
+        margin = {"3": 0.03, "5": 0.05, "10 %": 0.1 * abs(statistics.mean(theirs))}[claim.margin]
         expected = "not settled"
         if abs(mean) > half:
             expected = "reproduced" if mean > 0 else "opposite"
+        elif abs(mean) + half < margin:
+            points = f"{100 * margin:.3g} points"
+            expected = f"no difference larger than {points if claim.unit == '%' else f'{margin:.3g}'}"
     assert said.partition(" (")[0] == expected
+
+
+def test_verdict_within_a_margin():
+    """By hand: 1 to 5 less 3 is 0 with a half width of 1.963, which 2 holds and 1.9 does not."""
+    found = paired(pd.Series([1, 2, 3, 4, 5]), pd.Series([3] * 5))
+    assert make_tables.verdict(found, "higher", 2.0) == "no difference larger than"
+    assert make_tables.verdict(found, "higher", 1.9) == "not settled"
+    assert make_tables.verdict(make_tables.Interval(1, 0.5, 1.5), "lower", 2.0) == "opposite"
+
+
+def test_holm_corrected_intervals_exclude_zero_if_the_test_rejects():
+    """Four p-values by hand (the third stops the procedure), then all claims against adjusted p-values."""
+    errors = make_tables.holm_errors(pd.Series({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}))
+    assert errors.to_dict() == pytest.approx({"d": 0.05 / 4, "a": 0.05 / 3, "c": 0.05 / 2, "b": 0.05 / 2})
+    errors = make_tables.corrected_errors()
+    scores = {name: make_tables.scores_of(CLAIMS[name]) for name in errors.index}
+    p_values = pd.Series({name: stats.ttest_rel(*pair, nan_policy="omit").pvalue for name, pair in scores.items()})
+    p_values = p_values.sort_values()
+    adjusted = (p_values * [*range(len(p_values), 0, -1)]).cummax()
+    for name, pair in scores.items():
+        found = paired(*pair, errors[name])
+        assert (found.low > 0 or found.high < 0) == (adjusted[name] < 0.05), name
+    assert 0 < (adjusted < 0.05).sum() < len(adjusted)
 
 
 def study_file(folder, rows) -> None:
@@ -99,3 +127,20 @@ def test_figures(monkeypatch):
     lines = saved["grpo_learning"].axes[0].get_lines()
     assert [line.get_label() for line in lines] == ["GRPO", "no baseline: REINFORCE"]
     assert {"grpo.py", "fm3q.py"} <= {axis.get_title(loc="left") for axis in saved["default_runs"].axes}
+
+
+def test_forest_has_a_row_for_each_labelled_claim():
+    """Intervals in standard deviations of the control, turned so that the claim's direction is to the right."""
+    picture = make_tables.forest("black", "white")
+    labelled = [claim for claim in CLAIMS.values() if claim.plot]
+    lines = [line for line in picture.axes[0].get_lines() if len(line.get_xdata()) == 2 and line.get_linewidth() == 2]
+    assert len(lines) == len(labelled) > 20
+    for row, (claim, line) in enumerate(zip(labelled, lines)):
+        ours, theirs = make_tables.scores_of(claim)
+        found = paired(ours, theirs)
+        spread = statistics.stdev(theirs.dropna())
+        ends = sorted([found.low / spread, found.high / spread])
+        ends = ends if claim.better == "higher" else [-ends[1], -ends[0]]
+        assert sorted(line.get_xdata()) == pytest.approx(ends) and list(line.get_ydata()) == [row, row]
+        color = {"reproduced": "#2a9d5c", "opposite": "#d1495b", "no": "#3b82c4", "not": "#9a9a9a"}
+        assert line.get_color() == color[make_tables.judge(claim)[1].split()[0]]
