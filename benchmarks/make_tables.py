@@ -621,8 +621,8 @@ def opening(ink: str, paper: str):
         place = {"xytext": (0, 12), "textcoords": "offset points", "ha": "center", "color": ink}
         axis.annotate(f"{y:.0f} %", (x, y), weight="bold", fontsize=10, **place)
     axis.set_ylabel("right answers, %", fontsize=9, color=ink)
-    axis.set_xlabel("training steps of `python algorithms/grpo.py`", fontsize=9, color=ink)
-    axis.set(ylim=(15, 65), xlim=(-4, mean.index[-1] + 5))
+    axis.set_xlabel("training steps of python algorithms/grpo.py", fontsize=9, color=ink)
+    axis.set(ylim=(15, 65), xlim=(-7, mean.index[-1] + 5))
     axis.tick_params(labelsize=8, colors=ink)
     axis.spines[:].set_color(ink)
     picture.tight_layout()

@@ -35,6 +35,7 @@ from benchmarks.about import RESULTS, about  # noqa: E402
 SWEEP_SEED = 1
 THREE = (2, 3, 4)
 FIVE = (2, 3, 4, 5, 6)
+TWELVE = tuple(range(2, 14))
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
 HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
 TINY = ("2.5e-5", "5e-5", "1e-4", "2e-4", "4e-4", "8e-4", "1.6e-3")  # the shipped models
@@ -163,6 +164,17 @@ STUDIES = {
         scores=MEAN_AT_2 | {name: (f"eval/rewards/{name}", "last") for name in GOALS},
         best="mean_at_2",
         minutes=3.0,
+    ),
+    "gdpo_tools": Study(  # at the best rates of the sweep in gdpo_runs.csv
+        command="algorithms/gdpo.py --max-steps 60 --num-prompts-per-step 16 --eval-steps 30",
+        arms={
+            "gdpo": Arm("--learning-rate 2e-4", seeds=TWELVE),
+            "grpo": Arm("--advantage grpo --learning-rate 4e-4", seeds=TWELVE),
+            "grpo_batch_norm": Arm("--advantage grpo_batch_norm --learning-rate 4e-4", seeds=TWELVE),
+        },
+        scores=MEAN_AT_8,
+        curves=("eval/mean_at_8",),
+        minutes=2.5,
     ),
     "spiral_135m": Study(  # after a cold start, see README.md
         command="algorithms/spiral_rae.py --model-name-or-path smollm2_games --bf16 --games kuhn"
