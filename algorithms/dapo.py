@@ -339,7 +339,7 @@ class JsonLines:
             if not line.strip():
                 continue
             try:
-                self.rows.append(json.loads(line))
+                self.rows.append(json.loads(line.rstrip()))
                 self.prompt(self.rows[-1])
             except json.JSONDecodeError as error:
                 place = f"{path}, line {number}, column {error.colno}"

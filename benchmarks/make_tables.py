@@ -341,7 +341,8 @@ def headlines(links: str) -> str:
     for claim in filter(lambda claim: claim.headline, load_rows("claims.csv")):
         ours, theirs = scores_of(claim)
         form = form_of(claim)
-        row = {"method": claim.method, "task, score": f"{claim.headline} ({claim.scale})"}
+        scale = claim.scale.removesuffix(" parameters")
+        row = {"method": claim.method, "task, score": f"{claim.headline} ({scale})"}
         found = paired(ours, theirs)
         means = f"{form[0] * ours.mean():.{form[1]}f} against {form[0] * theirs.mean():.{form[1]}f}"
         row["method against control"] = f"{means} {claim.unit}".strip() + f" ({claim.control})"

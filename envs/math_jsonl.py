@@ -115,11 +115,11 @@ def read_line(raw: bytes, where: str) -> Problem:
             raise ValueError(f"{where}: found {found}, expected {expected}")
 
     try:
-        row, error = json.loads(raw.decode("utf-8-sig"), parse_float=Decimal), None  # Decimal keeps 0.10 as written
-    except (ValueError, RecursionError) as raised:
-        row, error = None, raised
-    check(not isinstance(error, UnicodeDecodeError), "bytes that are not UTF-8", "UTF-8 text")
-    check(error is None, "text that is not valid JSON", "one JSON object")
+        row = json.loads(raw.decode("utf-8-sig").rstrip(), parse_float=Decimal)  # Decimal keeps 0.10 as written
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: found bytes that are not UTF-8, expected UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}, column {error.colno}: not JSON, {error.msg}") from None
     check(isinstance(row, dict), f"JSON of type {type(row).__name__}", "an object with a question and an answer")
     texts = []
     for keys, types in ((("question", "problem", "prompt"), (str,)), (("answer", "solution"), (str, int, Decimal))):

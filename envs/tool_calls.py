@@ -109,10 +109,12 @@ def read_line(raw: bytes, where: str) -> Problem:
     """One line of the file as a problem; a ValueError of one sentence if it is broken."""
     keys = (("query", "question", "input", "instruction"), ("answer", "output"), ("tools", "system", "instruction"))
     try:
-        row = json.loads(raw.decode("utf-8-sig"))
+        row = json.loads(raw.decode("utf-8-sig").rstrip())
         query, answer, tools = (next((row[key] for key in names if row.get(key)), "") for names in keys)
         json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is legal JSON, but no tokenizer takes it
-    except (ValueError, RecursionError, AttributeError):
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}, column {error.colno}: not JSON, {error.msg}") from None
+    except (ValueError, AttributeError):
         raise ValueError(f"{where}: found no JSON object in UTF-8, expected one with a query and an answer") from None
     for text, names in zip((query, answer), keys):
         if not (isinstance(text, str) and text.strip()):

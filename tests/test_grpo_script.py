@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import re
 import shutil
 from functools import partial
@@ -254,6 +255,8 @@ def test_a_reward_file_runs_once(data, tmp_path):
     path.write_text(REWARDS + f"open({str(tmp_path / 'runs.txt')!r}, 'a').write('run\\n')\n")
     train_here(tmp_path / "run", dataset=str(data / "train.jsonl"), reward=(f"{path}:brief", f"{path}:ones"))
     assert (tmp_path / "runs.txt").read_text() == "run\n"
+    function = grpo.from_file("--reward", f"{path}:brief")
+    assert pickle.loads(pickle.dumps(function)) is function, "so that rewards can be given to a pool of processes"
 
 
 def test_evaluation_data_is_scored_whole(data, tmp_path):

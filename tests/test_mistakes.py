@@ -14,7 +14,7 @@ SERVER = "--retriever-url http://127.0.0.1:1/x"
 MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--dataset nothing.jsonl", "nothing.jsonl: cannot be read"),
     ("grpo", "--dataset nothing.jsonl --reward own.py:ones", "No such file or directory: 'nothing.jsonl'"),
-    ("grpo", "--dataset broken.jsonl --reward own.py:ones", "broken.jsonl, line 3, column 1: not JSON, Expecting value"),
+    ("grpo", "--dataset broken.jsonl --reward own.py:ones", "broken.jsonl, line 3, column 13: not JSON, Expecting value"),
     ("grpo", "--dataset keyless.jsonl --reward own.py:ones", "keyless.jsonl, line 1: "),
     ("grpo", "--dataset list.json --reward own.py:ones", "list.json, line 1: "),
     ("grpo", "--dataset questions.jsonl --reward own.py:ones", "--dataset: too few problems to hold some out"),
