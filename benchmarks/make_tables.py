@@ -505,7 +505,7 @@ def draw_study(name: str) -> None:
             points = points[points.tag == column].rename(columns={"value": column})
         else:
             points = load_runs(figure["study"])
-        points = points[(points.task == task) | (task == "*")]
+        points = points[points.task == task]
         points = points.assign(x=points[x].astype(float))
         points["y"] = figure.get("scale", 1) * points[column]
         for arm, text in figure["grey"].items():

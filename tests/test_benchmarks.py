@@ -27,7 +27,6 @@ from benchmarks import (
     speed_stream,
     speed_vllm,
     tabular_spiral,
-    variance_poisson,
 )
 from envs.teams import Episode
 from envs.two_team import arat_game
@@ -40,7 +39,6 @@ ROOT = Path(__file__).resolve().parents[1]
     [
         (bandit_gdpo, {"seeds": 2, "steps": 2}, 189),
         (simulate_dr_mas, {"seeds": 2, "steps": 2}, 80),
-        (variance_poisson, {"seeds": 1, "atoms": (5,), "samples": 2560}, 3),
     ],
 )
 def test_programs_in_small(program, flags, rows, tmp_path):
