@@ -24,7 +24,6 @@ from benchmarks import (
     speed_grpo,
     speed_marl,
     speed_ppo,
-    speed_stream,
     speed_vllm,
     tabular_spiral,
 )
@@ -164,9 +163,3 @@ def test_gpu_flags_exist(part):
     for run in gpu.runs_of(part, "cuda", False):
         script = importlib.import_module(f"algorithms.{run.script}")
         assert tyro.cli(script.Args, args=shlex.split(run.flags))
-
-
-def test_speed_stream(tmp_path):
-    speed_stream.main(str(tmp_path / "speed.csv"), steps=10, turns=1)
-    speeds = pd.read_csv(tmp_path / "speed.csv")
-    assert list(speeds.task) == ["CartPole-v1", "Hopper-v5"] and (speeds.ratio > 0.5).all()
