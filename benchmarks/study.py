@@ -36,6 +36,7 @@ SWEEP_SEED = 1
 THREE = (2, 3, 4)
 FIVE = (2, 3, 4, 5, 6)
 TWELVE = tuple(range(2, 14))
+TWENTY = tuple(range(2, 22))
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
 HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
 TINY = ("2.5e-5", "5e-5", "1e-4", "2e-4", "4e-4", "8e-4", "1.6e-3")  # the shipped models
@@ -124,9 +125,9 @@ STUDIES = {
         command="",
         tasks={"": ARITHMETIC},
         arms={
-            "grpo": Arm("algorithms/grpo.py", LADDER, "4e-5"),
+            "grpo": Arm("algorithms/grpo.py", LADDER, "4e-5", TWENTY),
             "dapo": Arm("algorithms/dapo.py", LADDER, "4e-5"),
-            "no_baseline": Arm("algorithms/grpo.py --advantage none", LADDER, "4e-5"),
+            "no_baseline": Arm("algorithms/grpo.py --advantage none", LADDER, "4e-5", TWENTY),
         },
         scores=MEAN_AT_2,
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
@@ -158,8 +159,8 @@ STUDIES = {
             "gdpo": Arm("", LADDER, "4e-5"),
             "grpo": Arm("--advantage grpo", LADDER, "4e-5"),
             "grpo_batch_norm": Arm("--advantage grpo_batch_norm", LADDER, "4e-5", seeds=THREE),
-            "gdpo_conditioned": Arm("--conditioned-rewards short", LADDER, "4e-5"),
-            "grpo_conditioned": Arm("--advantage grpo --conditioned-rewards short", LADDER, "4e-5"),
+            "gdpo_conditioned": Arm("--conditioned-rewards short", LADDER, "4e-5", TWENTY),
+            "grpo_conditioned": Arm("--advantage grpo --conditioned-rewards short", LADDER, "4e-5", TWENTY),
         },
         scores=MEAN_AT_2 | {name: (f"eval/rewards/{name}", "last") for name in GOALS},
         best="mean_at_2",
