@@ -335,6 +335,18 @@ def claims(links: str) -> str:
     return markdown(rows)
 
 
+def tally(links: str) -> str:
+    """How many claims got which verdict, and the hours of a thread that their studies took."""
+    said = [judge(claim)[1] for claim in load_rows("claims.csv")]
+    kinds = "reproduced, opposite, no difference, not settled, values shown, exact, open".split(", ")
+    row = {"claims": len(said)}
+    for kind in kinds:
+        row[kind] = sum(words.startswith(kind) for words in said)
+    row["not run, or one seed"] = len(said) - sum(list(row.values())[1:])
+    minutes = [read(path.name).get("minutes", pd.Series(dtype=float)) for path in RESULTS.glob("*.csv")]
+    return markdown([row | {"hours of all runs": f"{pd.concat(minutes).sum() / 60:.0f}"}])
+
+
 def headlines(links: str) -> str:
     """The README's table of results: claims that have a headline in claims.csv."""
     rows = []
@@ -643,7 +655,7 @@ def draw_for_readme() -> None:
 # --- Pages ----------------------------------------------------------------------------------------
 
 TABLES = {name: functools.partial(study_table, name) for name in DECLARED["tables"]}
-TABLES |= {"claims": claims, "headlines": headlines, "methods": methods}
+TABLES |= {"claims": claims, "headlines": headlines, "methods": methods, "tally": tally}
 TABLES |= {"speed_grpo": speed_grpo, "speed_ppo": speed_ppo, "speed_marl": speed_marl}
 TABLES |= {"speed_vllm": speed_vllm}
 TABLES |= {"memory_fit": memory_fit}

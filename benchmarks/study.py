@@ -3,6 +3,7 @@
     python benchmarks/study.py            # every study: runs that are done, left, hours of a thread
     python benchmarks/study.py fm3q_games          # runs it; continues where it was stopped
     python benchmarks/study.py defaults --arms fm3q arac --seeds 2 3
+    python benchmarks/study.py --repeat 10 --results FOLDER    # the ten claims that are cheapest to repeat
 
 A finished run is a row of results/<study>.csv: task, arm, seed, learning rate, scores, minutes,
 device, versions, commit and command. Its metrics go to results/<study>_curves.csv. A run
@@ -352,6 +353,8 @@ class Args:
     """runs at the same time, one thread each"""
     keep: str = ""
     """folder in which the runs of a study stay with their last checkpoints, as TASK_ARM_SEED_RATE"""
+    repeat: int = 0
+    """in place of a study: run so many claims of claims.csv again, the cheapest ones, and compare"""
     extra: str = ""
     """further flags for every run, to try the program: --extra="--max-steps 1" --results FOLDER"""
     results: str = str(RESULTS)
@@ -516,6 +519,38 @@ def main(args: Args) -> None:
             print(f"{number}/{len(waiting)} runs, {left:.0f} minutes left", flush=True)
 
 
+def repeat(args: Args) -> None:
+    """Run both sides of the cheapest claims again, at the same rates and seeds, and compare the differences."""
+    if args.results == str(RESULTS):
+        sys.exit("--repeat: give --results FOLDER as well, where the new runs go")
+    from benchmarks import make_tables as tables
+
+    plans = []  # minutes, claim, its runs
+    for claim in tables.load_rows("claims.csv"):
+        if claim.study in STUDIES and claim.kind != "exact":
+            rows = tables.final_runs(claim.study)
+            rows = rows[(rows.task == claim.task) & rows.arm.isin([claim.ours, claim.theirs])]
+            rows = rows[rows.seed.isin(args.seeds)] if args.seeds else rows
+            plans.append((rows.minutes.sum(), claim, rows))
+    plans.sort(key=lambda plan: plan[0])
+    os.makedirs(args.results, exist_ok=True)
+    for minutes, claim, rows in plans[: args.repeat]:
+        print(f"{claim.name}: {claim.claim} ({claim.run}); {minutes:.0f} minutes of a thread", flush=True)
+        args.study = claim.study
+        runs = [Run(row.task, row.arm, row.seed, row.learning_rate) for row in rows.itertuples()]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(lambda run: train(args, run), runs))
+        again = pd.read_csv(Path(args.results, f"{args.study}.csv"))
+        again = again[again.task.fillna("") == claim.task]
+        for when, found in (("before", rows), ("again ", again)):
+            ours = found[found.arm == claim.ours].set_index("seed")[claim.column]
+            theirs = found[found.arm == claim.theirs].set_index("seed")[claim.other_column or claim.column]
+            difference = tables.paired(ours, theirs)
+            said = tables.verdict(difference, claim.better, tables.margin_of(claim, theirs))
+            low, high = (f"{x:.4g}" if x is not None else "-" for x in (difference.low, difference.high))
+            print(f"  {when} {difference.mean:.4g} ({low} to {high}): {said}", flush=True)
+
+
 def overview() -> None:
     """Runs that are done and left, and the hours that those need."""
     for name, study in STUDIES.items():
@@ -534,4 +569,9 @@ def overview() -> None:
 
 if __name__ == "__main__":
     arguments = tyro.cli(Args)
-    main(arguments) if arguments.study else overview()
+    if arguments.repeat:
+        repeat(arguments)
+    elif arguments.study:
+        main(arguments)
+    else:
+        overview()

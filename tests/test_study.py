@@ -101,6 +101,21 @@ def test_a_run_and_its_row(tmp_path, forked):
     assert set(curves.tag) == {"eval/nash_conv_mean"}
 
 
+def test_the_cheapest_claim_again(tmp_path, forked, capsys):
+    """Two seeds of each side, cut short; their differences stand beside those of the committed runs."""
+    args = Args(repeat=1, seeds=(2, 3), results=str(tmp_path), jobs=1)
+    args.extra = "--total-timesteps 2000 --num-states 3 --learning-starts 1000"
+    study.repeat(args)
+    told = capsys.readouterr().out.splitlines()
+    rows = pd.read_csv(tmp_path / "fm3q_games.csv")
+    assert sorted(zip(rows.arm, rows.seed)) == [("iql", 2), ("iql", 3), ("qmix", 2), ("qmix", 3)]
+    sides = rows.set_index(["arm", "seed"]).late_nash_conv
+    assert told[-1].startswith(f"  again  {(sides['qmix'] - sides['iql']).mean():.4g} (- to -): values shown")
+    assert told[0].startswith("fm3q_alone: ") and told[-2].startswith("  before ")
+    with pytest.raises(SystemExit, match="--repeat: give --results"):
+        study.repeat(Args(repeat=1))
+
+
 def test_every_command_of_every_study_parses():
     """The scripts know the flags of all arms on all tasks."""
     for name in study.STUDIES:
