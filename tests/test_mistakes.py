@@ -20,6 +20,8 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--dataset questions.jsonl --reward own.py:ones", "--dataset: too few problems to hold some out"),
     ("grpo", "--dataset train.jsonl --reward nothing.py:ones", "--reward nothing.py:ones: "),
     ("grpo", OWN + "nowhere", "--reward own.py:nowhere: "),
+    ("grpo", OWN + "ones own.py:ones", "--reward: functions need different names"),
+    ("grpo", OWN + "ones math.py:twos", "--reward math.py:twos: Python has another module of this name"),
     ("grpo", OWN + "nothing --num-prompts-per-step 1", "reward function nothing: returned None"),
     ("grpo", OWN + "unknown --num-prompts-per-step 1", "reward function unknown: returned nan"),
     ("grpo", "--eval-dataset train.jsonl", "--eval-dataset: needs --dataset"),
@@ -97,6 +99,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "keyless.jsonl").write_text('{"text": "Who?"}\n')
     (tmp_path / "list.json").write_text('[{"question": "Who?"}]\n')
     (tmp_path / "own.py").write_text(OWN_FILE)
+    (tmp_path / "math.py").write_text("def twos(problem, completion):\n    return 2.0\n")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "args.json").write_text("{}")
     monkeypatch.chdir(tmp_path)

@@ -56,16 +56,68 @@ def largest_gap(run_dir) -> float:
     return max(gaps)
 
 
-@pytest.mark.parametrize("script", FLAGS)
-def test_sampler_and_learner_agree(script, tmp_path):
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FLAGS])
+def whole(request, tmp_path_factory):
+    """A script, the flags of two steps with it, and the folder of such a run."""
+    words = ["--max-steps", 2, "--eval-steps", 2, "--save-steps", 1, "--learning-rate", 1e-3]
+    folder = tmp_path_factory.mktemp("runs") / request.param
+    run(request.param, *words, "--output-dir", folder)
+    return request.param, words, folder
+
+
+def test_sampler_and_learner_agree(whole):
     """The second step samples with the weights that the first has changed, and the last evaluation with the last."""
-    words = ["--max-steps", 2, "--eval-steps", 2, "--learning-rate", 1e-3, "--output-dir", tmp_path / "run"]
-    run(script, *words)
-    assert largest_gap(tmp_path / "run") < 1e-3
-    found = metrics(tmp_path / "run")
+    *_, folder = whole
+    assert largest_gap(folder) < 1e-3
+    found = metrics(folder)
     assert any(step == 2 and tag.startswith("eval/") for step, tag in found)
     ratios = [value for (_, tag), value in found.items() if tag.endswith("importance_sampling_ratio/mean")]
     assert ratios and all(ratio == pytest.approx(1, abs=1e-3) for ratio in ratios)
+
+
+def test_a_killed_run_that_goes_on_is_the_uninterrupted_one(whole, tmp_path):
+    script, words, folder = whole
+    with open(tmp_path / "output", "w") as output:
+        process = subprocess.Popen(command(script, *words, "--output-dir", tmp_path / "run"), stdout=output, stderr=output)
+    while process.poll() is None and not list((tmp_path / "run").glob("checkpoints/*/.metadata")):
+        time.sleep(0.02)
+    process.kill()
+    assert process.wait() == -9, (tmp_path / "output").read_text()[-4000:]
+    run(script, "--resume", tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(folder)
+
+
+def test_two_processes_take_the_step_of_one(whole, tmp_path):
+    script, words, folder = whole
+    run(script, *words, "--max-steps", 1, "--eval-steps", 0, "--output-dir", tmp_path / "two", processes=2)
+    assert_first_steps_agree(tmp_path / "two", folder)
+
+
+def test_adapters_are_merged_into_what_samples(whole, tmp_path):
+    script, words, _ = whole
+    adapters = ["--lora-rank", 4, "--learning-rate", 1e-2, "--eval-steps", 0, "--output-dir", tmp_path / "run"]
+    run(script, *words, *adapters)
+    assert largest_gap(tmp_path / "run") < 1e-3
+    folders = list((tmp_path / "run").glob("**/adapter"))
+    assert folders
+    for folder in folders:
+        assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
+
+
+@pytest.mark.parametrize("script", ["grpo", "empg"])
+def test_sharded_weights_go_into_the_engines(script, tmp_path):
+    words = ["--max-steps", 1, "--eval-steps", 0]
+    run(script, *words, "--output-dir", tmp_path / "one")
+    run(script, *words, "--fsdp", "--output-dir", tmp_path / "two", processes=2)
+    assert_first_steps_agree(tmp_path / "two", tmp_path / "one")
+
+
+def assert_first_steps_agree(run_dir, other) -> None:
+    """Rewards and gradient norms of the first step."""
+    found, expected = metrics(run_dir), metrics(other)
+    tags = [tag for step, tag in found if step == 1 and tag.endswith(("train/reward", "grad_norm"))]
+    assert tags and all(found[1, tag] == pytest.approx(expected[1, tag], rel=1e-3) for tag in tags)
+    assert largest_gap(run_dir) < 1e-3
 
 
 def test_after_ten_large_updates_the_weights_are_still_those_of_the_learner(tmp_path):
@@ -96,46 +148,11 @@ sys.exit(f"{gap} nats" if gap > 1e-3 else 0)
     assert process.returncode == 0, process.stderr[-2000:]
 
 
-@pytest.mark.parametrize("script", ["grpo", "dr_mas", "pi_play"])
-def test_adapters_are_merged_into_what_samples(script, tmp_path):
-    words = ["--max-steps", 3, "--lora-rank", 4, "--learning-rate", 1e-2, "--output-dir", tmp_path / "run"]
-    run(script, *words, "--eval-steps", 0)
-    assert largest_gap(tmp_path / "run") < 1e-3
-    for folder in (tmp_path / "run").glob("**/adapter"):
-        assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
-
-
 def test_bfloat16_differs_by_rounding_and_is_corrected(tmp_path):
     run("grpo", "--bf16", "--max-steps", 2, "--eval-steps", 0, "--output-dir", tmp_path / "run")
     found = metrics(tmp_path / "run")
     assert 1e-5 < found[2, "train/sampling/logprob_difference/mean"] < 0.02
     assert 0 < abs(found[2, "train/sampling/importance_sampling_ratio/mean"] - 1) < 0.02
-
-
-@pytest.mark.parametrize("script", ["grpo", "dr_mas"])
-def test_a_killed_run_that_goes_on_is_the_uninterrupted_one(script, tmp_path):
-    words = ["--eval-steps", 0, "--save-steps", 1, "--max-steps", 3]
-    run(script, *words, "--output-dir", tmp_path / "whole")
-    with open(tmp_path / "output", "w") as output:
-        process = subprocess.Popen(command(script, *words, "--output-dir", tmp_path / "killed"), stdout=output, stderr=output)
-    while process.poll() is None and not list((tmp_path / "killed").glob("checkpoints/*/.metadata")):
-        time.sleep(0.02)
-    process.kill()
-    assert process.wait() == -9, (tmp_path / "output").read_text()[-4000:]
-    run(script, "--resume", tmp_path / "killed")
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("script, more", [("grpo", []), ("grpo", ["--fsdp"]), ("empg", ["--fsdp"]), ("dr_mas", [])])
-def test_two_processes_take_the_step_of_one(script, more, tmp_path):
-    words = ["--max-steps", 1, "--eval-steps", 0]
-    run(script, *words, "--output-dir", tmp_path / "one")
-    run(script, *words, *more, "--output-dir", tmp_path / "two", processes=2)
-    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
-    assert two[1, "train/reward"] == pytest.approx(one[1, "train/reward"])
-    norms = [key for key in one if key[1].endswith("grad_norm")]
-    assert norms and all(two[key] == pytest.approx(one[key], rel=1e-3) for key in norms)
-    assert largest_gap(tmp_path / "two") < 1e-3
 
 
 def test_grpo_learns(tmp_path):
