@@ -354,13 +354,21 @@ def headlines(links: str) -> str:
         ours, theirs = scores_of(claim)
         form = form_of(claim)
         scale = claim.scale.removesuffix(" parameters")
-        row = {"method": claim.method, "task, score": f"{claim.headline} ({scale})"}
+        lower = ", lower is better" if claim.better == "lower" else ""
+        row = {"method": claim.method, "task, score": f"{claim.headline} ({scale}{lower})"}
         found = paired(ours, theirs)
         means = f"{form[0] * ours.mean():.{form[1]}f} against {form[0] * theirs.mean():.{form[1]}f}"
         row["method against control"] = f"{means} {claim.unit}".strip() + f" ({claim.control})"
         row["difference (95 %)"] = show_interval(found, *form)
         rows.append(row | {"verdict": judge(claim)[1].partition(" (")[0]})
     return markdown(rows)
+
+
+def opposites(links: str) -> str:
+    """A sentence of the README: the labelled claims for which the opposite came out."""
+    shown = [claim for claim in load_rows("claims.csv") if claim.plot]
+    found = [f"{c.method} ({c.plot})" for c in shown if judge(c)[1].startswith("opposite")]
+    return f"The opposite of the claim came out for {', '.join(found[:-1])} and {found[-1]}."
 
 
 def methods(links: str) -> str:
@@ -583,7 +591,8 @@ COLORS = {"reproduced": "#2a9d5c", "opposite": "#d1495b", "no difference": "#3b8
 
 
 def forest(ink: str, paper: str):
-    """Every claim with a label in claims.csv: its interval in standard deviations of the control."""
+    """Every claim with a label in claims.csv: its interval in standard deviations of the control.
+    Dots are filled where the interval excludes zero also after Holm's correction."""
     shown = [claim for claim in load_rows("claims.csv") if claim.plot]
     picture, axis = plt.subplots(figsize=(8.6, 0.245 * len(shown) + 1.1), facecolor=paper)
     axis.set_facecolor(paper)
@@ -596,21 +605,25 @@ def forest(ink: str, paper: str):
         color = next(color for word, color in COLORS.items() if said.startswith(word))
         ends = [found.low / unit, found.high / unit]
         axis.plot(ends, [row, row], color=color, linewidth=2, solid_capstyle="butt")
-        axis.plot(found.mean / unit, row, "o", color=color, markersize=5)
+        wider = paired(ours, theirs, corrected_errors()[claim.name])
+        inside = color if wider.low > 0 or wider.high < 0 else paper
+        axis.plot(found.mean / unit, row, "o", color=color, markersize=5.5, markerfacecolor=inside)
         new = row == 0 or shown[row - 1].method != claim.method
         text = {"transform": beside, "va": "center", "fontsize": 8, "color": ink}
         axis.text(0.01, row, claim.method if new else "", weight="bold", **text)
         axis.text(0.095, row, claim.plot, **text)
-        axis.text(0.89, row, claim.scale.replace(" parameters", ""), **text)
+        scale = claim.scale.removesuffix(" parameters")
+        axis.text(0.87, row, f"{scale}, {len(ours)}", **text)
         if new and row:
             axis.axhline(row - 0.5, color="0.5", linewidth=0.4, alpha=0.5)
+    axis.text(0.87, -1, "scale, seeds", style="italic", **text)
     axis.axvline(0, color=ink, linewidth=0.8)
     axis.set_xscale("symlog", linthresh=1)
     ticks = [-30, -10, -3, -1, 0, 1, 3, 10, 30]
     axis.set_xticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks], fontsize=7, color=ink)
     axis.minorticks_off()
     axis.set(yticks=[], ylim=(len(shown) - 0.4, -0.6), xlim=(-60, 60))
-    label = "difference in standard deviations of the control\nright of 0: as the paper claims"
+    label = "difference / standard deviation of the control over seeds\nright of 0: as the paper claims"
     axis.set_xlabel(label, fontsize=8, color=ink)
     axis.spines[:].set_visible(False)
     axis.tick_params(color=ink)
@@ -618,7 +631,7 @@ def forest(ink: str, paper: str):
     marks = [plt.Line2D([], [], color=color, marker="o", label=word) for word, color in COLORS.items()]
     place = {"loc": "upper left", "bbox_to_anchor": (0.0, 1.0), "ncols": 4, "frameon": False}
     picture.legend(handles=marks, fontsize=8, labelcolor=ink, **place)
-    picture.subplots_adjust(left=0.5, right=0.88, top=0.955, bottom=0.075)
+    picture.subplots_adjust(left=0.495, right=0.86, top=0.955, bottom=0.075)
     return picture
 
 
@@ -656,6 +669,7 @@ def draw_for_readme() -> None:
 
 TABLES = {name: functools.partial(study_table, name) for name in DECLARED["tables"]}
 TABLES |= {"claims": claims, "headlines": headlines, "methods": methods, "tally": tally}
+TABLES["opposites"] = opposites
 TABLES |= {"speed_grpo": speed_grpo, "speed_ppo": speed_ppo, "speed_marl": speed_marl}
 TABLES |= {"speed_vllm": speed_vllm}
 TABLES |= {"memory_fit": memory_fit}
