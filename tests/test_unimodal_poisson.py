@@ -320,26 +320,50 @@ def test_update_takes_every_row_once_an_epoch():
         return unimodal_poisson.minibatch_loss(agent, rows, args)
 
     args = Args(num_minibatches=4, update_epochs=3)
-    unimodal_poisson.update(agent, torch.optim.Adam(agent.parameters(), 1e-3), batch, args, spy)
+    vector = unimodal_poisson.as_vector(agent)
+    unimodal_poisson.update(agent, vector, torch.optim.Adam([vector], 1e-3), batch, args, spy)
     assert [len(rows) for rows in seen] == [4] * 12
     epochs = [sum(seen[i : i + 4], []) for i in (0, 4, 8)]
     assert all(sorted(epoch) == batch["returns"].tolist() for epoch in epochs), "each row once"
     assert epochs[0] != sorted(epochs[0]) and epochs[0] != epochs[1], "in another order each time"
 
 
-def test_update_limits_the_gradient():
-    """One minibatch is one step down the gradient, whose norm is cut to 0.01."""
+@pytest.mark.parametrize("max_grad_norm", [0.01, 0.0])
+def test_update_limits_the_gradient(max_grad_norm):
+    """One minibatch is one step down the gradient, whose norm is cut to 0.01; 0 does not cut it."""
     agent, other = agent_of(), agent_of()
     batch = batch_of(agent)
-    args = Args(num_minibatches=1, update_epochs=1, max_grad_norm=0.01)
-    optimizer = torch.optim.SGD(agent.parameters(), 0.5)
-    metrics = unimodal_poisson.update(agent, optimizer, batch, args, unimodal_poisson.minibatch_loss)
+    args = Args(num_minibatches=1, update_epochs=1, max_grad_norm=max_grad_norm)
+    vector = unimodal_poisson.as_vector(agent)
+    optimizer = torch.optim.SGD([vector], 0.5)
+    metrics = unimodal_poisson.update(agent, vector, optimizer, batch, args, unimodal_poisson.minibatch_loss)
     loss, _ = unimodal_poisson.minibatch_loss(other, batch, args)
     gradients = torch.autograd.grad(loss, list(other.parameters()))
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
     assert norm > 0.02 and metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     for ours, theirs, gradient in zip(agent.parameters(), other.parameters(), gradients):
-        assert_close(ours, (theirs - 0.5 * gradient * 0.01 / norm).detach(), 1e-6)
+        cut = 0.01 / norm if max_grad_norm else 1
+        assert_close(ours, (theirs - 0.5 * gradient * cut).detach(), 1e-6)
+
+
+def test_update_is_that_of_parameters_one_by_one():
+    """Four steps of Adam with PyTorch's own clipping, on parameters that are no views of a vector."""
+    agent, other = agent_of(policy="gaussian"), agent_of(policy="gaussian")
+    batch = batch_of(agent)
+    args = Args(policy="gaussian", num_minibatches=1, update_epochs=4, max_grad_norm=0.1)
+    vector = unimodal_poisson.as_vector(agent)
+    optimizer = torch.optim.Adam([vector], 1e-2, eps=1e-5, fused=True)
+    unimodal_poisson.update(agent, vector, optimizer, batch, args, unimodal_poisson.minibatch_loss)
+    parameters = list(other.parameters())
+    optimizer = torch.optim.Adam(parameters, 1e-2, eps=1e-5)
+    for _ in range(4):
+        loss, _ = unimodal_poisson.minibatch_loss(other, batch, args)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        optimizer.step()
+    for ours, theirs in zip(agent.parameters(), parameters):
+        assert_close(ours, theirs.detach(), 1e-5)
 
 
 class Walk(gym.Env):
