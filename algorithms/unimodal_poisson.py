@@ -14,7 +14,7 @@ On-Policy Reinforcement Learning, arXiv 2408.00309. PPO: Schulman et al., arXiv 
 the details of CleanRL's ppo_continuous_action.py.
 
 The method is poisson_logits and the class PoissonHead. Other policies are heads beside it; PPO is
-in gae, ppo_loss and update.
+in gae, ppo_loss and update. A task with discrete actions gets a softmax over them.
 
 Differs from the paper:
 1. The policy is softmax(log-PMF / temperature), which is unimodal as the title says. The authors'
@@ -28,6 +28,7 @@ Differs from CleanRL: 8 environments, and statistics that are updated after each
 
     python algorithms/unimodal_poisson.py                           # HalfCheetah-v5, CPU, 1 minute
     python algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 3000000
+    python algorithms/unimodal_poisson.py --env-id CartPole-v1      # discrete actions
     python algorithms/unimodal_poisson.py --evaluate runs/<run> --video
 
 Shapes: T steps, N environments, B rows of a minibatch, O numbers of an observation, A action
@@ -71,19 +72,24 @@ FIXED += " rate_init total_timesteps norm_obs norm_reward seed save_steps output
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v5"
-    """gymnasium task with continuous actions, or FILE.py:make, where make(num_envs) returns a
-    vector environment as in envs/examples/carts.py"""
-    policy: Literal[
-        "poisson",
-        "poisson_repo",
-        "categorical",
-        "ordinal",
-        "gaussian",
-        "beta",
-    ] = "poisson"
-    """distribution of actions: the method, the released code's version of it, or a control"""
+    """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment as in
+    envs/examples/carts.py"""
+    policy: (
+        Literal[
+            "poisson",
+            "poisson_repo",
+            "categorical",
+            "ordinal",
+            "gaussian",
+            "beta",
+        ]
+        | None
+    ) = None
+    """distribution of actions: the method, the released code's version of it, or a control; None is
+    poisson, or categorical where actions are discrete"""
     num_atoms: int = 11
-    """K, values of each action dimension; categorical with 2 is a bang-bang policy"""
+    """K, values of each action dimension; categorical with 2 is a bang-bang policy. Discrete
+    actions are atoms themselves"""
     temperature: float | None = None
     """poisson: divides the log-PMF; None is 1, or 2.5 for poisson_repo"""
     rate_init: float | None = None
@@ -407,9 +413,11 @@ class MLP(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(...,inputs) -> (...,outputs)"""
-        hidden = self.first(x).tanh()
-        return self.last(self.second_activation(self.second(hidden)))
+        """(...,inputs) -> (...,outputs). Calling nn.Linear takes longer than so small a product."""
+        first, second, last = self.first, self.second, self.last
+        hidden = F.linear(x, first.weight, first.bias).tanh()
+        hidden = self.second_activation(F.linear(hidden, second.weight, second.bias))
+        return F.linear(hidden, last.weight, last.bias)
 
 
 class Agent(nn.Module):
@@ -419,8 +427,14 @@ class Agent(nn.Module):
         super().__init__()
         observation_size = envs.single_observation_space.shape[0]
         space = envs.single_action_space
-        low = torch.tensor(space.low, dtype=torch.float32)
-        high = torch.tensor(space.high, dtype=torch.float32)
+        self.is_discrete = is_discrete(envs)
+        if self.is_discrete:  # one action dimension, whose atoms are the actions
+            args = replace(args, num_atoms=int(space.n))
+            low, high = [space.start], [space.start + space.n - 1]
+        else:
+            low, high = space.low, space.high
+        low = torch.tensor(low, dtype=torch.float32)
+        high = torch.tensor(high, dtype=torch.float32)
         self.args = args
         self.head = HEADS[args.policy](low, high, args)
         second = F.softplus if args.second_activation == "softplus" else torch.tanh
@@ -451,6 +465,11 @@ class Agent(nn.Module):
         """(...,O) -> (...)"""
         return self.critic(observations)[..., 0]
 
+    def to_env(self, actions: Tensor) -> np.ndarray:
+        """(N,A) -> what the environments' step() takes: (N,A), or whole numbers (N,)"""
+        values = self.head.to_env(actions).cpu().numpy()
+        return values[:, 0].astype(np.int64) if self.is_discrete else values
+
 
 # --- Environments and rollout -------------------------------------------------------------------
 
@@ -476,14 +495,22 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id {args.env_id}: its metadata needs autoreset_mode SAME_STEP")
     space = envs.single_action_space
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-        sys.exit(f"--env-id {args.env_id}: expected a Box of one dimension as actions, not {space}")
+    if is_discrete(envs):
+        if args.policy in ("gaussian", "beta"):
+            sys.exit(f"--policy {args.policy}: actions are discrete, {space}; use categorical")
+    elif not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+        sys.exit(f"--env-id {args.env_id}: actions must be Discrete or a Box of 1-D, not {space}")
+    elif args.policy != "gaussian" and not space.is_bounded():
+        sys.exit(f"--env-id {args.env_id}: actions are unbounded, {space}; use --policy gaussian")
     seen = envs.single_observation_space
     if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
         sys.exit(f"--env-id {args.env_id}: expected one-dimensional observations, not {seen}")
-    if args.policy != "gaussian" and not space.is_bounded():
-        sys.exit(f"--policy {args.policy}: actions are unbounded, {space}; use --policy gaussian")
     return envs
+
+
+def is_discrete(envs: VectorEnv) -> bool:
+    """Whether an action is one of n numbers, and not a vector."""
+    return isinstance(envs.single_action_space, gym.spaces.Discrete)
 
 
 def load_function(path: str):
@@ -529,8 +556,7 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> di
         raw_observations = unfinished.observations
         observations = agent.normalize(raw_observations)
         actions = agent.head.sample(agent.outputs(observations))
-        env_actions = agent.head.to_env(actions).cpu().numpy()
-        following, rewards, terminated, truncated, info = envs.step(env_actions)
+        following, rewards, terminated, truncated, info = envs.step(agent.to_env(actions))
         dones = terminated | truncated
         # Copies, because a simulator may use its arrays again.
         steps.append((raw_observations, observations, actions, np.array(rewards), dones))
@@ -695,10 +721,27 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args):
     )
 
 
-def update(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args, loss_function) -> dict:
-    """Several epochs of Adam over a rollout (T N,...) in shuffled minibatches. -> mean metrics"""
-    num_rows = len(batch["actions"])
+def as_vector(agent: Agent) -> Tensor:
+    """All parameters (P,). They become views of this vector, and their gradients views of its own,
+    so that clipping and Adam are single operations and not one for each layer."""
     parameters = list(agent.parameters())
+    vector = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    vector.grad = torch.zeros_like(vector)
+    sizes = [parameter.numel() for parameter in parameters]
+    parts = zip(parameters, vector.split(sizes), vector.grad.split(sizes))
+    for parameter, values, gradient in parts:
+        parameter.data = values.view_as(parameter)
+        parameter.grad = gradient.view_as(parameter)
+    return vector
+
+
+def update(agent: Agent, vector: Tensor, optimizer, batch: dict, args: Args, loss_function) -> dict:
+    """Several epochs of Adam over a rollout (T N,...) in shuffled minibatches. -> mean metrics
+
+    The optimizer has only the vector of parameters, see as_vector.
+    """
+    num_rows = len(batch["actions"])
+    largest = args.max_grad_norm or math.inf
     history = []
     for _ in range(args.update_epochs):
         order = torch.randperm(num_rows, device=agent.device).view(args.num_minibatches, -1)
@@ -706,11 +749,12 @@ def update(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args, loss_f
         for i in range(args.num_minibatches):
             minibatch = {name: values[i] for name, values in shuffled.items()}
             loss, metrics = loss_function(agent, minibatch, args)
-            optimizer.zero_grad()
+            vector.grad.zero_()
             loss.backward()
-            largest = args.max_grad_norm or math.inf
-            metrics["grad_norm"] = nn.utils.clip_grad_norm_(parameters, largest)
+            grad_norm = vector.grad.norm()
+            vector.grad.mul_((largest / (grad_norm + 1e-6)).clamp(max=1))
             optimizer.step()
+            metrics["grad_norm"] = grad_norm
             history.append(torch.stack(list(metrics.values())))
     return dict(zip(metrics, torch.stack(history).mean(0).tolist()))
 
@@ -834,8 +878,7 @@ def play(envs: VectorEnv, agent: Agent, seed: int, deterministic: bool, video: b
             if video:
                 pictures.append(envs.render()[0])
             actions = choose(agent.outputs(agent.normalize(observations)))
-            env_actions = agent.head.to_env(actions).cpu().numpy()
-            observations, rewards, terminated, truncated, _ = envs.step(env_actions)
+            observations, rewards, terminated, truncated, _ = envs.step(agent.to_env(actions))
             returns += rewards * running
             running &= ~(terminated | truncated)
     return returns, pictures
@@ -877,7 +920,8 @@ def train(args: Args) -> dict[str, float]:
     device = setup(args)
     if args.evaluate:
         return score_run(args, device)
-    if args.policy == "poisson" and (args.temperature or 1) < 1 and (args.rate_init or 1) < 1:
+    is_poisson = args.policy in (None, "poisson")
+    if is_poisson and (args.temperature or 1) < 1 and (args.rate_init or 1) < 1:
         sys.exit(
             f"--temperature {args.temperature} with --rate-init {args.rate_init}: nearly all mass "
             "is at the lowest atom, so nothing else is tried; leave --rate-init out"
@@ -895,8 +939,11 @@ def train(args: Args) -> dict[str, float]:
         sys.exit(f"--total-timesteps: fewer than the {rollout_size} steps of one rollout")
     torch.manual_seed(args.seed)
     envs = make_envs(args, args.num_envs)
+    if args.policy is None:
+        args.policy = "categorical" if is_discrete(envs) else "poisson"
     agent = Agent(envs, args).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    vector = as_vector(agent)
+    optimizer = torch.optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True)
     loss_function = minibatch_loss
     if args.compile:
         loss_function = torch.compile(minibatch_loss, mode="reduce-overhead")
@@ -940,7 +987,7 @@ def train(args: Args) -> dict[str, float]:
         if args.anneal_lr:
             learning_rate = args.learning_rate * (1 - step / last_step)
         optimizer.param_groups[0]["lr"] = learning_rate
-        losses = update(agent, optimizer, batch, args, loss_function)
+        losses = update(agent, vector, optimizer, batch, args, loss_function)
         if not math.isfinite(sum(losses.values())):
             sys.exit(f"step {step}: the loss is not finite; the last checkpoint is kept")
 
@@ -956,7 +1003,7 @@ def train(args: Args) -> dict[str, float]:
             returns, lengths = np.mean(rollout["episodes"], 0).tolist()
             metrics["charts/episodic_return"] = returns
             metrics["charts/episodic_length"] = lengths
-        if isinstance(agent.head, CategoricalHead):
+        if isinstance(agent.head, CategoricalHead) and not agent.is_discrete:
             metrics |= atom_metrics(agent, batch["observations"][: 16 * args.num_envs])
         metrics["charts/SPS"] = rollout_size / (now - began)
         metrics["seconds/rollout"] = acted - began

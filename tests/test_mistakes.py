@@ -69,7 +69,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("arac", "--resume nothing", "nothing: no args.json, so not a run folder"),
     ("unimodal_poisson", "--env-id Hoper-v5", "--env-id Hoper-v5: Environment"),
     ("unimodal_poisson", "--env-id nothing.py:make", "there is no file nothing.py"),
-    ("unimodal_poisson", "--env-id CartPole-v1", "expected a Box"),
+    ("unimodal_poisson", "--env-id CartPole-v1 --policy gaussian", "Discrete(2); use categorical"),
     ("unimodal_poisson", "--temperature 0.5 --rate-init 0.693", "leave --rate-init out"),
     ("unimodal_poisson", "--num-minibatches 7", "does not divide 2048"),
     ("unimodal_poisson", "--total-timesteps 100", "fewer than the 2048 steps"),

@@ -320,26 +320,50 @@ def test_update_takes_every_row_once_an_epoch():
         return unimodal_poisson.minibatch_loss(agent, rows, args)
 
     args = Args(num_minibatches=4, update_epochs=3)
-    unimodal_poisson.update(agent, torch.optim.Adam(agent.parameters(), 1e-3), batch, args, spy)
+    vector = unimodal_poisson.as_vector(agent)
+    unimodal_poisson.update(agent, vector, torch.optim.Adam([vector], 1e-3), batch, args, spy)
     assert [len(rows) for rows in seen] == [4] * 12
     epochs = [sum(seen[i : i + 4], []) for i in (0, 4, 8)]
     assert all(sorted(epoch) == batch["returns"].tolist() for epoch in epochs), "each row once"
     assert epochs[0] != sorted(epochs[0]) and epochs[0] != epochs[1], "in another order each time"
 
 
-def test_update_limits_the_gradient():
-    """One minibatch is one step down the gradient, whose norm is cut to 0.01."""
+@pytest.mark.parametrize("max_grad_norm", [0.01, 0.0])
+def test_update_limits_the_gradient(max_grad_norm):
+    """One minibatch is one step down the gradient, whose norm is cut to 0.01; 0 does not cut it."""
     agent, other = agent_of(), agent_of()
     batch = batch_of(agent)
-    args = Args(num_minibatches=1, update_epochs=1, max_grad_norm=0.01)
-    optimizer = torch.optim.SGD(agent.parameters(), 0.5)
-    metrics = unimodal_poisson.update(agent, optimizer, batch, args, unimodal_poisson.minibatch_loss)
+    args = Args(num_minibatches=1, update_epochs=1, max_grad_norm=max_grad_norm)
+    vector = unimodal_poisson.as_vector(agent)
+    optimizer = torch.optim.SGD([vector], 0.5)
+    metrics = unimodal_poisson.update(agent, vector, optimizer, batch, args, unimodal_poisson.minibatch_loss)
     loss, _ = unimodal_poisson.minibatch_loss(other, batch, args)
     gradients = torch.autograd.grad(loss, list(other.parameters()))
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
     assert norm > 0.02 and metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     for ours, theirs, gradient in zip(agent.parameters(), other.parameters(), gradients):
-        assert_close(ours, (theirs - 0.5 * gradient * 0.01 / norm).detach(), 1e-6)
+        cut = 0.01 / norm if max_grad_norm else 1
+        assert_close(ours, (theirs - 0.5 * gradient * cut).detach(), 1e-6)
+
+
+def test_update_is_that_of_parameters_one_by_one():
+    """Four steps of Adam with PyTorch's own clipping, on parameters that are no views of a vector."""
+    agent, other = agent_of(policy="gaussian"), agent_of(policy="gaussian")
+    batch = batch_of(agent)
+    args = Args(policy="gaussian", num_minibatches=1, update_epochs=4, max_grad_norm=0.1)
+    vector = unimodal_poisson.as_vector(agent)
+    optimizer = torch.optim.Adam([vector], 1e-2, eps=1e-5, fused=True)
+    unimodal_poisson.update(agent, vector, optimizer, batch, args, unimodal_poisson.minibatch_loss)
+    parameters = list(other.parameters())
+    optimizer = torch.optim.Adam(parameters, 1e-2, eps=1e-5)
+    for _ in range(4):
+        loss, _ = unimodal_poisson.minibatch_loss(other, batch, args)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        optimizer.step()
+    for ours, theirs in zip(agent.parameters(), parameters):
+        assert_close(ours, theirs.detach(), 1e-5)
 
 
 class Walk(gym.Env):
@@ -379,12 +403,29 @@ class Sign(gym.Env):
 
 
 gym.register("test/Walk-v0", Walk, max_episode_steps=6)
+class Match(gym.Env):
+    """One step, in which the number that is seen, -1, 0 or 1, is the only good action."""
+
+    action_space = gym.spaces.Discrete(3, start=-1)
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seen = self.np_random.choice([-1, 0, 1], 1).astype(np.float32)
+        return self.seen, {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return self.seen, float(action == self.seen[0]), True, False, {}
+
+
 gym.register("test/sign-v0", Sign)
+gym.register("test/match-v0", Match)
 
 
 def agent_of(**values) -> unimodal_poisson.Agent:
-    """An agent for three observed numbers and two action dimensions, always the same."""
-    args = Args(env_id="test/Walk-v0", **values)
+    """An agent for three observed numbers and two action dimensions, or another task; always the same."""
+    args = Args(**{"env_id": "test/Walk-v0", "policy": "poisson"} | values)
     torch.manual_seed(0)
     return unimodal_poisson.Agent(unimodal_poisson.make_envs(args, 1), args)
 
@@ -487,6 +528,43 @@ def test_probe_action(policy, tmp_path):
         with torch.no_grad():
             actions = agent.head.mode(agent.outputs(torch.tensor([[sign]])))
         assert agent.head.to_env(actions).item() == pytest.approx(best * sign, abs=allowed)
+
+
+def test_discrete_actions_are_a_softmax():
+    """Against torch.distributions; the environment gets whole numbers, counted from the space's own start."""
+    agent = agent_of(env_id="test/match-v0", policy="categorical", num_atoms=11)
+    assert agent.actor.last.out_features == 3
+    logits = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+    outputs, expected = logits[:, None], Categorical(logits=logits)
+    actions = agent.head.sample(outputs)
+    assert_close(agent.head.log_prob(outputs, actions), expected.log_prob(actions[:, 0]), 1e-6)
+    assert_close(agent.head.entropy(outputs), expected.entropy(), 1e-6)
+    for chosen, index in ((actions, actions[:, 0]), (agent.head.mode(outputs), logits.argmax(-1))):
+        found = agent.to_env(chosen)
+        assert found.dtype == np.int64 and found.tolist() == (index - 1).tolist()
+
+
+@pytest.mark.parametrize("num_actions", [2, 17, 1000])
+def test_the_number_of_an_action_is_not_rounded(num_actions):
+    envs = unimodal_poisson.make_envs(Args(env_id="test/match-v0"), 1)
+    envs.single_action_space = gym.spaces.Discrete(num_actions, start=-7)
+    agent = unimodal_poisson.Agent(envs, Args(policy="categorical"))
+    found = agent.to_env(torch.arange(num_actions)[:, None])
+    assert found.tolist() == list(range(-7, num_actions - 7))
+
+
+@pytest.mark.parametrize("policy", [None, "poisson", "ordinal"])
+def test_probe_discrete_action(policy, tmp_path):
+    """A policy over ordered atoms, too; the best action depends on what is seen."""
+    values = QUICK | {"env_id": "test/match-v0", "policy": policy, "total_timesteps": 128 * 40}
+    args = Args(**values, temperature=0.25, output_dir=str(tmp_path / "run"))
+    unimodal_poisson.train(args)
+    assert args.policy == (policy or "categorical")
+    agent = unimodal_poisson.Agent(unimodal_poisson.make_envs(args, 1), args)
+    agent.load_state_dict(unimodal_poisson.load_checkpoint(args.output_dir, torch.device("cpu"))["agent"])
+    with torch.no_grad():
+        actions = agent.head.mode(agent.outputs(torch.tensor([[-1.0], [0.0], [1.0]])))
+    assert agent.to_env(actions).tolist() == [-1, 0, 1]
 
 
 def test_atom_metrics():

@@ -17,6 +17,8 @@ SMALL |= {"update_epochs": 2, "eval_episodes": 1, "total_timesteps": 256}
 LONG = SMALL | {"total_timesteps": 256 * 8, "save_steps": 256, "eval_steps": 1024}
 HOPPER = LONG | {"env_id": "Hopper-v5", "num_steps": 64, "total_timesteps": 128 * 8}
 HOPPER |= {"save_steps": 128, "eval_steps": 0}
+CARTPOLE = {"env_id": "CartPole-v1", "num_envs": 8, "num_steps": 32, "num_minibatches": 4, "update_epochs": 4}
+CARTPOLE |= {"learning_rate": 3e-3, "total_timesteps": 32_768, "save_steps": 1024, "eval_episodes": 5}
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +124,7 @@ def test_own_vector_environment(tmp_path):
 def test_what_cannot_be_run(whole, monkeypatch, capsys):
     assert "--seed 2: cannot change" in refusal(unimodal_poisson, monkeypatch, "--resume", whole[0], "--seed", 2)
     assert "actions are unbounded" in refusal(unimodal_poisson, monkeypatch, "--env-id", "test/Unbounded-v0")
+    assert "must be Discrete or a Box" in refusal(unimodal_poisson, monkeypatch, "--env-id", "test/Several-v0")
     unimodal_poisson.make_envs(unimodal_poisson.Args(env_id="test/Endless-v0"), 1)
     assert "has no time limit" in capsys.readouterr().out, "said, not refused: its episodes may end"
 
@@ -150,6 +153,32 @@ def test_learning(tmp_path):
     assert metrics[8192, "eval/sampled/return_mean"] > 150
 
 
+@pytest.fixture(scope="module")
+def cartpole(tmp_path_factory):
+    """Folder of a run with discrete actions."""
+    run_dir = tmp_path_factory.mktemp("runs") / "cartpole"
+    train(unimodal_poisson, run_dir, **CARTPOLE)
+    return run_dir
+
+
+def test_discrete_actions(cartpole, monkeypatch, capsys):
+    """CartPole: a pole that falls after 20 steps at first stands for hundreds; at most 500."""
+    metrics = results(cartpole)
+    assert metrics[256, "charts/episodic_return"] < 40
+    scores = [metrics[32_768, f"eval/{kind}/return_mean"] for kind in ("deterministic", "sampled")]
+    assert all(150 < score <= 500 for score in scores)
+    assert not column(metrics, "train/extreme_mass"), "the actions have no order"
+    assert 0 < metrics[32_768, "losses/entropy"] < metrics[256, "losses/entropy"] <= math.log(2) + 1e-6
+    assert json.loads((cartpole / "args.json").read_text())["policy"] == "categorical"
+    command(unimodal_poisson, monkeypatch, "--evaluate", cartpole)
+    score = f"eval/sampled/return_mean {scores[1]:.1f}"
+    assert score in capsys.readouterr().out
+
+
+def test_kill_and_resume_with_discrete_actions(cartpole, tmp_path, monkeypatch):
+    kill_and_resume(unimodal_poisson, 70, cartpole, tmp_path / "run", monkeypatch, CARTPOLE)
+
+
 class Seen(gym.Env):
     """A task that can be rendered without MuJoCo; episodes end after 50 steps."""
 
@@ -174,6 +203,11 @@ class Unbounded(Seen):
     action_space = gym.spaces.Box(-np.inf, np.inf, (1,))
 
 
+class Several(Seen):
+    action_space = gym.spaces.MultiDiscrete([2, 3])
+
+
 gym.register("test/Seen-v0", Seen, max_episode_steps=50)
+gym.register("test/Several-v0", Several, max_episode_steps=50)
 gym.register("test/Unbounded-v0", Unbounded, max_episode_steps=50)
 gym.register("test/Endless-v0", Seen)
