@@ -14,7 +14,7 @@ those of the antagonists, who want its negative. Then everybody's own best actio
 Differs from the paper, whose text was not available:
 1. The mixing network is QMIX's (arXiv 1803.11485), fed with utilities that carry the sign of their
    team. This is our reading of the paper's condition. `--mixer vdn` and `twin` are two others.
-2. The released code has no mixing network: `--mixer pairwise`, a value for each pair of opponents.
+2. The released code has no mixing network: `--mixer pairwise` pairs each agent with an opponent.
    It copies the target network after nearly every update of each fifth iteration; here the copy
    comes every `--target-network-frequency` updates.
 3. The games are ours: tables that can be solved exactly, and pong of two teams. Environments of
@@ -182,9 +182,10 @@ class UtilityNet(nn.Module):
 class Mixer(nn.Module):
     """Joint value, rising in protagonists' and falling in antagonists' utilities.
 
-    vdn: sum of the protagonists' minus sum of the antagonists'. qmix: a network with one hidden
-    layer over the signed utilities, whose weights are absolute values of linear functions of the
-    state. twin: such a network for each team, and their difference.
+    qmix: a network with one hidden layer over the signed utilities, whose weights are absolute
+    values of linear functions of the state. twin: such a network for each team, and their
+    difference. vdn: sum of the protagonists' minus sum of the antagonists'. pairwise: the mean of
+    the differences between agent i and opponent i, as each of them learns the team's whole reward.
     """
 
     def __init__(self, kind: str, num_pro: int, num_ant: int, state_dim: int, embed_dim: int = 32):
@@ -199,6 +200,8 @@ class Mixer(nn.Module):
             self.hyper_w_final = nn.Linear(state_dim, embed_dim)
             self.hyper_b_1 = nn.Linear(state_dim, embed_dim)
             self.V = nn.Sequential(
+        if self.kind == "pairwise":
+            return (pro_q - ant_q).mean(1)
                 nn.Linear(state_dim, embed_dim), nn.ReLU(), nn.Linear(embed_dim, 1)
             )
 
@@ -278,7 +281,7 @@ class Networks(nn.Module):
         n, m = game.teams
         self.game = game
         self.utility = UtilityNet(game.observation_dim, n + m, game.num_actions, args.hidden_size)
-        if args.learner == "fm3q" and args.mixer != "pairwise":
+        if args.learner == "fm3q":
             self.mixer = Mixer(args.mixer, n, m, game.state_dim, args.embed_dim)
         if args.learner.startswith("selfplay"):
             kind = args.learner.removeprefix("selfplay_")
@@ -302,8 +305,6 @@ class Networks(nn.Module):
     def value(self, state: Tensor) -> Tensor:
         """FM3Q's value of a state, at everybody's best actions. (B,S) -> (B,)"""
         pro_q, ant_q = self.utilities(state).amax(-1).split(self.game.teams, 1)
-        if not hasattr(self, "mixer"):  # pairwise: each pair learns the team's whole reward
-            return (pro_q - ant_q).mean(1)
         return self.mixer(pro_q, ant_q, state)
 
 
