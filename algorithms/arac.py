@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "imageio>=2.37", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """ARAC: soft actor-critic for a team on a graph, pulled towards an imperfect reference policy by a
 divergence whose weight beta adapts. Shi et al., arXiv 2511.08412.
@@ -11,8 +11,8 @@ divergence whose weight beta adapts. Shi et al., arXiv 2511.08412.
 
 A reconstruction: neither the paper's text nor its code was available. Network, pointer and losses
 are those of EPG (arXiv 2511.00811), public code by the same group. Differs from the paper in:
-1. The rule that adapts beta is ours: `--beta-mode dual`. Others to compare with: `performance`,
-   `linear` and `exp` let beta fall by success or by time, `fixed` is EPG's, `none` drops it.
+1. The rule that adapts beta is ours: `--beta-mode dual`. To compare with: `exp` lets beta fall by
+   time, `fixed` is EPG's, `none` drops it.
 2. All agents act at the same time, and know their number. EPG lets them act one after another, but
    trains as here.
 3. Critics are sums over agents, so E_pi[min(Q1, Q2)] over joint actions is replaced by
@@ -37,9 +37,8 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import imageio
 import torch
 import torch.nn.functional as F
 import tyro
@@ -66,7 +65,7 @@ class Args:
     # game
     env_id: Literal["graph_pursuit", "graph_confrontation"] = "graph_pursuit"
     """game: catch an evader (EPG), or outnumber another team"""
-    graph: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--graphs"])] = ("cycle_8",)
+    graph: tuple[str, ...] = ("cycle_8",)
     """cycle_N, path_N, complete_N, grid_RxC, petersen, city_N, city_N_SEED or FILE.graphml; several
     take turns"""
     eval_graphs: tuple[str, ...] = ()
@@ -91,9 +90,9 @@ class Args:
     reference: Literal["shortest", "dp", "noisy"] = "shortest"
     """policy to be pulled towards: shortest path, perfect play, or that with every second move
     random; another one is a branch of GraphGame.scripted in envs/graph_games.py"""
-    beta_mode: Literal["dual", "performance", "linear", "exp", "fixed", "none"] = "dual"
-    """how beta changes: by the divergence, by success, by time (linear, exp), not at all; none is
-    learning without a reference"""
+    beta_mode: Literal["dual", "exp", "fixed", "none"] = "dual"
+    """how beta changes: by the divergence, by time, not at all; none is learning without a
+    reference"""
     beta: float = 0.2
     """first weight of the divergence, and its highest (EPG: 0.1, with rewards of 30)"""
     beta_target: float = 0.5
@@ -145,8 +144,6 @@ class Args:
     """run folder to continue; its flags are used unless given anew"""
     evaluate: str | None = None
     """run folder to score instead of training; its flags are used unless given anew"""
-    video: bool = False
-    """with --evaluate: write an episode to episode.gif in the run folder"""
 
     def __post_init__(self):
         self.graph = tuple(self.graph)  # args.json has lists
@@ -485,16 +482,12 @@ def first_alpha(games: list[GraphGame], side: int, gamma: float) -> float:
     return (1 - gamma) / uniform / 2
 
 
-def current_beta(learner: Learner, progress: dict, args: Args) -> Tensor | float:
+def current_beta(learner: Learner, num_updates: int, args: Args) -> Tensor | float:
     """The weight of the divergence now."""
     if args.beta_mode == "dual":
         return learner.log_beta.detach().exp()
-    if args.beta_mode == "performance":
-        return args.beta * (1 - progress["success"]) ** 2
-    if args.beta_mode == "linear":
-        return linear_schedule(args.beta, 0.0, args.total_timesteps / 2, progress["step"])
     if args.beta_mode == "exp":
-        return args.beta * math.exp(-args.beta_lr * progress["updates"])
+        return args.beta * math.exp(-args.beta_lr * num_updates)
     return args.beta
 
 
@@ -570,11 +563,6 @@ def setup(args: Args) -> torch.device:
     torch.set_num_threads(1)
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
-
-
-def linear_schedule(start: float, end: float, duration: float, t: float) -> float:
-    """From start at t = 0 along a line to end at t = duration, then constant."""
-    return start + (end - start) * min(t / duration, 1.0)
 
 
 def random_seed(*names) -> int:
@@ -688,7 +676,7 @@ def evaluate(
 
 
 def score_run(args: Args, device: torch.device) -> dict[str, dict[str, float]]:
-    """--evaluate: scores of a run's policy on each graph, and with --video a game as a picture."""
+    """--evaluate: scores of a run's policy on each graph."""
     state = load_checkpoint(args.evaluate, device)
     if state is None:
         sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or it is too early")
@@ -703,12 +691,6 @@ def score_run(args: Args, device: torch.device) -> dict[str, dict[str, float]]:
         name = game.graph.name
         scores[name] = evaluate(policy, [game], args)
         print(name, *(f"{tag} {value:.3f}" for tag, value in scores[name].items()), sep="  ")
-    if args.video:
-        _, _, path = play(games[0], lambda game: act(policy, game, 0), args.seed)
-        teams = games[0].teams
-        frames = [games[0].graph.picture(positions, teams[0]).numpy() for positions in path]
-        imageio.mimsave(f"{args.evaluate}/episode.gif", frames, duration=500, loop=0)
-        print(f"{args.evaluate}/episode.gif")
     return scores
 
 
@@ -746,7 +728,7 @@ def train(args: Args) -> dict:
         sides = [learners[0], learners[0]]  # one learner plays both teams
 
     run_dir = open_run(args, games[0].graph.name)
-    progress = {"step": 0, "updates": 0, "success": 0.0}  # share of games won, last log
+    progress = {"step": 0, "updates": 0}
     state = load_checkpoint(run_dir, device) if args.resume else None
     if state is not None:
         progress = state["progress"]
@@ -815,7 +797,7 @@ def train(args: Args) -> dict:
             for _ in range(args.updates_per_step):
                 for learner in learners:
                     batch = learner.replays[turn].sample(args.batch_size)
-                    beta = current_beta(learner, progress, args)
+                    beta = current_beta(learner, progress["updates"], args)
                     found = update(learner, batch, game.graph, beta, args)
                     metrics |= {learner.prefix + tag: value for tag, value in found.items()}
                 progress["updates"] += 1
@@ -835,7 +817,6 @@ def train(args: Args) -> dict:
                 sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
             won, num_games, num_steps = counts.tolist()
             if num_games:
-                progress["success"] = won / num_games
                 metrics["charts/success"] = won / num_games
                 metrics["charts/episodic_length"] = num_steps / num_games
                 counts.zero_()

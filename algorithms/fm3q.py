@@ -152,8 +152,6 @@ class Args:
     are trained again unless --exploiter-steps is 0"""
     opponent: str | None = None
     """with --evaluate: run folder of teams to play against, from both sides"""
-    video: bool = False
-    """with --evaluate: write an episode to episode.gif in the run folder"""
 
 
 # --- The method ---------------------------------------------------------------------------------
@@ -643,8 +641,6 @@ def score_run(args: Args, device) -> dict[str, float]:
     """--evaluate: scores of a run's teams, also against those of --opponent, and an episode."""
     if game_tables(args) is not None and args.opponent:
         sys.exit(f"--env-id {args.env_id} is solved exactly; it takes no --opponent")
-    if args.video and args.env_id != "pong":
-        sys.exit("--video: only pong has pictures")
     networks = load_teams(args.evaluate, args, device)
     scores = evaluate(networks, args, device)
     if args.exploiter_steps:
@@ -660,14 +656,6 @@ def score_run(args: Args, device) -> dict[str, float]:
         scores |= match("opponent", player(networks), player(other), args, device)
     for tag, value in scores.items():
         print(f"{tag} {value:.3f}")
-    if args.video:
-        game = make_game(args, 1, args.seed, device)
-        frames = []
-        for _ in range(game.horizon):
-            frames.append(game.picture().numpy())
-            game.step(networks.greedy(game.state))
-        imageio.mimsave(f"{args.evaluate}/episode.gif", frames, duration=50, loop=0)
-        print(f"{args.evaluate}/episode.gif")
     return scores
 
 
