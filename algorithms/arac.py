@@ -24,6 +24,10 @@ are those of EPG (arXiv 2511.00811), public code by the same group. Differs from
     python algorithms/arac.py --graph town.graphml                # your own graph
     python algorithms/arac.py --beta-mode none                    # control: no reference
 
+Copied elsewhere, the script needs a folder envs/ beside it with graph_games.py, the rules, and
+graphs.py. A graph is a table: slot k of node i leads to node slots[i, k]; slot_mask says which
+slots are padded, log_slots is the log of the number of the others.
+
 Letters in shapes: E games, B transitions of a batch, n nodes, K slots (an agent stays, or goes to a
 neighbour), N agents of the learning team, P players of both teams, d width, h heads.
 """
@@ -46,8 +50,6 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root, for envs/
-from envs.graph_games import GraphConfrontation, GraphGame, GraphPursuit
-from envs.graphs import Graph, make_graph
 
 NUM_HEADS = 4  # EPG: 8
 ALPHA_LR = 1e-3  # EPG: 1e-4
@@ -302,7 +304,7 @@ class GraphEncoder(nn.Module):
         # Agents on one node see the same; by their numbers they can part.
         self.number = nn.Parameter(torch.zeros(num_agents, embed_dim))
 
-    def encode(self, positions: Tensor, graph: Graph) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, positions: Tensor, graph) -> tuple[Tensor, Tensor, Tensor]:
         """(B,P), own team last -> features of all nodes (B,n,d), of the agents' own nodes (B,N,d),
         and of what the agents see (B,N,d)"""
         nodes = self.embed(graph.features(positions))  # (B,n,d)
@@ -315,7 +317,7 @@ class GraphEncoder(nn.Module):
         seen = self.decoder(own + self.number, nodes)  # (B,N,d)
         return nodes, own, seen
 
-    def neighbours(self, nodes: Tensor, positions: Tensor, graph: Graph) -> Tensor:
+    def neighbours(self, nodes: Tensor, positions: Tensor, graph) -> Tensor:
         """Features of the nodes that agents can go to. (B,n,d) -> (B,N,K,d)"""
         slots = graph.slots[positions[:, -self.num_agents :]].clamp(min=0)  # (B,N,K)
         return take(nodes, slots.flatten(1)).unflatten(1, slots.shape[1:])
@@ -336,7 +338,7 @@ class GraphPolicy(GraphEncoder):
         self.query = nn.Linear(d, d, bias=False)
         self.key = nn.Linear(d, d, bias=False)
 
-    def forward(self, positions: Tensor, graph: Graph) -> Tensor:
+    def forward(self, positions: Tensor, graph) -> Tensor:
         """(B,P), own team last -> (B,N,K)"""
         nodes, own, seen = self.encode(positions, graph)
         query = self.query(self.current(torch.cat([seen, own], -1)))  # (B,N,d)
@@ -355,7 +357,7 @@ class GraphCritic(GraphEncoder):
         self.action = nn.Linear(3 * self.embed.out_features, width)
         self.out = nn.Linear(width * width, width)
 
-    def forward(self, positions: Tensor, graph: Graph) -> Tensor:
+    def forward(self, positions: Tensor, graph) -> Tensor:
         """(B,P), own team last -> (B,N,K)"""
         nodes, own, seen = self.encode(positions, graph)
         neighbours = self.neighbours(nodes, positions, graph)  # (B,N,K,d)
@@ -365,7 +367,7 @@ class GraphCritic(GraphEncoder):
         return self.out(rows.flatten(1)).unflatten(1, neighbours.shape[1:3])
 
 
-def network_sizes(game: GraphGame, side: int, args: Args) -> tuple[int, ...]:
+def network_sizes(game, side: int, args: Args) -> tuple[int, ...]:
     """Arguments of GraphEncoder."""
     d = args.embed_dim
     return (game.num_players, game.teams[side], d, NUM_HEADS, args.num_layers, 4 * d)
@@ -374,8 +376,16 @@ def network_sizes(game: GraphGame, side: int, args: Args) -> tuple[int, ...]:
 # --- Play ---------------------------------------------------------------------------------------
 
 
-def make_games(args: Args, names: tuple[str, ...], device) -> list[GraphGame]:
+def make_games(args: Args, names: tuple[str, ...], device) -> list:
     """The game of --env-id on each of the graphs, padded to the same number of slots."""
+    try:
+        from envs.graph_games import GraphConfrontation, GraphPursuit
+        from envs.graphs import make_graph
+    except ModuleNotFoundError:
+        sys.exit(
+            "arac.py: needs the folder envs/ of the repository beside it; graph_games.py and "
+            "graphs.py are enough"
+        )
     games = []
     try:
         num_slots = max((make_graph(name).num_slots for name in names), default=0)
@@ -406,7 +416,7 @@ def make_games(args: Args, names: tuple[str, ...], device) -> list[GraphGame]:
 
 
 @torch.no_grad()
-def act(policy: GraphPolicy, game: GraphGame, side: int, greedy: bool = False) -> Tensor:
+def act(policy: GraphPolicy, game, side: int, greedy: bool = False) -> Tensor:
     """Slots (E,N) of a side, sampled or the likeliest."""
     log_probs = policy(game.view(game.positions, side), game.graph)  # (E,N,K)
     if not greedy:  # exponential noise samples without waiting for the device
@@ -451,7 +461,7 @@ def update_target(target: nn.Module, online: nn.Module, tau: float) -> None:
 class Learner(nn.Module):
     """What one team learns: policy, two critics with targets, log alpha, log beta."""
 
-    def __init__(self, games: list[GraphGame], side: int, args: Args):
+    def __init__(self, games: list, side: int, args: Args):
         super().__init__()
         sizes = network_sizes(games[0], side, args)
         num_slots = games[0].graph.num_slots
@@ -474,7 +484,7 @@ class Learner(nn.Module):
         self.prefix = "evader/" if evader else ""  # of its metrics
 
 
-def first_alpha(games: list[GraphGame], side: int, gamma: float) -> float:
+def first_alpha(games: list, side: int, gamma: float) -> float:
     """Half of the temperature above which never winning is worth most: a game that goes on for ever
     brings alpha H / (1 - gamma) with a uniform policy's entropy H, one that is won brings 1."""
     log_slots = torch.cat([game.graph.log_slots[:-1] for game in games])  # of all nodes
@@ -492,7 +502,7 @@ def current_beta(learner: Learner, num_updates: int, args: Args) -> Tensor | flo
 
 
 def update(
-    learner: Learner, batch: dict[str, Tensor], graph: Graph, beta: Tensor | float, args: Args
+    learner: Learner, batch: dict[str, Tensor], graph, beta: Tensor | float, args: Args
 ) -> dict[str, Tensor]:
     """One Adam step on everything; policy, critics, alpha and beta share no parameters.
 
@@ -628,7 +638,7 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
 # --- Evaluation ---------------------------------------------------------------------------------
 
 
-def play(game: GraphGame, choose, seed: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+def play(game, choose, seed: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """A game from each start with choose(game) -> slots.
 
     Results of team 0 (G,), steps (G,), and the positions of the first game, (P,) each.
@@ -651,7 +661,7 @@ def play(game: GraphGame, choose, seed: int) -> tuple[Tensor, Tensor, list[Tenso
 
 
 def evaluate(
-    policy: GraphPolicy, games: list[GraphGame], args: Args, prefix: str = "eval/"
+    policy: GraphPolicy, games: list, args: Args, prefix: str = "eval/"
 ) -> dict[str, float]:
     """Shares of games won and lost with the likeliest actions, sampled ones and the reference's."""
     players = {

@@ -405,7 +405,7 @@ def test_a_gain_is_never_negative(monkeypatch):
     team = Networks(make_game(args, 1, 0, "cpu"), args)
     before = [parameter.clone() for parameter in team.parameters()]
     assert train_exploiter(team, 0, args, torch.device("cpu")) > 0.5
-    monkeypatch.setattr(fm3q, "tracker", fm3q.wanderer)
+    monkeypatch.setattr("envs.pong.tracker", fm3q.wanderer)
     assert train_exploiter(team, 0, args, torch.device("cpu")) == 0
     assert all(map(torch.equal, before, team.parameters())), "the frozen team stays"
 

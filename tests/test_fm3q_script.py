@@ -13,7 +13,7 @@ from run_folders import assert_tags_of_pages, begin, tags
 
 from algorithms import fm3q
 from algorithms.fm3q import Args
-from envs.pong import Pong
+from envs.pong import Pong, tracker
 
 SMALL = {"total_timesteps": 320, "num_envs": 32, "learning_starts": 64, "hidden_size": 16}
 SMALL |= {"embed_dim": 8, "batch_size": 32, "target_network_frequency": 2, "eval_games": 4}
@@ -25,7 +25,7 @@ PONG |= {"buffer_size": 150, "save_steps": 80, "updates_per_step": 0.7, "eval_st
 @pytest.fixture(autouse=True)
 def short_rallies(monkeypatch):
     """Pong that is cut off after 40 steps: a ninth of the time for an evaluation."""
-    monkeypatch.setattr(fm3q, "Pong", partial(Pong, horizon=40))
+    monkeypatch.setattr("envs.pong.Pong", partial(Pong, horizon=40))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_evaluations_and_their_number_do_not_change_a_run(whole, tmp_path):
 
 
 def test_evaluation_of_runs(whole, pong, tmp_path, monkeypatch, capsys):
-    """The scores at the end of the training; teams of two runs against each other; an episode."""
+    """The scores at the end of the training; teams of two runs against each other."""
     scores = fm3q.train(fm3q.Args(**LONG, evaluate=str(whole[0])))
     expected = {tag: value for (step, tag), value in whole[1].items() if (step, tag[:5]) == (1600, "eval/")}
     assert scores == expected and len(scores) == 3
@@ -111,7 +111,7 @@ def test_evaluation_of_runs(whole, pong, tmp_path, monkeypatch, capsys):
 def test_opponents_play_the_other_side():
     """The tracker wins against the wanderer from both sides."""
     args = Args(env_id="pong", num_pro=1, eval_games=16)
-    scores = fm3q.match("wanderer", fm3q.tracker, fm3q.wanderer, args, torch.device("cpu"))
+    scores = fm3q.match("wanderer", tracker, fm3q.wanderer, args, torch.device("cpu"))
     for side in ("pro", "ant"):
         won, lost = scores[f"eval/wanderer/{side}/win"], scores[f"eval/wanderer/{side}/loss"]
         assert won > 2 * lost + 0.2 and scores[f"eval/wanderer/{side}/return"] == won - lost
