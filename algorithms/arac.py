@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "imageio>=2.37", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """ARAC: soft actor-critic for a team on a graph, pulled towards an imperfect reference policy by a
 divergence whose weight beta adapts. Shi et al., arXiv 2511.08412.
@@ -11,8 +11,8 @@ divergence whose weight beta adapts. Shi et al., arXiv 2511.08412.
 
 A reconstruction: neither the paper's text nor its code was available. Network, pointer and losses
 are those of EPG (arXiv 2511.00811), public code by the same group. Differs from the paper in:
-1. The rule that adapts beta is ours: `--beta-mode dual`. Others to compare with: `performance`,
-   `linear` and `exp` let beta fall by success or by time, `fixed` is EPG's, `none` drops it.
+1. The rule that adapts beta is ours: `--beta-mode dual`. To compare with: `exp` lets beta fall by
+   time, `fixed` is EPG's, `none` drops it.
 2. All agents act at the same time, and know their number. EPG lets them act one after another, but
    trains as here.
 3. Critics are sums over agents, so E_pi[min(Q1, Q2)] over joint actions is replaced by
@@ -23,6 +23,10 @@ are those of EPG (arXiv 2511.00811), public code by the same group. Differs from
     python algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128
     python algorithms/arac.py --graph town.graphml                # your own graph
     python algorithms/arac.py --beta-mode none                    # control: no reference
+
+Copied elsewhere, the script needs a folder envs/ beside it with graph_games.py, the rules, and
+graphs.py. A graph is a table: slot k of node i leads to node slots[i, k]; slot_mask says which
+slots are padded, log_slots is the log of the number of the others.
 
 Letters in shapes: E games, B transitions of a batch, n nodes, K slots (an agent stays, or goes to a
 neighbour), N agents of the learning team, P players of both teams, d width, h heads.
@@ -37,9 +41,8 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import imageio
 import torch
 import torch.nn.functional as F
 import tyro
@@ -47,8 +50,6 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root, for envs/
-from envs.graph_games import GraphConfrontation, GraphGame, GraphPursuit
-from envs.graphs import Graph, make_graph
 
 NUM_HEADS = 4  # EPG: 8
 ALPHA_LR = 1e-3  # EPG: 1e-4
@@ -66,7 +67,7 @@ class Args:
     # game
     env_id: Literal["graph_pursuit", "graph_confrontation"] = "graph_pursuit"
     """game: catch an evader (EPG), or outnumber another team"""
-    graph: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--graphs"])] = ("cycle_8",)
+    graph: tuple[str, ...] = ("cycle_8",)
     """cycle_N, path_N, complete_N, grid_RxC, petersen, city_N, city_N_SEED or FILE.graphml; several
     take turns"""
     eval_graphs: tuple[str, ...] = ()
@@ -91,9 +92,9 @@ class Args:
     reference: Literal["shortest", "dp", "noisy"] = "shortest"
     """policy to be pulled towards: shortest path, perfect play, or that with every second move
     random; another one is a branch of GraphGame.scripted in envs/graph_games.py"""
-    beta_mode: Literal["dual", "performance", "linear", "exp", "fixed", "none"] = "dual"
-    """how beta changes: by the divergence, by success, by time (linear, exp), not at all; none is
-    learning without a reference"""
+    beta_mode: Literal["dual", "exp", "fixed", "none"] = "dual"
+    """how beta changes: by the divergence, by time, not at all; none is learning without a
+    reference"""
     beta: float = 0.2
     """first weight of the divergence, and its highest (EPG: 0.1, with rewards of 30)"""
     beta_target: float = 0.5
@@ -145,8 +146,6 @@ class Args:
     """run folder to continue; its flags are used unless given anew"""
     evaluate: str | None = None
     """run folder to score instead of training; its flags are used unless given anew"""
-    video: bool = False
-    """with --evaluate: write an episode to episode.gif in the run folder"""
 
     def __post_init__(self):
         self.graph = tuple(self.graph)  # args.json has lists
@@ -305,7 +304,7 @@ class GraphEncoder(nn.Module):
         # Agents on one node see the same; by their numbers they can part.
         self.number = nn.Parameter(torch.zeros(num_agents, embed_dim))
 
-    def encode(self, positions: Tensor, graph: Graph) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, positions: Tensor, graph) -> tuple[Tensor, Tensor, Tensor]:
         """(B,P), own team last -> features of all nodes (B,n,d), of the agents' own nodes (B,N,d),
         and of what the agents see (B,N,d)"""
         nodes = self.embed(graph.features(positions))  # (B,n,d)
@@ -318,7 +317,7 @@ class GraphEncoder(nn.Module):
         seen = self.decoder(own + self.number, nodes)  # (B,N,d)
         return nodes, own, seen
 
-    def neighbours(self, nodes: Tensor, positions: Tensor, graph: Graph) -> Tensor:
+    def neighbours(self, nodes: Tensor, positions: Tensor, graph) -> Tensor:
         """Features of the nodes that agents can go to. (B,n,d) -> (B,N,K,d)"""
         slots = graph.slots[positions[:, -self.num_agents :]].clamp(min=0)  # (B,N,K)
         return take(nodes, slots.flatten(1)).unflatten(1, slots.shape[1:])
@@ -339,7 +338,7 @@ class GraphPolicy(GraphEncoder):
         self.query = nn.Linear(d, d, bias=False)
         self.key = nn.Linear(d, d, bias=False)
 
-    def forward(self, positions: Tensor, graph: Graph) -> Tensor:
+    def forward(self, positions: Tensor, graph) -> Tensor:
         """(B,P), own team last -> (B,N,K)"""
         nodes, own, seen = self.encode(positions, graph)
         query = self.query(self.current(torch.cat([seen, own], -1)))  # (B,N,d)
@@ -358,7 +357,7 @@ class GraphCritic(GraphEncoder):
         self.action = nn.Linear(3 * self.embed.out_features, width)
         self.out = nn.Linear(width * width, width)
 
-    def forward(self, positions: Tensor, graph: Graph) -> Tensor:
+    def forward(self, positions: Tensor, graph) -> Tensor:
         """(B,P), own team last -> (B,N,K)"""
         nodes, own, seen = self.encode(positions, graph)
         neighbours = self.neighbours(nodes, positions, graph)  # (B,N,K,d)
@@ -368,7 +367,7 @@ class GraphCritic(GraphEncoder):
         return self.out(rows.flatten(1)).unflatten(1, neighbours.shape[1:3])
 
 
-def network_sizes(game: GraphGame, side: int, args: Args) -> tuple[int, ...]:
+def network_sizes(game, side: int, args: Args) -> tuple[int, ...]:
     """Arguments of GraphEncoder."""
     d = args.embed_dim
     return (game.num_players, game.teams[side], d, NUM_HEADS, args.num_layers, 4 * d)
@@ -377,8 +376,16 @@ def network_sizes(game: GraphGame, side: int, args: Args) -> tuple[int, ...]:
 # --- Play ---------------------------------------------------------------------------------------
 
 
-def make_games(args: Args, names: tuple[str, ...], device) -> list[GraphGame]:
+def make_games(args: Args, names: tuple[str, ...], device) -> list:
     """The game of --env-id on each of the graphs, padded to the same number of slots."""
+    try:
+        from envs.graph_games import GraphConfrontation, GraphPursuit
+        from envs.graphs import make_graph
+    except ModuleNotFoundError:
+        sys.exit(
+            "arac.py: needs the folder envs/ of the repository beside it; graph_games.py and "
+            "graphs.py are enough"
+        )
     games = []
     try:
         num_slots = max((make_graph(name).num_slots for name in names), default=0)
@@ -409,7 +416,7 @@ def make_games(args: Args, names: tuple[str, ...], device) -> list[GraphGame]:
 
 
 @torch.no_grad()
-def act(policy: GraphPolicy, game: GraphGame, side: int, greedy: bool = False) -> Tensor:
+def act(policy: GraphPolicy, game, side: int, greedy: bool = False) -> Tensor:
     """Slots (E,N) of a side, sampled or the likeliest."""
     log_probs = policy(game.view(game.positions, side), game.graph)  # (E,N,K)
     if not greedy:  # exponential noise samples without waiting for the device
@@ -454,7 +461,7 @@ def update_target(target: nn.Module, online: nn.Module, tau: float) -> None:
 class Learner(nn.Module):
     """What one team learns: policy, two critics with targets, log alpha, log beta."""
 
-    def __init__(self, games: list[GraphGame], side: int, args: Args):
+    def __init__(self, games: list, side: int, args: Args):
         super().__init__()
         sizes = network_sizes(games[0], side, args)
         num_slots = games[0].graph.num_slots
@@ -477,7 +484,7 @@ class Learner(nn.Module):
         self.prefix = "evader/" if evader else ""  # of its metrics
 
 
-def first_alpha(games: list[GraphGame], side: int, gamma: float) -> float:
+def first_alpha(games: list, side: int, gamma: float) -> float:
     """Half of the temperature above which never winning is worth most: a game that goes on for ever
     brings alpha H / (1 - gamma) with a uniform policy's entropy H, one that is won brings 1."""
     log_slots = torch.cat([game.graph.log_slots[:-1] for game in games])  # of all nodes
@@ -485,21 +492,17 @@ def first_alpha(games: list[GraphGame], side: int, gamma: float) -> float:
     return (1 - gamma) / uniform / 2
 
 
-def current_beta(learner: Learner, progress: dict, args: Args) -> Tensor | float:
+def current_beta(learner: Learner, num_updates: int, args: Args) -> Tensor | float:
     """The weight of the divergence now."""
     if args.beta_mode == "dual":
         return learner.log_beta.detach().exp()
-    if args.beta_mode == "performance":
-        return args.beta * (1 - progress["success"]) ** 2
-    if args.beta_mode == "linear":
-        return linear_schedule(args.beta, 0.0, args.total_timesteps / 2, progress["step"])
     if args.beta_mode == "exp":
-        return args.beta * math.exp(-args.beta_lr * progress["updates"])
+        return args.beta * math.exp(-args.beta_lr * num_updates)
     return args.beta
 
 
 def update(
-    learner: Learner, batch: dict[str, Tensor], graph: Graph, beta: Tensor | float, args: Args
+    learner: Learner, batch: dict[str, Tensor], graph, beta: Tensor | float, args: Args
 ) -> dict[str, Tensor]:
     """One Adam step on everything; policy, critics, alpha and beta share no parameters.
 
@@ -572,11 +575,6 @@ def setup(args: Args) -> torch.device:
     return torch.device("cuda" if use_cuda else "cpu")
 
 
-def linear_schedule(start: float, end: float, duration: float, t: float) -> float:
-    """From start at t = 0 along a line to end at t = duration, then constant."""
-    return start + (end - start) * min(t / duration, 1.0)
-
-
 def random_seed(*names) -> int:
     """A seed made of names: the same in a run that was stopped and continued."""
     return random.Random(" ".join(map(str, names))).getrandbits(63)
@@ -640,7 +638,7 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
 # --- Evaluation ---------------------------------------------------------------------------------
 
 
-def play(game: GraphGame, choose, seed: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+def play(game, choose, seed: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """A game from each start with choose(game) -> slots.
 
     Results of team 0 (G,), steps (G,), and the positions of the first game, (P,) each.
@@ -663,7 +661,7 @@ def play(game: GraphGame, choose, seed: int) -> tuple[Tensor, Tensor, list[Tenso
 
 
 def evaluate(
-    policy: GraphPolicy, games: list[GraphGame], args: Args, prefix: str = "eval/"
+    policy: GraphPolicy, games: list, args: Args, prefix: str = "eval/"
 ) -> dict[str, float]:
     """Shares of games won and lost with the likeliest actions, sampled ones and the reference's."""
     players = {
@@ -688,7 +686,7 @@ def evaluate(
 
 
 def score_run(args: Args, device: torch.device) -> dict[str, dict[str, float]]:
-    """--evaluate: scores of a run's policy on each graph, and with --video a game as a picture."""
+    """--evaluate: scores of a run's policy on each graph."""
     state = load_checkpoint(args.evaluate, device)
     if state is None:
         sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or it is too early")
@@ -703,12 +701,6 @@ def score_run(args: Args, device: torch.device) -> dict[str, dict[str, float]]:
         name = game.graph.name
         scores[name] = evaluate(policy, [game], args)
         print(name, *(f"{tag} {value:.3f}" for tag, value in scores[name].items()), sep="  ")
-    if args.video:
-        _, _, path = play(games[0], lambda game: act(policy, game, 0), args.seed)
-        teams = games[0].teams
-        frames = [games[0].graph.picture(positions, teams[0]).numpy() for positions in path]
-        imageio.mimsave(f"{args.evaluate}/episode.gif", frames, duration=500, loop=0)
-        print(f"{args.evaluate}/episode.gif")
     return scores
 
 
@@ -746,7 +738,7 @@ def train(args: Args) -> dict:
         sides = [learners[0], learners[0]]  # one learner plays both teams
 
     run_dir = open_run(args, games[0].graph.name)
-    progress = {"step": 0, "updates": 0, "success": 0.0}  # share of games won, last log
+    progress = {"step": 0, "updates": 0}
     state = load_checkpoint(run_dir, device) if args.resume else None
     if state is not None:
         progress = state["progress"]
@@ -815,7 +807,7 @@ def train(args: Args) -> dict:
             for _ in range(args.updates_per_step):
                 for learner in learners:
                     batch = learner.replays[turn].sample(args.batch_size)
-                    beta = current_beta(learner, progress, args)
+                    beta = current_beta(learner, progress["updates"], args)
                     found = update(learner, batch, game.graph, beta, args)
                     metrics |= {learner.prefix + tag: value for tag, value in found.items()}
                 progress["updates"] += 1
@@ -835,7 +827,6 @@ def train(args: Args) -> dict:
                 sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
             won, num_games, num_steps = counts.tolist()
             if num_games:
-                progress["success"] = won / num_games
                 metrics["charts/success"] = won / num_games
                 metrics["charts/episodic_length"] = num_steps / num_games
                 counts.zero_()

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "imageio>=2.37", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "numpy>=2.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """FM3Q: minimax Q-learning for two teams in a zero-sum game. Hu et al., arXiv 2402.00738.
 
@@ -14,7 +14,7 @@ those of the antagonists, who want its negative. Then everybody's own best actio
 Differs from the paper, whose text was not available:
 1. The mixing network is QMIX's (arXiv 1803.11485), fed with utilities that carry the sign of their
    team. This is our reading of the paper's condition. `--mixer vdn` and `twin` are two others.
-2. The released code has no mixing network: `--mixer pairwise`, a value for each pair of opponents.
+2. The released code has no mixing network: `--mixer pairwise` pairs each agent with an opponent.
    It copies the target network after nearly every update of each fifth iteration; here the copy
    comes every `--target-network-frequency` updates.
 3. The games are ours: tables that can be solved exactly, and pong of two teams. Environments of
@@ -27,24 +27,28 @@ Differs from the paper, whose text was not available:
     python algorithms/fm3q.py --learner selfplay_qmix             # control: two teams in self-play
 
 Your own game: `--env-id FILE.py:function`; the function makes a PettingZoo parallel environment.
-Its reward is the protagonists' mean reward minus the antagonists'.
+PettingZooGame says who is in which team, and what the reward is. Such games need this file alone;
+the others are in the folder envs/ of the repository.
 
 Letters in shapes: E games at once, B transitions of a batch, n protagonists, m antagonists,
 N = n + m agents, A actions of an agent, O numbers of an observation, S numbers of a state.
 """
 
+import importlib
 import json
 import math
 import os
 import random
+import runpy
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-import imageio
+import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
@@ -52,20 +56,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root, for envs/
-from envs.pong import Pong, tracker
-from envs.two_team import (
-    MATRIX_GAMES,
-    TabularGame,
-    arat_game,
-    best_response,
-    joint_actions,
-    matrix_game,
-    minimax_values,
-    random_arat_game,
-)
-from envs.two_team_pettingzoo import PettingZooGame
+# The repository root, for envs/, which is imported where a game of it is chosen.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+MATRIX_GAMES = "additive product climbing pennies rock_paper_scissors saddle".split()
+SOLVED_GAMES = ["arat", "arat_large", "arat_random", *MATRIX_GAMES]  # by tables
 LOGS = 50  # log points of a run
 EXPLOITER_EVALUATIONS = 8  # evaluations during an exploiter's training
 # Flags that cannot change when a run is resumed.
@@ -152,8 +147,6 @@ class Args:
     are trained again unless --exploiter-steps is 0"""
     opponent: str | None = None
     """with --evaluate: run folder of teams to play against, from both sides"""
-    video: bool = False
-    """with --evaluate: write an episode to episode.gif in the run folder"""
 
 
 # --- The method ---------------------------------------------------------------------------------
@@ -182,9 +175,10 @@ class UtilityNet(nn.Module):
 class Mixer(nn.Module):
     """Joint value, rising in protagonists' and falling in antagonists' utilities.
 
-    vdn: sum of the protagonists' minus sum of the antagonists'. qmix: a network with one hidden
-    layer over the signed utilities, whose weights are absolute values of linear functions of the
-    state. twin: such a network for each team, and their difference.
+    qmix: a network with one hidden layer over the signed utilities, whose weights are absolute
+    values of linear functions of the state. twin: such a network for each team, and their
+    difference. vdn: sum of the protagonists' minus sum of the antagonists'. pairwise: the mean of
+    the differences between agent i and opponent i, as each of them learns the team's whole reward.
     """
 
     def __init__(self, kind: str, num_pro: int, num_ant: int, state_dim: int, embed_dim: int = 32):
@@ -206,6 +200,8 @@ class Mixer(nn.Module):
         """(B,n), (B,m), (B,S) -> (B,)"""
         if self.kind == "vdn":
             return pro_q.sum(1) - ant_q.sum(1)
+        if self.kind == "pairwise":
+            return (pro_q - ant_q).mean(1)
         if self.kind == "twin":
             nobody = pro_q[:, :0]
             return self.pro(pro_q, nobody, state) - self.ant(ant_q, nobody, state)
@@ -257,6 +253,8 @@ def nash_conv(
 
     Tables (S,A^n,A^m) and (S,A^n,A^m,S), numbers of joint actions (S,) twice.
     """
+    from envs.two_team import best_response
+
     states = torch.arange(len(rewards), device=rewards.device)
     against_ant = best_response(
         rewards[states, :, ant_actions], transitions[states, :, ant_actions], gamma
@@ -278,7 +276,7 @@ class Networks(nn.Module):
         n, m = game.teams
         self.game = game
         self.utility = UtilityNet(game.observation_dim, n + m, game.num_actions, args.hidden_size)
-        if args.learner == "fm3q" and args.mixer != "pairwise":
+        if args.learner == "fm3q":
             self.mixer = Mixer(args.mixer, n, m, game.state_dim, args.embed_dim)
         if args.learner.startswith("selfplay"):
             kind = args.learner.removeprefix("selfplay_")
@@ -302,8 +300,6 @@ class Networks(nn.Module):
     def value(self, state: Tensor) -> Tensor:
         """FM3Q's value of a state, at everybody's best actions. (B,S) -> (B,)"""
         pro_q, ant_q = self.utilities(state).amax(-1).split(self.game.teams, 1)
-        if not hasattr(self, "mixer"):  # pairwise: each pair learns the team's whole reward
-            return (pro_q - ant_q).mean(1)
         return self.mixer(pro_q, ant_q, state)
 
 
@@ -359,30 +355,35 @@ def update_target(target: nn.Module, online: nn.Module, tau: float) -> None:
 
 
 @cache
-def game_tables(args: Args) -> tuple[Tensor, Tensor, tuple[int, int]] | None:
+def game_tables(args: Args) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Rewards (S,A^n,A^m), transitions (S,A^n,A^m,S) and team sizes of a game of tables."""
+    from envs.two_team import arat_game, matrix_game, random_arat_game
+
     if args.env_id in MATRIX_GAMES:
         return matrix_game(args.env_id)
     if args.env_id == "arat_random":
         return random_arat_game(args.num_states, (args.num_pro, args.num_ant), args.game_seed)
-    if args.env_id in ("arat", "arat_large"):
-        return arat_game("small" if args.env_id == "arat" else "large")
-    return None
+    return arat_game("small" if args.env_id == "arat" else "large")
 
 
 @cache
 def true_values(args: Args) -> Tensor:
     """Value of each state of a game of tables if both teams play their best. -> (S,)"""
+    from envs.two_team import minimax_values
+
     rewards, transitions, _ = game_tables(args)
     return minimax_values(rewards, transitions, args.gamma)
 
 
 def make_game(args: Args, num_envs: int, seed: int, device):
     """`num_envs` copies of the game."""
-    tables = game_tables(args)
-    if tables is not None:
-        return TabularGame(*tables, num_envs, seed, device)
+    if args.env_id in SOLVED_GAMES:
+        from envs.two_team import TabularGame
+
+        return TabularGame(*game_tables(args), num_envs, seed, device)
     if args.env_id == "pong":
+        from envs.pong import Pong
+
         return Pong((args.num_pro, args.num_ant), num_envs, seed, device)
     return PettingZooGame(args.env_id, num_envs, seed, device)
 
@@ -477,12 +478,147 @@ def is_due(every: int, step: int, size: int) -> bool:
     return every > 0 and (step == 0 or step // every > (step - size) // every)
 
 
+# --- Games of PettingZoo ------------------------------------------------------------------------
+
+
+class PettingZooGame:
+    """E copies of a parallel environment of PettingZoo, stepped one after the other.
+
+    Agents called adversary are the antagonists and all others the protagonists, unless the
+    environment has an attribute `teams`: the protagonists' names, the antagonists' names. The
+    reward of a step is the mean over the protagonists' rewards minus that over the antagonists'.
+
+    An agent sees its observation, padded with zeros to the longest, and which of the A actions are
+    legal; the state is what all agents see. An agent that has left the game has reward 0, observes
+    zeros, and its one legal action is 0; so is that of an agent whose mask allows none.
+    """
+
+    masked = True  # the last A numbers of an observation say which actions are legal
+
+    def __init__(self, env_id: str, num_envs: int, seed: int, device):
+        make = find_maker(env_id)
+        self.envs = [make() for _ in range(num_envs)]
+        self.num_envs = num_envs
+        self.device = torch.device(device)
+        env = self.envs[0]
+        pro, ant = find_teams(env)
+        self.teams = (len(pro), len(ant))
+        self.weights = dict.fromkeys(pro, 1 / len(pro)) | dict.fromkeys(ant, -1 / len(ant))
+        self.sizes = {}  # number of actions of each agent, in the order of all tensors
+        for agent in pro + ant:
+            space = env.action_space(agent)
+            if not hasattr(space, "n") or getattr(space, "start", 0) != 0:
+                sys.exit(f"--env-id {env_id}: {agent} has actions {space}; expected Discrete(A)")
+            self.sizes[agent] = int(space.n)
+        self.num_actions = max(self.sizes.values())
+        observations, infos = env.reset(seed=seed % 2**31)
+        lengths = [len(observed(agent, observations, infos)[0]) for agent in self.sizes]
+        self.observation_dim = max(lengths) + self.num_actions
+        self.state_dim = len(self.sizes) * self.observation_dim
+        self.reset(seed)
+
+    def reset(self, seed: int) -> None:
+        """New games."""
+        self.random = np.random.default_rng(seed)
+        self.now = np.stack([self.begin(env) for env in self.envs])  # (E,N,O)
+        self.state = self.to_device(self.now).flatten(1)  # (E,S)
+
+    def begin(self, env) -> np.ndarray:
+        """What all agents see in a new game. (N,O)"""
+        return self.describe(*env.reset(seed=int(self.random.integers(2**31))))
+
+    def describe(self, observations: dict, infos: dict) -> np.ndarray:
+        """What all agents see. (N,O)"""
+        rows = np.zeros((len(self.sizes), self.observation_dim), np.float32)
+        for row, (agent, size) in zip(rows, self.sizes.items()):
+            legal = row[-self.num_actions :][:size]  # a part of the row
+            if agent in observations:
+                numbers, mask = observed(agent, observations, infos)
+                row[: len(numbers)] = numbers
+                legal[:] = mask
+            if not legal.any():
+                legal[0] = 1
+        return rows
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def observations(self, state: Tensor) -> Tensor:
+        """(B,S) -> (B,N,O)"""
+        return state.view(len(state), len(self.sizes), -1)
+
+    def random_actions(self) -> Tensor:
+        """Legal ones (E,N)."""
+        legal = self.now[..., -self.num_actions :]
+        chances = self.random.random(legal.shape) * legal
+        return torch.from_numpy(chances.argmax(-1)).to(self.device)
+
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """actions (E,N) -> rewards, whether the game ended, and whether it is over, ended or cut
+        off, (E,) each; and the state before new games begin (E,S)."""
+        rewards = np.zeros(self.num_envs, np.float32)
+        dones = np.zeros(self.num_envs, bool)
+        over = np.zeros(self.num_envs, bool)
+        following = np.zeros_like(self.now)  # what all agents see before new games begin
+        now = np.zeros_like(self.now)
+        for game, (env, row) in enumerate(zip(self.envs, actions.tolist())):
+            action_of = dict(zip(self.sizes, row))
+            chosen = {agent: action_of[agent] for agent in env.agents}
+            observations, gains, terminated, truncated, infos = env.step(chosen)
+            rewards[game] = sum(self.weights[agent] * gain for agent, gain in gains.items())
+            dones[game] = all(terminated[agent] for agent in chosen)
+            over[game] = all(terminated[agent] or truncated[agent] for agent in chosen)
+            present = {agent: observations[agent] for agent in chosen if not terminated[agent]}
+            following[game] = self.describe(present, infos)
+            now[game] = self.begin(env) if over[game] else following[game]
+        self.now = now
+        self.state = self.to_device(now).flatten(1)
+        next_state = self.to_device(following).flatten(1)
+        return self.to_device(rewards), self.to_device(dones), self.to_device(over), next_state
+
+
+def find_maker(env_id: str):
+    """The function that makes an environment: FILE.py:function, or a module's parallel_env."""
+    path, _, name = env_id.rpartition(":")
+    try:
+        if path:
+            sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+            return runpy.run_path(path)[name]
+        return importlib.import_module(env_id).parallel_env
+    except (ImportError, AttributeError, FileNotFoundError, KeyError) as error:
+        sys.exit(
+            f"--env-id {env_id}: {error}; expected a game of this script, FILE.py:function, or a "
+            "module of PettingZoo such as mpe2.simple_tag_v3 (pip install pettingzoo mpe2)"
+        )
+
+
+def find_teams(env) -> tuple[list[str], list[str]]:
+    """Names of the protagonists and of the antagonists."""
+    agents = env.possible_agents
+    ant = [agent for agent in agents if agent.startswith("adversary")]
+    pro = [agent for agent in agents if agent not in ant]
+    pro, ant = getattr(env, "teams", (pro, ant))
+    if not pro or not ant or sorted([*pro, *ant]) != sorted(agents):
+        sys.exit(f"agents {agents}: give the environment `teams`, two lists that share them out")
+    return list(pro), list(ant)
+
+
+def observed(agent: str, observations: dict, infos: dict) -> tuple[np.ndarray, np.ndarray | int]:
+    """The numbers that an agent observes, and which of its actions are legal; 1 is all."""
+    observation = observations[agent]
+    if isinstance(observation, dict):
+        return np.ravel(observation["observation"]), observation["action_mask"]
+    return np.ravel(observation), infos.get(agent, {}).get("action_mask", 1)
+
+
 # --- Evaluation ---------------------------------------------------------------------------------
 
 
 def solve(networks, args: Args) -> dict[str, float]:
     """A game of tables: what both teams could gain against the greedy ones, and for
     FM3Q how far its values of the states are from the truth."""
+    from envs.two_team import joint_actions
+
     rewards, transitions, teams = game_tables(args)
     game = networks.game
     with torch.no_grad():
@@ -543,10 +679,12 @@ def match(name: str, ours, opponent, args: Args, device) -> dict[str, float]:
 
 def evaluate(networks, args: Args, device) -> dict[str, float]:
     """Exactly, where the game can be solved; else against players that need no training."""
-    if game_tables(args) is not None:
+    if args.env_id in SOLVED_GAMES:
         return solve(networks, args)
     scores = match("wanderer", player(networks), wanderer, args, device)
     if args.env_id == "pong":
+        from envs.pong import tracker
+
         scores |= match("tracker", player(networks), tracker, args, device)
     return scores
 
@@ -594,7 +732,11 @@ def train_exploiter(frozen: Networks, side: int, args: Args, device) -> float:
         returns = play_games(*teams, args, random_seed(seed, label), device)
         return (1 - 2 * side) * returns.mean().item()
 
-    candidates = [itself] + [tracker] * (args.env_id == "pong")
+    candidates = [itself]
+    if args.env_id == "pong":
+        from envs.pong import tracker
+
+        candidates.append(tracker)
     scores = [result(team, "before") for team in candidates]
     rounds = math.ceil(args.exploiter_steps / args.num_envs)
     for number in range(rounds):
@@ -639,11 +781,9 @@ def load_teams(run_dir: str, args: Args, device) -> Networks:
 
 
 def score_run(args: Args, device) -> dict[str, float]:
-    """--evaluate: scores of a run's teams, also against those of --opponent, and an episode."""
-    if game_tables(args) is not None and args.opponent:
+    """--evaluate: scores of a run's teams, also against those of --opponent."""
+    if args.env_id in SOLVED_GAMES and args.opponent:
         sys.exit(f"--env-id {args.env_id} is solved exactly; it takes no --opponent")
-    if args.video and args.env_id != "pong":
-        sys.exit("--video: only pong has pictures")
     networks = load_teams(args.evaluate, args, device)
     scores = evaluate(networks, args, device)
     if args.exploiter_steps:
@@ -659,14 +799,6 @@ def score_run(args: Args, device) -> dict[str, float]:
         scores |= match("opponent", player(networks), player(other), args, device)
     for tag, value in scores.items():
         print(f"{tag} {value:.3f}")
-    if args.video:
-        game = make_game(args, 1, args.seed, device)
-        frames = []
-        for _ in range(game.horizon):
-            frames.append(game.picture().numpy())
-            game.step(networks.greedy(game.state))
-        imageio.mimsave(f"{args.evaluate}/episode.gif", frames, duration=50, loop=0)
-        print(f"{args.evaluate}/episode.gif")
     return scores
 
 
@@ -753,7 +885,13 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     device = setup(args)
-    if args.exploiter_steps and game_tables(args) is not None:
+    if args.env_id in [*SOLVED_GAMES, "pong"] and find_spec("envs") is None:
+        sys.exit(
+            f"--env-id {args.env_id}: needs the folder envs/ of the repository beside this script; "
+            "without it, --env-id takes a module of PettingZoo such as mpe2.simple_tag_v3 "
+            "(pip install mpe2), or FILE.py:function"
+        )
+    if args.exploiter_steps and args.env_id in SOLVED_GAMES:
         sys.exit(f"--env-id {args.env_id} is solved exactly; it takes no --exploiter-steps")
     if 0 < args.exploiter_steps <= args.learning_starts:
         sys.exit(f"--exploiter-steps: exploiters learn after {args.learning_starts} steps only")

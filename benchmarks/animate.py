@@ -71,12 +71,13 @@ def draw_arac(figure: Figure, run: str, saved: dict, steps: int) -> Iterator[flo
 def draw_fm3q(figure: Figure, run: str, saved: dict, steps: int) -> Iterator[float]:
     """Rallies of the trained team, blue, against random moves, ball followers and itself."""
     from algorithms import fm3q
+    from envs.pong import tracker
 
     args = fm3q.Args(**saved)
     if args.env_id != "pong":
         sys.exit(f"{run}: {args.env_id} has no pictures; train with --env-id pong")
     team = fm3q.player(fm3q.load_teams(run, args, CPU))
-    others = {"random moves": fm3q.wanderer, "ball followers": fm3q.tracker, "itself": team}
+    others = {"random moves": fm3q.wanderer, "ball followers": tracker, "itself": team}
     for seed, (name, other) in enumerate(others.items(), 1):
         game = fm3q.make_game(args, 1, seed, CPU)
         over = False

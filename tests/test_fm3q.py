@@ -112,12 +112,43 @@ def test_reference_enumeration_of_the_mixer():
     close(signed_mixer()(best[:, :2], best[:, 2:], state[None])[0], found["q_tot_at_greedy"])
 
 
-@pytest.mark.parametrize("kind", ["vdn", "qmix", "twin"])
+def test_pairwise_mixer():
+    """By hand: pairs worth 3 - 0.5 and 1 - 2 make a value of 0.75, those worth -1 and -5 one of -3."""
+    pro_q = torch.tensor([[3.0, 1.0], [0.0, -4.0]], requires_grad=True)
+    ant_q = torch.tensor([[0.5, 2.0], [1.0, 1.0]], requires_grad=True)
+    values = Mixer("pairwise", 2, 2, 3)(pro_q, ant_q, torch.randn(2, 3))
+    close(values, [0.75, -3.0])
+    values.sum().backward()
+    close(pro_q.grad, [[0.5, 0.5]] * 2)
+    close(ant_q.grad, [[-0.5, -0.5]] * 2)
+
+
+def test_reference_fixed_point_of_the_released_loss():
+    """Least squares on pairwise_targets of uniformly random play of the small ARAT game, until nothing changes."""
+    case = ARAT["official_pairwise_fixed_point_uniform_data"]
+    rewards, transitions, _ = arat_game("small")
+    pro, ant = torch.zeros(2, 3, 2, 2, dtype=torch.float64)  # (S,2,K) each
+    zeros = torch.zeros(3, dtype=torch.float64)
+    for _ in range(300):
+        later = fm3q.pairwise_targets(zeros, zeros, pro, ant, 0.9)  # (S,2)
+        targets = (rewards[..., None] + transitions @ later).view(3, 2, 2, 2, 2, 2)  # s, a, a, b, b, pair
+        first, second = targets[..., 0].mean((2, 4)), targets[..., 1].mean((1, 3))  # (S,K,K): a_i, b_i
+        tables = torch.stack([first, second], 1)
+        pro = tables.mean(3)
+        ant = tables.mean((2, 3))[..., None] - tables.mean(2)
+    best = pro.amax(2), ant.amax(2)
+    close(best[0] - best[1], case["V_pair_state_by_pair"], 1e-7)
+    close(Mixer("pairwise", 2, 2, 3)(*best, torch.eye(3)), torch.tensor(case["V_pair_state_by_pair"]).mean(1).tolist())
+    assert torch.cat([pro, ant], 1).argmax(2).tolist() == case["greedy_actions_a1_a2_b1_b2"]
+
+
+@pytest.mark.parametrize("kind", ["vdn", "qmix", "twin", "pairwise"])
 def test_own_best_actions_are_the_minimax(kind):
     """IGMM by enumeration, for 100 random mixers and utilities; and the signs of derivatives."""
     for trial in range(100):
         torch.manual_seed(trial)
         n, m = torch.randint(1, 3, (2,)).tolist()
+        m = n if kind == "pairwise" else m
         mixer, state = Mixer(kind, n, m, 3, 4), 2 * torch.randn(3)
         pro, ant = 2 * torch.randn(n, 3), 2 * torch.randn(m, 3)
         table = enumerate_joint(mixer, pro, ant, state)
@@ -374,7 +405,7 @@ def test_a_gain_is_never_negative(monkeypatch):
     team = Networks(make_game(args, 1, 0, "cpu"), args)
     before = [parameter.clone() for parameter in team.parameters()]
     assert train_exploiter(team, 0, args, torch.device("cpu")) > 0.5
-    monkeypatch.setattr(fm3q, "tracker", fm3q.wanderer)
+    monkeypatch.setattr("envs.pong.tracker", fm3q.wanderer)
     assert train_exploiter(team, 0, args, torch.device("cpu")) == 0
     assert all(map(torch.equal, before, team.parameters())), "the frozen team stays"
 

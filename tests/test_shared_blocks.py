@@ -34,7 +34,7 @@ BOTH_TERMS = """
 token_weights load_problems logprob_gaps token_logprobs micro_batches
 """  # not in hpt.py, or with a text of its own
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
-OFF_POLICY = "linear_schedule ReplayBuffer update_target"
+OFF_POLICY = "ReplayBuffer update_target"
 
 
 def without(others: str, names: str) -> list[str]:

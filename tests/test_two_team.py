@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from algorithms.fm3q import PettingZooGame
 from envs.pong import DOWN, STAY, UP, Pong, tracker
 from envs.two_team import TabularGame, arat_game, joint_actions, random_arat_game
-from envs.two_team_pettingzoo import PettingZooGame
 
 PARTS = ("paddles", "ball", "velocity", "pace", "clock")
 
