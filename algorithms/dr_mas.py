@@ -384,17 +384,19 @@ def load_team(args: Args, dataset: str | None):
         if not (args.model_name_or_path or args.agent_models):
             sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models")
         return team(dataset, *options)
-    from envs.countdown import Countdown
-    from envs.math_jsonl import MathJsonl
-    from envs.search_qa import SearchQA
-    from envs.teams import RouterSearcherResponder, SolverVerifier
-
     if args.retriever_url and not dataset:
         sys.exit("--retriever-url: needs --dataset, questions that its documents answer")
     try:
+        from envs.countdown import Countdown
+        from envs.math_jsonl import MathJsonl
+        from envs.search_qa import SearchQA
+        from envs.teams import RouterSearcherResponder, SolverVerifier
+
         if args.env == "search_qa":
             return RouterSearcherResponder(SearchQA(dataset, args.retriever_url), *options)
         return SolverVerifier(MathJsonl(dataset) if dataset else Countdown(), *options)
+    except ModuleNotFoundError as error:
+        sys.exit(f"--env {args.env}: {error}: needs the folder envs/ of the repository")
     except ValueError as error:  # a file that is missing, or a line that is broken
         sys.exit(str(error))
 

@@ -377,6 +377,8 @@ def load_problems(args: Args, dataset: str | None):
         from envs.math_jsonl import MathJsonl
 
         return MathJsonl(dataset, args.env)
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error}: needs the folder envs/ of the repository, or --dataset and --reward")
     except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken
         sys.exit(str(error))
 

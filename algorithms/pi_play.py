@@ -396,10 +396,12 @@ def load_problems(args: Args, dataset: str | None):
         return from_file("--env", args.env)(dataset)
     if args.retriever_url and not dataset:
         sys.exit("--retriever-url: needs --dataset, whose lines find the examiner's documents")
-    from envs.search_qa import SearchQA
-
     try:
+        from envs.search_qa import SearchQA
+
         task = SearchQA(dataset, args.retriever_url, args.hops, max_turns=args.max_turns)
+    except ModuleNotFoundError as error:
+        sys.exit(f"--env search_qa: {error}: needs the folder envs/ of the repository")
     except ValueError as error:  # a file that is missing, or a line that is broken
         sys.exit(str(error))
     task.rows = task.train_rows + task.evaluation_rows

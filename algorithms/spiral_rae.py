@@ -38,6 +38,7 @@ tokens of a turn, V vocabulary, H hidden size; R packed rows of L tokens, N pred
 """
 
 import copy
+import importlib
 import json
 import math
 import os
@@ -49,7 +50,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby, product
 from pathlib import Path
 from statistics import mean
@@ -72,14 +73,9 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root, for envs/
+ROOT = Path(__file__).resolve().parents[1]  # the repository root
+sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
-from envs.game import Game
-from envs.game_demonstrations import random_action
-from envs.game_solvers import kuhn_average, kuhn_decision_points, kuhn_nash_conv, minimax_action
-from envs.text_games import make_game
-
-ROOT = Path(__file__).resolve().parents[1]
 PACKED_LENGTH = 4096  # turns with one prompt that are longer are split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GAMES_SHOWN = 4  # games of each step that are written to completions.jsonl
@@ -739,7 +735,7 @@ class Match:
     """A game, who plays it, and what was written."""
 
     name: str  # of the game
-    game: Game
+    game: object  # see envs/game.py
     players: tuple[str, str]  # of roles 0 and 1: policy, start, random or minimax
     seed: str
     texts: list[str] = field(default_factory=list)
@@ -784,9 +780,42 @@ class Match:
         )
 
 
+def from_file(flag: str, name: str):
+    """The function or class that FILE.py:name names. A file is imported once."""
+    path, _, attribute = name.rpartition(":")
+    if not os.path.isfile(path):
+        sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    module = importlib.import_module(Path(path).stem)
+    if getattr(module, "__file__", None) != os.path.abspath(path):
+        sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
+    if not hasattr(module, attribute):
+        sys.exit(f"{flag} {name}: {module} does not define {attribute!r}")
+    return getattr(module, attribute)
+
+
+@lru_cache
+def game_maker(name: str):
+    """What makes games of this name: a class of one's own, or make_game of envs/text_games.py."""
+    if ".py:" in name:
+        return from_file("--games", name)
+    from envs.text_games import make_game
+
+    return partial(make_game, name)
+
+
+def random_action(match: Match, generator: random.Random) -> str:
+    """A legal action, drawn uniformly, in negotiation as envs/game_demonstrations.py does."""
+    if ".py:" in match.name:
+        return generator.choice(match.game.legal_actions())
+    from envs.game_demonstrations import random_action
+
+    return random_action(match.game, generator)
+
+
 def new_match(name: str, players: tuple[str, str], seed: str, args: Args) -> Match:
     """A match that begins. Its cards, and all that is sampled in it, depend on the seed."""
-    game = make_game(name, **json.loads(args.game_options).get(name, {}))
+    game = game_maker(name)(**json.loads(args.game_options).get(name, {}))
     game.reset(random.Random(seed))
     return Match(name, game, players, seed)
 
@@ -807,11 +836,14 @@ def first_prompt(tokenizer, args: Args) -> list[int]:
     prompts = []
     for name in args.games:
         try:
-            game = new_match(name, ("policy", "policy"), "", args).game
+            match = new_match(name, ("policy", "policy"), "", args)
             if "random" in (args.opponent, *(args.eval_opponents if args.eval_steps else ())):
-                random_action(game, random.Random(0))  # not possible where moves are free text
-        except (ValueError, IndexError) as error:
+                random_action(match, random.Random(0))  # not possible where moves are free text
+        except ModuleNotFoundError as error:
+            sys.exit(f"--games {name}: {error}: needs the folder envs/ of the repository")
+        except (TypeError, ValueError, IndexError) as error:
             sys.exit(f"--games: {error}; see also --opponent and --eval-opponents")
+        game = match.game
         prompts.append(encode(tokenizer, game, game.player, args))
         if len(prompts[-1]) > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: {name} begins with {len(prompts[-1])} tokens")
@@ -822,8 +854,10 @@ def scripted_text(match: Match) -> str:
     """What a player that is no model writes."""
     generator = random.Random(f"{match.seed} {match.game.turns}")
     if match.player() == "minimax":
+        from envs.game_solvers import minimax_action
+
         return f"\\boxed{{{minimax_action(match.game.board, generator)}}}"
-    return f"\\boxed{{{random_action(match.game, generator)}}}"
+    return f"\\boxed{{{random_action(match, generator)}}}"
 
 
 def play(models: dict, tokenizer, matches: list[Match], args: Args) -> None:
@@ -1336,6 +1370,8 @@ def evaluate_kuhn(
     too high: about 0.05 at an equilibrium with 64 samples. In self-play it is the average of all
     policies that approaches an equilibrium, so progress keeps what was read out.
     """
+    from envs.game_solvers import kuhn_average, kuhn_decision_points, kuhn_nash_conv
+
     games = [game for _, game in kuhn_decision_points()]
     prompts = [encode(tokenizer, game, game.player, args) for game in games]
     asked = list(product(range(len(games)), range(args.eval_samples)))[rank::world_size]

@@ -18,10 +18,7 @@ make_game also takes the games of the package textarena (envs/textarena_games.py
 
 import functools
 import inspect
-import os
 import random
-import runpy
-import sys
 from collections.abc import Callable
 
 from envs.game import Game
@@ -149,7 +146,7 @@ GAMES = {"tictactoe": TicTacToe, "kuhn": KuhnPoker, "negotiation": Negotiation}
 
 
 def make_game(name: str, **options) -> Game:
-    """A game by its name: one of GAMES, `textarena:TicTacToe-v0`, or FILE.py:Class for your own.
+    """A game by its name: one of GAMES, or `textarena:TicTacToe-v0`.
 
     The options are the keywords of its class and of Game.
     """
@@ -174,21 +171,5 @@ def game_class(name: str) -> Callable[..., Game]:
         from envs.textarena_games import TextArenaGame
 
         return functools.partial(TextArenaGame, rest)
-    if not kind.endswith(".py"):
-        expected = ", ".join([*GAMES, "textarena:NAME or FILE.py:CLASS"])
-        raise ValueError(f"there is no text game {name}, expected one of {expected}")
-    if not os.path.isfile(kind):
-        raise ValueError(f"text game {name}: there is no file {kind}")
-    names = own_file(os.path.abspath(kind))
-    if rest not in names:
-        raise ValueError(f"text game {name}: {kind} has no class {rest}")
-    return names[rest]
-
-
-@functools.cache
-def own_file(path: str) -> dict:
-    """The names that a file defines, run once for all its games."""
-    folder = os.path.dirname(path)
-    if folder not in sys.path:
-        sys.path.append(folder)  # so that the file can import its neighbours
-    return runpy.run_path(path)
+    expected = ", ".join([*GAMES, "textarena:NAME or FILE.py:CLASS"])
+    raise ValueError(f"there is no text game {name}, expected one of {expected}")

@@ -36,7 +36,6 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
 BESIDE = {"arac": ("graph_games.py", "graphs.py")}  # files of envs/ that a script needs beside it
 MODELS = dict.fromkeys(["grpo", "dapo", "gdpo", "hpt"], "countdown") | {"spiral_rae": "text_games"}  # load it first
 TASKS = [script for script in SCRIPTS if script not in ("unimodal_poisson", "stream_x")]  # their default is in envs/
-LANGUAGE = [script for script in TASKS if script not in ("fm3q", "arac")]
 OWN = '''\
 import random
 from dataclasses import dataclass, field
@@ -180,12 +179,6 @@ make = Duel
 '''
 
 
-def but_for(scripts, mended_later) -> list:
-    """Scripts, of which some still end in a traceback: then their test must fail."""
-    mark = pytest.mark.xfail(strict=True, reason="imports envs/ without saying what to do if it is missing")
-    return [pytest.param(script, marks=[mark] * (script in mended_later)) for script in scripts]
-
-
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
     """A function that copies a script into an empty folder and runs it there, with files of one's own."""
@@ -207,14 +200,14 @@ def own_files(folder) -> None:
     networkx.write_graphml(networkx.florentine_families_graph(), folder / "town.graphml")
 
 
-@pytest.mark.parametrize("script", but_for(SCRIPTS, ["spiral_rae"]))
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_flags_are_explained(script, alone):
     process = alone(script, "--help")
     assert process.returncode == 0, process.stderr
     assert "--output-dir" in process.stdout
 
 
-@pytest.mark.parametrize("script", but_for(SCRIPTS, ["spiral_rae"]))
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_runs_alone(script, alone, tmp_path):
     own_files(tmp_path)
     for name in BESIDE.get(script, ()):
@@ -225,7 +218,7 @@ def test_a_script_runs_alone(script, alone, tmp_path):
     assert metrics(tmp_path / "run")
 
 
-@pytest.mark.parametrize("script", but_for(TASKS, LANGUAGE))
+@pytest.mark.parametrize("script", TASKS)
 def test_a_task_of_the_repository_is_asked_for(script, alone):
     words = ["--model-name-or-path", TINY / MODELS[script]] if script in MODELS else []
     process = alone(script, *words)

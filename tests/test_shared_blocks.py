@@ -27,7 +27,7 @@ group_advantages JsonLines epoch_order from_file load_task token_logprobs micro_
 trained_state report
 """  # not in pi_play.py, or with a text of its own there
 GAMES = """
-group_advantages JsonLines epoch_order load_problems from_file load_task model_path drop_long_prompts Completion
+group_advantages JsonLines epoch_order load_problems load_task model_path drop_long_prompts Completion
 complete micro_batches log_completions report
 """  # not in spiral_rae.py, or with a text of its own there
 BOTH_TERMS = """

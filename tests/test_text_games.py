@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from envs import game_solvers as solvers
+from envs.examples.nim import Nim
 from envs.game import parse_action
 from envs.game_demonstrations import random_action
 from envs.game_solvers import KUHN_INFOSETS
@@ -20,11 +21,10 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = json.loads((ROOT / "tests" / "reference" / "spiral_rae.json").read_text())
 SPIRAL = REFERENCE["kuhn_spiral_env"]
 ILLEGAL = "\\boxed{nothing}"
-NIM = f"{ROOT / 'envs' / 'examples' / 'nim.py'}:Nim"
 
 
 def begun(name: str, seed: int = 0, **options):
-    game = make_game(name, **options)
+    game = Nim(**options) if name == "nim" else make_game(name, **options)
     game.reset(random.Random(seed))
     return game
 
@@ -76,7 +76,7 @@ def test_action_extraction():
         ("kuhn", ["[bet]", "[call]"], {"cards": ("KJ",)}, [2.0, -2.0], "win"),
         ("kuhn", ["[bet]", "[fold]"], {"cards": ("JK",)}, [1.0, -1.0], "win"),
         ("kuhn", ["[bet]", ILLEGAL], {}, [0.5, -1.5], "forfeit"),
-        (NIM, [ILLEGAL], {"zero_sum_forfeits": True}, [-1.0, 1.0], "forfeit"),
+        ("nim", [ILLEGAL], {"zero_sum_forfeits": True}, [-1.0, 1.0], "forfeit"),
         ("tictactoe", ["[0]", ILLEGAL], {"forfeit_rewards": (-3.0, 0.25)}, [0.25, -3.0], "forfeit"),
         ("kuhn", ["[bet]", ""], {}, [0.0, -1.0], "rejected"),  # not SPIRAL's sentinel
         ("kuhn", [""], {"zero_sum_forfeits": True}, [-1.0, 1.0], "rejected"),
@@ -250,7 +250,7 @@ def test_reference_negotiation(name):
 def test_a_game_of_ones_own():
     """Nim: who leaves a multiple of four wins from any other pile."""
     for pile in (5, 6, 7):
-        game = begun(NIM, pile=pile, handicap=3.0)
+        game = begun("nim", pile=pile, handicap=3.0)
         generator = random.Random(pile)
         while not game.done:
             wise = f"[{game.stones % 4}]"

@@ -1,4 +1,4 @@
-"""A game of one's own, complete: Nim. `make_game("envs/examples/nim.py:Nim", pile=12)`."""
+"""A game of one's own, complete: Nim. `--games envs/examples/nim.py:Nim`."""
 
 import random
 
