@@ -537,37 +537,6 @@ def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
     return kept
 
 
-def solutions(problem, prompt: list[int], tokenizer, args: Args) -> list:
-    """Completions that teachers wrote: those that fit into --max-completion-length."""
-    if args.method == "grpo":
-        return []
-    if isinstance(problem, dict):  # a line of --dataset
-        texts = problem.get("demonstration")
-    else:
-        texts = getattr(problem, "demonstrations", problem.demonstration)
-    texts = [texts] if isinstance(texts, str) else texts or []
-    if args.method == "one_teacher":
-        texts = texts[:1]
-    found = []
-    for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
-        if text.strip() and len(ids) <= args.max_completion_length:
-            unknown = [math.nan] * len(ids)  # nobody sampled it
-            found.append(Completion(prompt, ids, unknown, ended=True, text=text))
-    return found
-
-
-def count_solutions(problems: list, tokenizer, args: Args) -> None:
-    """Print how many solutions of teachers there are to train on."""
-    num_solutions = [len(solutions(problem, [], tokenizer, args)) for problem in problems]
-    if not any(num_solutions):
-        limit = f"of at most {args.max_completion_length} tokens (--max-completion-length)"
-        sys.exit(f"--dataset: no line has a `demonstration`, the text of a right answer, {limit}")
-    if os.environ.get("RANK", "0") == "0":
-        guided = sum(number > 0 for number in num_solutions)
-        print(f"{sum(num_solutions)} demonstrations fit, of {guided} of {len(problems)} problems")
-
-
 # --- Model compatibility ------------------------------------------------------------------------
 
 
@@ -940,6 +909,37 @@ def random_seed(*names) -> int:
 # --- Teachers -----------------------------------------------------------------------------------
 
 
+def solutions(problem, prompt: list[int], tokenizer, args: Args) -> list[Completion]:
+    """Completions that teachers wrote: those that fit into --max-completion-length."""
+    if args.method == "grpo":
+        return []
+    if isinstance(problem, dict):  # a line of --dataset
+        texts = problem.get("demonstration")
+    else:
+        texts = getattr(problem, "demonstrations", problem.demonstration)
+    texts = [texts] if isinstance(texts, str) else texts or []
+    if args.method == "one_teacher":
+        texts = texts[:1]
+    found = []
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
+        if text.strip() and len(ids) <= args.max_completion_length:
+            unknown = [math.nan] * len(ids)  # nobody sampled it
+            found.append(Completion(prompt, ids, unknown, ended=True, text=text))
+    return found
+
+
+def count_solutions(problems: list, tokenizer, args: Args) -> None:
+    """Print how many solutions of teachers there are to train on."""
+    num_solutions = [len(solutions(problem, [], tokenizer, args)) for problem in problems]
+    if not any(num_solutions):
+        limit = f"of at most {args.max_completion_length} tokens (--max-completion-length)"
+        sys.exit(f"--dataset: no line has a `demonstration`, the text of a right answer, {limit}")
+    if os.environ.get("RANK", "0") == "0":
+        guided = sum(number > 0 for number in num_solutions)
+        print(f"{sum(num_solutions)} demonstrations fit, of {guided} of {len(problems)} problems")
+
+
 def split_solution(text: str) -> tuple[str, str]:
     """Reasoning and answer: what is in the last <answer> </answer>, or else the last line."""
     reasoning, tag, rest = text.rpartition("<answer>")
@@ -988,11 +988,12 @@ def replace_failures(
         pools.append(solutions(problem, completions[i * group_size].prompt, tokenizer, args))
     num_teachers = torch.tensor([len(pool) for pool in pools])  # (P,)
     counts = num_replaced(num_correct, num_teachers, args.rule, group_size, args.num_replaced)
+    counts = counts.tolist()
     pools = [pool if count > 0 else [] for pool, count in zip(pools, counts)]
 
     every_solution = [solution for pool in pools for solution in pool]
     logprobs = answer_logprobs(model, tokenizer, every_solution, completions[0], args)
-    scores = comprehension(logprobs, args.comprehension)
+    scores = comprehension(logprobs, args.comprehension)  # of the solutions of all pools
     rows = list(completions)
     chosen_scores = []
     for i, pool_scores in enumerate(scores.split([len(pool) for pool in pools])):
@@ -1123,7 +1124,13 @@ def micro_batches(completions, rows: list[int], args: Args, device) -> list[Pack
 
 
 def update(
-    model, reference, optimizer, completions, advantages, is_teacher: Tensor, args: Args
+    model,
+    reference,
+    optimizer,
+    completions: list[Completion],
+    advantages: Tensor,
+    is_teacher: Tensor,
+    args: Args,
 ) -> dict:
     """num_iterations optimizer steps on the batch of all processes.
 
@@ -1133,19 +1140,16 @@ def update(
     """
     device = model.device
     lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
-    table = gather(list(zip(lengths.tolist(), is_teacher.tolist())))  # of all processes
-    num_tokens = sum(length for length, _ in table)
-    num_teacher_tokens = sum(length for length, by_teacher in table if by_teacher)
     if args.loss_type == "paper":
-        weights = paper_weights(
-            lengths, is_teacher, args.num_generations, args.num_prompts_per_step
-        )  # (B,)
+        size = args.num_generations
+        weights = paper_weights(lengths, is_teacher, size, args.num_prompts_per_step)  # (B,)
     else:
+        all_lengths = gather(lengths.tolist())
         weights = token_weights(
             lengths,
             args.loss_type,
-            num_rows=len(table),
-            num_tokens=num_tokens,
+            num_rows=len(all_lengths),
+            num_tokens=sum(all_lengths),
             max_completion_length=args.max_completion_length,
         )  # (B,)
     rows = list(range(len(completions)))
@@ -1160,7 +1164,8 @@ def update(
 
     parameters = optimizer.param_groups[0]["params"]
     cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
-    sums = torch.zeros(3, device=device)  # loss, -log-probability of teachers' tokens, KL
+    # Loss; -log-probability of teachers' tokens, their number; KL, number of rollouts' tokens.
+    sums = torch.zeros(5, device=device)
     log_ratios = []  # log(p_learner / p_sampler) of each token
     for iteration in range(args.num_iterations):
         for parameter in parameters:
@@ -1191,9 +1196,11 @@ def update(
             )
             sums[0] += loss.detach()
             sums[1] -= (logprobs.detach() * is_teacher[index]).sum()
+            sums[2] += is_teacher[index].sum()
             if reference is not None:
-                kl = kl_estimate(logprobs.detach(), batch.ref_logprobs)
-                sums[2] += (kl * ~is_teacher[index]).sum()
+                divergence = kl_estimate(logprobs.detach(), batch.ref_logprobs)
+                sums[3] += (divergence * ~is_teacher[index]).sum()
+                sums[4] += (~is_teacher[index]).sum()
             if args.fsdp:
                 loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
             loss.backward()
@@ -1208,15 +1215,15 @@ def update(
     optimizer.zero_grad()  # the rollout needs the memory
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
-    loss, teacher_loss, kl = sums.tolist()
-    metrics = {"loss": loss, "num_teacher_tokens": num_teacher_tokens, "grad_norm": norm}
+    loss, teacher_nll, num_teacher_tokens, kl, num_tokens = sums.tolist()
+    metrics = {"loss": loss, "num_teacher_tokens": int(num_teacher_tokens), "grad_norm": norm}
     log_ratios = torch.cat(log_ratios).cpu()
     log_ratios = log_ratios[~log_ratios.isnan()]  # NaN: teachers' tokens, which nobody sampled
     metrics |= sampling_metrics(log_ratios, cap, args)
     if reference is not None:
-        metrics["kl"] = kl / (num_tokens - num_teacher_tokens)
+        metrics["kl"] = kl / num_tokens
     if num_teacher_tokens > 0:
-        metrics["teacher_nll"] = teacher_loss / num_teacher_tokens
+        metrics["teacher_nll"] = teacher_nll / num_teacher_tokens
     return metrics
 
 
@@ -1514,7 +1521,7 @@ def train(args: Args) -> dict[str, float]:
 
         # 2. teachers' solutions replace failed rollouts, and each row is compared with its group
         if args.vllm:
-            sampler.sleep()
+            sampler.sleep()  # already here, because the policy scores solutions
         rows, scores = replace_failures(model, tokenizer, task, problems, completions, seeds, args)
         own_is_teacher = torch.tensor([row is not c for row, c in zip(rows, completions)])
         is_teacher = torch.tensor(gather(own_is_teacher.tolist()))  # (B,), of all processes
