@@ -364,7 +364,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
     if not args.model_name_or_path and not os.path.isdir(model_path(args)):
         sys.exit(f"--env {args.env}: needs --model-name-or-path")
-    if args.num_replaced >= args.num_generations:
+    if args.num_replaced >= args.num_generations and args.method != "grpo":
         sys.exit("--num-replaced: must be below --num-generations, to leave a rollout to compare")
     try:
         json.loads(args.chat_template_kwargs)

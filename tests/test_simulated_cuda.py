@@ -29,7 +29,7 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "dapo": GROUPS + "--num-prompts-per-step 1 --seed 4",
     "gdpo": GROUPS,
     "hpt": GROUPS,
-    "ampo": GROUPS,
+    "ampo": GROUPS + "--num-replaced 1",
     "dr_mas": GROUPS + "--num-prompts-per-step 1 --max-rounds 1 --share-model",
     "igpo": GROUPS + "--num-prompts-per-step 1 --max-turns 2",
     "empg": GROUPS + "--num-prompts-per-step 1 --max-turns 2",
