@@ -5,24 +5,25 @@
 """AMPO: where a model fails, solutions of teachers take the place of some of its answers, namely
 those that it follows best. Yuan et al., More Than One Teacher, arXiv 2510.02227.
 
-    if no rollout is right      --num-replaced of them are replaced, if there are so many teachers
-    solutions are ranked by     the mean probability of their answers' tokens, after their reasoning
-    loss of a teacher's token   -A * p / (p + 0.1), as in LUFFY; p is its probability now
+    no rollout is right         min(--num-replaced, teachers) of them are replaced by solutions
+    which solutions             largest mean probability of the answer's tokens after the reasoning
+    loss of a teacher's token   -A * p / (p + 0.1) with the token's probability p, as in LUFFY
 
 A rollout is right if its first reward is exactly 1. A is grpo.py's advantage, in the group that has
 the solutions in it, and tokens of rollouts have grpo.py's loss. The method is num_replaced,
 comprehension and ampo_loss; replace_failures calls the first two in step 2 of train, and update
 the last. `--rule v2`, of the authors' later code, adds solutions until half of the group is right.
 
-Differs from the paper, mostly as the authors' code of v1 does:
-1. Advantages are not divided by the std, and all tokens weigh the same. The paper's equations are
+Differs from the paper; 1 to 3 are as in the authors' code of v1, if not said otherwise:
+1. A teacher's token is not clipped, and its probability under the teacher counts as 1.
+2. Advantages are not divided by the std, and all tokens weigh the same. The paper's equations are
    `--scale-rewards group --loss-type paper`.
-2. The score of a solution is the arithmetic mean of the probabilities (`--comprehension geometric`
-   is the paper's), of the answer that the solution itself gives. The code puts the known answer
-   there, and adds a part for the format.
-3. The code replaces wrong rollouts at random. Here it is the last ones, which comes to the same,
-   because the rollouts of a question are drawn independently.
-4. Left out: the code's entropy bonus, its penalty for repetition, and its bound on the loss of a
+3. The score of a solution is the arithmetic mean of the probabilities; `--comprehension geometric`
+   is the paper's. It is of the answer that the solution itself gives. The code puts the known
+   answer there, and adds a part for the format.
+4. The last wrong rollouts are replaced and not random ones, which comes to the same, because the
+   rollouts of a question are drawn independently.
+5. Left out: the code's entropy bonus, its penalty for repetition, and its bound on the loss of a
    wrong token, which needs several steps on a batch to act.
 
 Differs from hpt.py:
@@ -39,7 +40,7 @@ prompt, and the update skips answers with zero advantage (not with a KL penalty 
 
 On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
 
-Your own data: `--dataset FILE`; each line has a `demonstration` beside its question, or a list.
+Your own data: `--dataset FILE`; each line has a question and a `demonstration`, or a list of them.
 Your own reward: `--reward FILE.py:function`, called as function(problem, completion) -> float.
 
 Letters in shapes: P prompts, G completions of each, B = P G (of this process, if not said
@@ -133,10 +134,10 @@ class Args:
     method: Literal["ampo", "grpo", "one_teacher", "random"] = "ampo"
     """controls: grpo has no teachers, one_teacher only the first one, random chooses among them"""
     rule: Literal["v1", "v2"] = "v1"
-    """v1: replace rollouts if none is right; v2: if less than half are, until half are, and a
-    teacher's solution has the reward that it gets, which v1 raises to 1"""
+    """v1: replace rollouts where none is right, and count a solution as right; v2: where less than
+    half are right, until half are, and count a solution as the reward says"""
     num_replaced: int = 2
-    """v1: rollouts that are replaced, if there are so many teachers"""
+    """v1: rollouts to replace, if there are so many teachers"""
     comprehension: Literal["arithmetic", "geometric"] = "arithmetic"
     """mean of the answer's probabilities by which solutions are chosen; the paper's is geometric"""
     scale_rewards: Literal["group", "batch", "none"] = "none"
@@ -910,7 +911,7 @@ def random_seed(*names) -> int:
 
 
 def solutions(problem, prompt: list[int], tokenizer, args: Args) -> list[Completion]:
-    """Completions that teachers wrote: those that fit into --max-completion-length."""
+    """What teachers wrote, as completions: those that fit into --max-completion-length."""
     if args.method == "grpo":
         return []
     if isinstance(problem, dict):  # a line of --dataset
@@ -930,7 +931,7 @@ def solutions(problem, prompt: list[int], tokenizer, args: Args) -> list[Complet
 
 
 def count_solutions(problems: list, tokenizer, args: Args) -> None:
-    """Print how many solutions of teachers there are to train on."""
+    """Print how many solutions of teachers fit; exit if none does."""
     num_solutions = [len(solutions(problem, [], tokenizer, args)) for problem in problems]
     if not any(num_solutions):
         limit = f"of at most {args.max_completion_length} tokens (--max-completion-length)"
@@ -952,10 +953,10 @@ def split_solution(text: str) -> tuple[str, str]:
 
 @torch.no_grad()
 def answer_logprobs(model, tokenizer, pool: list[Completion], spare, args: Args) -> list[Tensor]:
-    """Log-probability of every token of the answers of solutions, after prompt and reasoning.
+    """Log-probabilities of the answer's tokens of each solution, after prompt and reasoning.
 
-    Under FSDP the processes must make equally many passes. Those with fewer solutions compute the
-    spare completion.
+    Under FSDP the processes must make equally many passes. Where one has no solutions left, it
+    passes the spare completion.
     """
     answers = []
     for solution in pool:
