@@ -1006,10 +1006,11 @@ def replace_failures(
             order.sort(key=lambda n: (-pool_scores[n].item(), len(pool[n].ids)))
         group = range(i * group_size, (i + 1) * group_size)
         wrong = [row for row in group if not solved[row]]
-        for n, row in zip(order[: counts[i]], reversed(wrong)):
-            functions = task.reward_functions.values()
-            rewards = tuple(float(function(problems[i], pool[n].text)) for function in functions)
-            rows[row] = replace(pool[n], rewards=rewards)
+        for n, row in zip(order[: counts[i]], reversed(wrong)):  # the last ones are random enough
+            rewards = []
+            for function in task.reward_functions.values():
+                rewards.append(float(function(problems[i], pool[n].text)))
+            rows[row] = replace(pool[n], rewards=tuple(rewards))
             chosen_scores.append(pool_scores[n].item())
     return rows, chosen_scores
 

@@ -217,8 +217,8 @@ STUDIES = {
     "ampo": Study(
         command="algorithms/ampo.py --max-steps 60 --eval-steps 30",
         arms={
-            "ampo": Arm("", HPT, "1e-3", seeds=THREE),
-            "grpo": Arm("--method grpo --learning-rate 4e-4", seeds=THREE),  # its best rate in the study hpt
+            "ampo": Arm("", HPT, "1e-3"),
+            "grpo": Arm("--method grpo --learning-rate 4e-4"),  # its best rate in the study hpt
             "one_teacher": Arm("--method one_teacher --learning-rate 1e-3", seeds=THREE),
             "random": Arm("--method random --learning-rate 1e-3", seeds=THREE),
             "v2": Arm("--rule v2 --learning-rate 1e-3", seeds=THREE),
