@@ -988,17 +988,17 @@ def replace_failures(
     for i, problem in enumerate(problems):
         pools.append(solutions(problem, completions[i * group_size].prompt, tokenizer, args))
     num_teachers = torch.tensor([len(pool) for pool in pools])  # (P,)
-    counts = num_replaced(num_correct, num_teachers, args.rule, group_size, args.num_replaced)
-    counts = counts.tolist()
-    pools = [pool if count > 0 else [] for pool, count in zip(pools, counts)]
+    wanted = num_replaced(num_correct, num_teachers, args.rule, group_size, args.num_replaced)
+    counts = wanted.tolist()
+    needed = [pool if count > 0 else [] for pool, count in zip(pools, counts)]
 
-    every_solution = [solution for pool in pools for solution in pool]
+    every_solution = [solution for pool in needed for solution in pool]
     logprobs = answer_logprobs(model, tokenizer, every_solution, completions[0], args)
-    scores = comprehension(logprobs, args.comprehension)  # of the solutions of all pools
+    scores = comprehension(logprobs, args.comprehension)  # (number of needed solutions,)
     rows = list(completions)
     chosen_scores = []
-    for i, pool_scores in enumerate(scores.split([len(pool) for pool in pools])):
-        pool = pools[i]
+    for i, pool_scores in enumerate(scores.split([len(pool) for pool in needed])):
+        pool = needed[i]
         order = list(range(len(pool)))
         if args.method == "random":
             random.Random(random_seed(seeds[i], "teachers")).shuffle(order)
