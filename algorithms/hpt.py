@@ -546,6 +546,8 @@ def demonstration(problem, tokenizer) -> list[int]:
     text = problem.get("demonstration") if isinstance(problem, dict) else problem.demonstration
     if not text:
         sys.exit(f"no `demonstration` (the text of a right answer) in {problem!r:.200}")
+    if isinstance(text, list):  # several, for ampo.py
+        text = text[0]
     return tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
 
 

@@ -206,7 +206,7 @@ def rollout_moments(script: str, shape: Model, flags, compute: int) -> list[dict
     moments = [{"cache": cache, "sampling": rows * shape.vocab * (compute + 12)}]
 
     group = 1  # completions of one prompt
-    if script in ("grpo", "dapo", "gdpo", "hpt") and not flags.eval_steps:
+    if script in ("grpo", "dapo", "gdpo", "hpt", "ampo") and not flags.eval_steps:
         group = flags.num_generations
     prompts = ceil(rows / group)  # greedy evaluation writes one completion of each
     prefill = prompts * S * forward_bytes(shape, compute) + S * S * (2 + compute)  # one mask

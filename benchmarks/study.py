@@ -114,7 +114,7 @@ POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
 PONG = "qmix vdn selfplay_qmix iql".split()
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
-SCRIPTS = "grpo dapo gdpo dr_mas igpo empg spiral_rae pi_play hpt unimodal_poisson stream_x fm3q arac"
+SCRIPTS = "grpo dapo gdpo dr_mas igpo empg spiral_rae pi_play hpt ampo unimodal_poisson stream_x fm3q arac"
 STUDIES = {
     "defaults": Study(
         command="algorithms/{arm}.py",
@@ -225,6 +225,20 @@ STUDIES = {
         },
         scores=MEAN_AT_8 | {"demonstration_tokens": ("train/num_demonstration_tokens", "last")},
         curves=("eval/greedy", "eval/mean_at_8", "train/sft_share"),
+        best="mean_at_8",
+        minutes=2.0,
+    ),
+    "ampo": Study(
+        command="algorithms/ampo.py --max-steps 60 --eval-steps 30",
+        arms={
+            "ampo": Arm("", HPT, "1e-3"),
+            "grpo": Arm("--method grpo --learning-rate 4e-4"),  # its best rate in the study hpt
+            "one_teacher": Arm("--method one_teacher --learning-rate 1e-3", seeds=THREE),
+            "random": Arm("--method random --learning-rate 1e-3", seeds=THREE),
+            "v2": Arm("--rule v2 --learning-rate 1e-3", seeds=THREE),
+        },
+        scores=MEAN_AT_8 | {"demonstration_tokens": ("train/num_demonstration_tokens", "last")},
+        curves=("eval/greedy", "eval/mean_at_8", "train/guided_share", "train/comprehension"),
         best="mean_at_8",
         minutes=2.0,
     ),

@@ -28,6 +28,18 @@ class Problem:
         return f"{self.solution}={self.target} yes\n<answer>{self.solution}</answer>"
 
     @property
+    def demonstrations(self) -> list[str]:
+        """Right answers of four teachers: after none, one and two wrong tries, and one without any working."""
+        generator, wrong = random.Random(f"{self.numbers} {self.target}"), {}
+        for _ in range(20):
+            guess, value = random_expression(self.numbers, generator)
+            if value != self.target:
+                wrong[value] = f"{guess}={value} no\n"
+        tries = list(wrong.values())
+        worked = ["".join(tries[:count]) + self.demonstration for count in range(3)]
+        return [*worked, f"<answer>{self.solution}</answer>"]
+
+    @property
     def held_out(self) -> bool:
         """One in 16 belongs to evaluation, by a hash, so that neither pretraining nor training can ever meet it."""
         return zlib.crc32(f"{sorted(self.numbers)}{self.target}".encode()) % 16 == 0

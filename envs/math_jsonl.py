@@ -30,7 +30,7 @@ LATEX_FRACTION = re.compile(r"(?<![0-9])\\[dt]?frac\{(-?[0-9.,]+)\}\{([0-9.,]+)\
 class Problem:
     question: str
     answer: str  # the final answer alone
-    demonstration: str | None = None  # the text of a right answer, for scripts that learn from it
+    demonstration: str | list[str] | None = None  # the text of a right answer, or several, for scripts that learn from it
 
 
 def extract_answer(text: str) -> str | None:

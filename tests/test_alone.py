@@ -21,6 +21,7 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "dapo": LINES,
     "gdpo": LINES.replace("own.py:ones", "own.py:ones own.py:short"),
     "hpt": LINES,
+    "ampo": f"{LINES} --num-replaced 1",
     "igpo": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
     "empg": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
     "dr_mas": f"--env own.py:Pair {AGENT} {GROUPS} --reward own.py:ones",
@@ -34,7 +35,7 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "arac": f"--graph town.graphml {TEAM}",
 }
 BESIDE = {"arac": ("graph_games.py", "graphs.py")}  # files of envs/ that a script needs beside it
-MODELS = dict.fromkeys(["grpo", "dapo", "gdpo", "hpt"], "countdown") | {"spiral_rae": "text_games"}  # load it first
+MODELS = dict.fromkeys(["grpo", "dapo", "gdpo", "hpt", "ampo"], "countdown") | {"spiral_rae": "text_games"}  # load it first
 TASKS = [script for script in SCRIPTS if script not in ("unimodal_poisson", "stream_x")]  # their default is in envs/
 OWN = '''\
 import random

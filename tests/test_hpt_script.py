@@ -113,6 +113,7 @@ def test_long_demonstrations_are_dropped(own_data, capsys, graded):
     """So that what is left ends with the end token."""
     texts = ["1 and 9.", "9 and 1.", "2 and 9. " * 32]
     lines = [{"question": f"Say {text}", "answer": "9", "demonstration": text} for text in texts]
+    lines[0]["demonstration"] = [texts[0], "9"]  # the first one counts
     Path(own_data["dataset"]).write_text("\n".join(map(json.dumps, lines)))
     if graded == "by rule":
         own_data["reward"] = ()

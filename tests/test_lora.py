@@ -11,7 +11,7 @@ import transformers
 from language_runs import kill_and_resume, numbers, train, two_processes_equal_one
 from run_folders import refusal
 
-from algorithms import dapo, dr_mas, empg, gdpo, grpo, hpt, igpo, pi_play, spiral_rae
+from algorithms import ampo, dapo, dr_mas, empg, gdpo, grpo, hpt, igpo, pi_play, spiral_rae
 from algorithms.grpo import policy_loss, sampling_correction
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -20,7 +20,7 @@ OWN = {
     dr_mas: {"max_rounds": 2, "share_model": True},
     pi_play: {"num_documents_per_step": 8, "num_answers": 2, "examiner_steps": 1, "student_steps": 1},
 }
-SCRIPTS = {script: LORA | OWN.get(script, {}) for script in (grpo, dapo, gdpo, hpt, dr_mas, igpo, empg, pi_play)}
+SCRIPTS = {script: LORA | OWN.get(script, {}) for script in (grpo, dapo, gdpo, hpt, ampo, dr_mas, igpo, empg, pi_play)}
 SCRIPTS[spiral_rae] = {key: LORA[key] for key in ("max_steps", "lora_rank", "learning_rate", "eval_steps", "save_steps")}
 SCRIPTS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 6, "max_completion_length": 32}
 
@@ -109,9 +109,9 @@ def test_under_fsdp_the_reference_is_the_base(tmp_path):
     two_processes_equal_one(grpo, tmp_path, ("fsdp",), **LORA | {"beta": 0.04, "num_iterations": 2, "max_steps": 1})
 
 
-@pytest.mark.parametrize("script", [grpo, hpt])
+@pytest.mark.parametrize("script", [grpo, hpt, ampo])
 def test_bfloat16_corrects_for_the_sampler(script, tmp_path):
-    """In hpt.py also with demonstrations, which nobody sampled."""
+    """In hpt.py and ampo.py also with demonstrations, which nobody sampled."""
     found = train(script, tmp_path / "run", **LORA | {"max_steps": 1}, bf16=True)
     ratio = found[1, "train/sampling/importance_sampling_ratio/mean"]
     assert ratio != 1 and math.isclose(ratio, 1, abs_tol=0.02)

@@ -37,6 +37,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--resume nothing", "--resume nothing: no args.json"),
     ("grpo", "--output-dir run", "--output-dir run: holds a run; continue it with --resume run"),
     ("gdpo", "--conditioned-rewards lenght", "--conditioned-rewards: "),
+    ("ampo", "--num-replaced 8", "--num-replaced: must be below --num-generations"),
     ("igpo", "--env nothing.py:Task --model-name-or-path m", "there is no file 'nothing.py'"),
     ("igpo", "--env own.py:Nothing --model-name-or-path m", "own.py'> does not define 'Nothing'"),
     ("igpo", "--env own.py:Task", "--env own.py:Task: needs --model-name-or-path"),
