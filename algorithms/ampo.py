@@ -10,21 +10,23 @@ those that it follows best. Yuan et al., More Than One Teacher, arXiv 2510.02227
     loss of a teacher's token   -A * p / (p + 0.1) with the token's probability p, as in LUFFY
 
 A rollout is right if its first reward is exactly 1. A is grpo.py's advantage, in the group that has
-the solutions in it, and tokens of rollouts have grpo.py's loss. The method is num_replaced,
-comprehension and ampo_loss; replace_failures calls the first two in step 2 of train, and update
-the last. `--rule v2`, of the authors' later code, adds solutions until half of the group is right.
+the solutions in it, and tokens of rollouts have grpo.py's loss. num_replaced decides how many are
+replaced and comprehension by which, both called by replace_failures in step 2 of train; ampo_loss
+is called in update. `--rule v2`, of the authors' later code, replaces wrong rollouts until half of
+the group is right.
 
 Differs from the paper; 1 to 3 are as in the authors' code of v1, if not said otherwise:
-1. A teacher's token is not clipped, and its probability under the teacher counts as 1.
+1. A teacher's token has no clipping and no KL penalty, and its probability under the teacher counts
+   as 1.
 2. Advantages are not divided by the std, and all tokens weigh the same. The paper's equations are
    `--scale-rewards group --loss-type paper`.
 3. The score of a solution is the arithmetic mean of the probabilities; `--comprehension geometric`
-   is the paper's. It is of the answer that the solution itself gives. The code puts the known
+   is the paper's. It is of the answer written in the solution; the code scores the known
    answer there, and adds a part for the format.
 4. The last wrong rollouts are replaced and not random ones, which comes to the same, because the
    rollouts of a question are drawn independently.
 5. Left out: the code's entropy bonus, its penalty for repetition, and its bound on the loss of a
-   wrong token, which needs several steps on a batch to act.
+   wrong token, which acts only with several steps on a batch.
 
 Differs from hpt.py:
 1. Solutions replace rollouts, so a question has G rows and not G + 1, and all are in one loss.
@@ -134,8 +136,8 @@ class Args:
     method: Literal["ampo", "grpo", "one_teacher", "random"] = "ampo"
     """controls: grpo has no teachers, one_teacher only the first one, random chooses among them"""
     rule: Literal["v1", "v2"] = "v1"
-    """v1: replace rollouts where none is right, and count a solution as right; v2: where less than
-    half are right, until half are, and count a solution as the reward says"""
+    """v1: replace rollouts where none is right, and raise a solution's total reward to at least 1;
+    v2: where less than half are right, until half are, with the reward that a solution gets"""
     num_replaced: int = 2
     """v1: rollouts to replace, if there are so many teachers"""
     comprehension: Literal["arithmetic", "geometric"] = "arithmetic"
@@ -1013,7 +1015,7 @@ def replace_failures(
             order.sort(key=lambda n: (-pool_scores[n].item(), len(pool[n].ids)))
         group = range(i * group_size, (i + 1) * group_size)
         wrong = [row for row in group if not solved[row]]
-        for n, row in zip(order[: counts[i]], reversed(wrong)):  # the last ones are random enough
+        for n, row in zip(order[: counts[i]], reversed(wrong)):  # any choice is a random one
             rewards = []
             for function in task.reward_functions.values():
                 rewards.append(float(function(problems[i], pool[n].text)))
@@ -1533,7 +1535,7 @@ def train(args: Args) -> dict[str, float]:
         # 2. teachers' solutions replace failed rollouts, and each row is compared with its group
         if args.vllm:
             sampler.sleep()  # already here, because the policy scores solutions
-        rows, scores = replace_failures(model, tokenizer, task, problems, completions, seeds, args)
+        rows, found = replace_failures(model, tokenizer, task, problems, completions, seeds, args)
         own_is_teacher = torch.tensor([row is not c for row, c in zip(rows, completions)])
         is_teacher = torch.tensor(gather(own_is_teacher.tolist()))  # (B,), of all processes
         row_rewards = torch.tensor(gather([row.rewards for row in rows]))  # (B,K)
@@ -1556,9 +1558,9 @@ def train(args: Args) -> dict[str, float]:
         rewards = torch.tensor(rewards)  # (B,K), of the rollouts, also of those that were replaced
         totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
         groups = totals.view(-1, args.num_generations)  # (P,G)
-        scores = gather(scores)
-        if scores:
-            metrics["comprehension"] = sum(scores) / len(scores)
+        found = gather(found)  # how well each solution is followed
+        if found:
+            metrics["comprehension"] = sum(found) / len(found)
         progress["num_tokens"] += sum(lengths)
         progress["num_demonstration_tokens"] += metrics.pop("num_teacher_tokens")
         for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
