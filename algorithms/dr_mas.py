@@ -1456,13 +1456,13 @@ def train(args: Args) -> dict[str, float]:
         board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
         print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
 
+    for player in players:
+        if not args.vllm:  # with vLLM, play loads the weights of the agent that writes
+            refresh(player.sampler, player.model)
     scores = {}
     while True:
         step = progress["step"]
         last = step >= args.max_steps
-        if not args.vllm:  # with vLLM, play loads the weights of the agent that writes
-            for player in players:
-                refresh(player.sampler, player.model)
         if args.eval_steps and (last or step % args.eval_steps == 0):
             scores = evaluate(players, team, eval_problems, args, rank, world_size)
             if rank == 0:
@@ -1522,6 +1522,8 @@ def train(args: Args) -> dict[str, float]:
                 player.model, player.reference, player.optimizer, calls, own_advantages[rows], args
             )
             metrics |= {f"dr_mas/{player.name}/{tag}": value for tag, value in learned.items()}
+            if not args.vllm:
+                refresh(player.sampler, player.model)
 
         # 4. log and save
         progress["step"] = step = step + 1

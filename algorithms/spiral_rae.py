@@ -808,9 +808,9 @@ def random_action(match: Match, generator: random.Random) -> str:
     """A legal action, drawn uniformly, in negotiation as envs/game_demonstrations.py does."""
     if ".py:" in match.name:
         return generator.choice(match.game.legal_actions())
-    from envs.game_demonstrations import random_action
+    from envs import game_demonstrations
 
-    return random_action(match.game, generator)
+    return game_demonstrations.random_action(match.game, generator)
 
 
 def new_match(name: str, players: tuple[str, str], seed: str, args: Args) -> Match:
