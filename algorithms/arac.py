@@ -24,15 +24,16 @@ are those of EPG (arXiv 2511.00811), public code by the same group. Differs from
     python algorithms/arac.py --graph town.graphml                # your own graph
     python algorithms/arac.py --beta-mode none                    # control: no reference
 
-Copied elsewhere, the script needs a folder envs/ beside it with graph_games.py, the rules, and
-graphs.py. A graph is a table: slot k of node i leads to node slots[i, k]; slot_mask says which
-slots are padded, log_slots is the log of the number of the others.
+Copied elsewhere, the script plays pursuit on GraphML files (pip install networkx). Graphs by name,
+perfect play and confrontation are in envs/.
 
 Letters in shapes: E games, B transitions of a batch, n nodes, K slots (an agent stays, or goes to a
-neighbour), N agents of the learning team, P players of both teams, d width, h heads.
+neighbour), N agents of the learning team, P players of both teams, d width, h heads. Team 0 stands
+first in every list of players; a removed player has position -1.
 """
 
 import copy
+import functools
 import json
 import math
 import os
@@ -55,6 +56,9 @@ NUM_HEADS = 4  # EPG: 8
 ALPHA_LR = 1e-3  # EPG: 1e-4
 MAX_GRAD_NORM = 10.0  # of the policy and of the critics (EPG: 100 and 20,000)
 LOGS = 50  # log points of a run
+MOST_NODES = 10_000  # of a graph: distances are a matrix
+MOST_LISTED = 10**6  # starts of a game are listed if there are no more candidates than this
+DRAWN_STARTS = 10_000  # else so many random ones are drawn
 EVAL_EPISODES = 512  # starts that an evaluation plays at most on each graph
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env_id graph num_agents num_captors num_envs evader asynchronous opponent reference"
@@ -91,7 +95,7 @@ class Args:
     # method
     reference: Literal["shortest", "dp", "noisy"] = "shortest"
     """policy to be pulled towards: shortest path, perfect play, or that with every second move
-    random; another one is a branch of GraphGame.scripted in envs/graph_games.py"""
+    random; another one is a branch of GraphPursuit.scripted"""
     beta_mode: Literal["dual", "exp", "fixed", "none"] = "dual"
     """how beta changes: by the divergence, by time, not at all; none is learning without a
     reference"""
@@ -373,25 +377,320 @@ def network_sizes(game, side: int, args: Args) -> tuple[int, ...]:
     return (game.num_players, game.teams[side], d, NUM_HEADS, args.num_layers, 4 * d)
 
 
+# --- Graphs and the game of pursuit -------------------------------------------------------------
+
+
+class Graph:
+    """A connected graph as tables: slot k of node i leads to node slots[i, k].
+
+    slots (n+1,K) are a node and its neighbours in increasing order; slot_mask (n+1,K) is True where
+    padded; log_slots (n+1,) is the entropy of a uniform choice among the open slots; distances
+    (n+1,n+1) are hops, 2 * diameter to a removed player. The last row, -1, is for removed players:
+    one open slot, which leads to -1 again.
+    """
+
+    def __init__(self, name: str, edges: Tensor, coordinates: Tensor | None, num_slots: int = 0):
+        """edges (M,2). coordinates (n,2), for pictures. `num_slots`: K, 0 for as many as needed."""
+        n = int(edges.max()) + 1
+        near = [{node} for node in range(n)]  # a node is next to itself: players may stay
+        for a, b in edges.tolist():
+            near[a].add(b)
+            near[b].add(a)
+        sizes = torch.tensor([len(nodes) for nodes in near] + [1])  # (n+1,)
+        K = num_slots or int(sizes.max())
+        rows = [sorted(nodes) + [node] * (K - len(nodes)) for node, nodes in enumerate(near)]
+        self.name = name
+        self.num_nodes = n
+        self.num_slots = K
+        self.edges = edges
+        self.coordinates = coordinates
+        self.slots = torch.tensor(rows + [[-1] * K])  # (n+1,K)
+        self.slot_mask = torch.arange(K) >= sizes[:, None]  # (n+1,K)
+        self.log_slots = sizes.log()  # (n+1,)
+        hops = count_hops(self.slots[:n], name)  # (n,n)
+        self.diameter = int(hops.max())
+        self.distances = hops.new_full((n + 1, n + 1), 2 * self.diameter)  # (n+1,n+1)
+        self.distances[:n, :n] = hops
+
+    def to(self, device) -> "Graph":
+        """This graph, or a copy with its tables on another device."""
+        if self.slots.device == torch.device(device):
+            return self
+        moved = copy.copy(self)
+        for name in ("distances", "slots", "slot_mask", "log_slots"):
+            setattr(moved, name, getattr(self, name).to(device))
+        return moved
+
+    def features(self, positions: Tensor) -> Tensor:
+        """Hops from every node to every player over the diameter, 2 for removed players.
+
+        (B,P) -> (B,n,P) float32
+        """
+        return self.distances[positions][..., :-1].transpose(1, 2) / self.diameter
+
+
+def count_hops(slots: Tensor, name: str) -> Tensor:
+    """Hops between all nodes, by a breadth-first search from all at once. (n,K) -> (n,n) int16"""
+    reached = torch.eye(len(slots), dtype=torch.bool)  # (n,n)
+    hops = torch.zeros(reached.shape, dtype=torch.int16)
+    while not reached.all():
+        hops += ~reached
+        before = reached.clone()
+        for column in slots.T:
+            reached |= before[column]
+        if torch.equal(before, reached):
+            raise ValueError(f"{name} is not connected.")
+    return hops
+
+
+def read_graphml(path: str) -> tuple[Tensor, Tensor | None]:
+    """Edges (M,2) of a GraphML file's largest connected component; directions and weights are
+    ignored, nodes keep the order of the file.
+
+    Also coordinates (n,2), if nodes have attributes x and y, as OSMnx writes them.
+    """
+    try:
+        import networkx
+    except ImportError:
+        raise ValueError(f"{path}: GraphML needs networkx: pip install networkx") from None
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        graph = networkx.Graph(networkx.read_graphml(path))
+    except Exception as error:  # of the XML parser or of networkx
+        raise ValueError(f"{path}: not a GraphML file ({error})") from None
+    component = max(networkx.connected_components(graph), key=len, default=())
+    nodes = [node for node in graph if node in component]
+    if not 2 <= len(nodes) <= MOST_NODES:
+        raise ValueError(f"{path}: {len(nodes)} connected nodes; 2 to {MOST_NODES} are possible")
+    number = {node: i for i, node in enumerate(nodes)}
+    edges = torch.tensor([[number[a], number[b]] for a, b in graph.edges(nodes)])  # (M,2)
+    if not all("x" in graph.nodes[node] and "y" in graph.nodes[node] for node in nodes):
+        return edges, None
+    spots = [[float(graph.nodes[node][axis]) for axis in "xy"] for node in nodes]
+    return edges, torch.tensor(spots, dtype=torch.float64) * torch.tensor([1.0, -1.0])
+
+
+@functools.cache  # several games share a graph, and the tables that envs/ computes for it
+def make_graph(name: str, num_slots: int = 0) -> Graph:
+    """The graph of FILE.graphml, or the one that envs/graphs.py makes from a name.
+
+    `num_slots`: K, to which slots are padded; 0 for as many as the graph needs.
+    """
+    if name.endswith(".graphml"):
+        return Graph(Path(name).stem, *read_graphml(name), num_slots)
+    from envs.graphs import named_graph
+
+    return Graph(name, *named_graph(name), num_slots)
+
+
+def least(hops: Tensor, axis: int) -> Tensor:
+    """hops.amin(axis) for an axis of a few players, where torch's own is ten times slower."""
+    return functools.reduce(torch.minimum, hops.unbind(axis))
+
+
+class GraphGame:
+    """What both games share: E games of two teams; a game that ends begins anew in the same step.
+
+    `starts` (S,P) are all starts, or many random ones, in a random order that is always the same.
+    """
+
+    def __init__(self, graph: Graph, device, teams: tuple[int, int], horizon: int):
+        """`horizon`: steps after which a game is cut off (truncated, not terminated)."""
+        self.graph = graph
+        self.teams = teams
+        self.num_players = sum(teams)
+        self.horizon = horizon
+        generator = torch.Generator().manual_seed(0)
+        starts = self.find_starts(generator)  # (S,P)
+        order = torch.randperm(len(starts), generator=generator)  # (S,)
+        self.starts = starts[order].to(device)
+        self.device = self.starts.device
+        self.graph = graph.to(self.device)
+
+    def reset(self, num_envs: int, seed: int) -> None:
+        """Begin E games anew."""
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.positions = self.draw_starts(num_envs)  # (E,P)
+        self.steps = torch.zeros(num_envs, dtype=torch.long, device=self.device)  # (E,)
+
+    def draw_starts(self, count: int) -> Tensor:
+        """Random starts, all equally likely. -> (count,P)"""
+        options = {"generator": self.generator, "device": self.device}
+        return self.starts[torch.randint(len(self.starts), (count,), **options)]
+
+    def view(self, positions: Tensor, side: int) -> Tensor:
+        """Opponents of `side` first, then its own players, in their order. (B,P) -> (B,P)"""
+        first, second = positions.split(self.teams, 1)
+        return torch.cat([first, second] if side else [second, first], 1)
+
+    def step(
+        self, actions: Tensor, opponent_actions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Slots (E,size of team 0), (E,size of team 1)
+        -> rewards (E,), terminated (E,), truncated (E,), last (E,P).
+
+        Without `opponent_actions` team 1 follows its script. Rewards are those of team 0; `last`
+        are the positions before new games began.
+        """
+        mine, theirs = self.positions.split(self.teams, 1)  # (E,size) each
+        moved = self.graph.slots[mine, actions]  # (E,size of team 0)
+        if opponent_actions is None:
+            opponent_actions = self.answer(moved)
+        last = self.settle(torch.cat([moved, self.graph.slots[theirs, opponent_actions]], 1))
+        rewards, terminated = self.outcome(last)  # (E,) each
+        self.steps = self.steps + 1
+        truncated = (self.steps >= self.horizon) & ~terminated  # (E,)
+        ended = terminated | truncated  # (E,)
+        fresh = self.draw_starts(len(last))  # (E,P), for all games: choosing would wait for the GPU
+        self.positions = torch.where(ended[:, None], fresh, last)
+        self.steps = self.steps.masked_fill(ended, 0)
+        return rewards, terminated, truncated, last
+
+    def settle(self, positions: Tensor) -> Tensor:
+        """What is left of the players after a move. (B,P) -> (B,P)"""
+        return positions
+
+    def random_slots(self, positions: Tensor) -> Tensor:
+        """Uniform among the open slots, by the game's generator. (B,p) -> (B,p)"""
+        uniform = torch.rand(positions.shape, generator=self.generator, device=self.device)
+        num_open = (~self.graph.slot_mask[positions]).sum(-1)  # (B,p)
+        return (uniform * num_open).long()
+
+    def nearest_slots(self, positions: Tensor, targets: Tensor) -> Tensor:
+        """One step on a shortest path to the nearest target that is not removed.
+
+        (B,p), (B,q) -> (B,p)
+        """
+        nodes = self.graph.slots[positions]  # (B,p,K)
+        hops = least(self.graph.distances[nodes[..., None], targets[:, None, None]], -1)  # (B,p,K)
+        closed = self.graph.slot_mask[positions]  # (B,p,K)
+        return hops.masked_fill(closed, 3 * self.graph.diameter).argmin(-1)
+
+    def noisy(self, positions: Tensor, slots: Tensor) -> Tensor:
+        """Every player takes a random slot with chance 1/2. (B,p), (B,p) -> (B,p)"""
+        uniform = torch.rand(slots.shape, generator=self.generator, device=self.device)
+        return torch.where(uniform < 0.5, slots, self.random_slots(positions))
+
+
+class GraphPursuit(GraphGame):
+    """Pursuers, team 0, win 1 when `num_captors` of them are on or next to the evader's node after
+    a step. Rules of EPG and R2PS (github.com/Cahemgco/EPG_code; arXiv 2511.17367).
+
+    evader: `dp` (argmax of the worst-case steps to capture, over the pursuers' best joint move),
+    `maxdist` (argmax of the hops to the nearest pursuer), `random`, `stay`, or `learned` (actions
+    come with step; without them it is `dp`). All move at once; `asynchronous` lets the scripted
+    evader see the pursuers' new nodes. start: `same` node for all pursuers, `far` (the same, more
+    than 5 hops from the evader or else the diameter), `independent` nodes. Nobody is captured at
+    the start.
+    """
+
+    EVADERS = ("dp", "maxdist", "random", "stay")
+    PURSUERS = ("shortest", "dp", "noisy", "random")
+
+    def __init__(
+        self,
+        graph: Graph,
+        device,
+        *,
+        num_pursuers: int = 2,
+        num_captors: int = 1,
+        evader: str = "maxdist",
+        asynchronous: bool = False,
+        start: str = "same",
+        horizon: int = 128,
+    ):
+        if not 1 <= num_captors <= num_pursuers:
+            raise ValueError(f"num_captors={num_captors}: from 1 to the {num_pursuers} pursuers")
+        if graph.diameter < 2:
+            raise ValueError(f"{graph.name} has no start at which the evader is not captured.")
+        if evader == "learned" and asynchronous:
+            raise ValueError("A learned evader moves at the same time as the pursuers.")
+        self.num_captors = num_captors
+        self.evader = evader
+        self.asynchronous = asynchronous
+        self.start = start
+        super().__init__(graph, device, (num_pursuers, 1), horizon)
+
+    def outcome(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rewards of the pursuers (B,), terminated (B,) of positions (B,P)."""
+        near = self.graph.distances[positions[:, :-1], positions[:, -1:]] <= 1  # (B,m)
+        captured = near.sum(1) >= self.num_captors  # (B,)
+        return captured.float(), captured
+
+    def find_starts(self, generator: torch.Generator) -> Tensor:
+        """All starts of the rule, if they are not too many to list, else random ones. -> (S,P)"""
+        n = self.graph.num_nodes
+        m = self.teams[0]
+        hops = self.graph.distances[:n, :n]  # (n,n)
+        apart = min(6, self.graph.diameter) if self.start == "far" else 2  # hops, at least
+        together = self.start != "independent"
+        if together and n**2 <= MOST_LISTED:
+            pairs = (hops >= apart).nonzero()  # (S,2)
+            return pairs[:, [0] * m + [1]]
+        if not together and n ** (m + 1) <= MOST_LISTED:
+            states = torch.cartesian_prod(*[torch.arange(n)] * (m + 1))  # (n^P,P)
+            return states[~self.outcome(states)[1]]
+        evaders = torch.randint(n, (DRAWN_STARTS, 1), generator=generator)  # (S,1)
+        gaps = hops[evaders[:, 0]].clamp(max=apart)  # (S,n): the largest are the nodes far enough
+        pursuers = []
+        for _ in range(1 if together else m):  # any one of the largest
+            noise = torch.rand(gaps.shape, generator=generator)
+            pursuers.append((gaps + noise).argmax(1, keepdim=True))  # (S,1)
+        return torch.cat([torch.cat(pursuers, 1).expand(-1, m), evaders], 1)
+
+    def answer(self, moved: Tensor) -> Tensor:
+        """Slots (E,1) of the scripted evader, when the pursuers move to `moved` (E,m)."""
+        seen = moved if self.asynchronous else self.positions[:, :-1]  # (E,m)
+        kind = "dp" if self.evader == "learned" else self.evader
+        return self.scripted(kind, torch.cat([seen, self.positions[:, -1:]], 1), 1)
+
+    def scripted(self, kind: str, positions: Tensor, side: int = 0) -> Tensor:
+        """Slots of a script at positions (B,P) -> (B,m) or, for side 1, (B,1).
+
+        side 0: `shortest` path to the evader, `dp` (joint argmin of the worst steps to capture),
+        `noisy` (dp, random with chance 1/2), `random`. side 1: the evaders; in an asynchronous game
+        pursuers stand on their new nodes.
+        """
+        if kind not in (self.EVADERS if side else self.PURSUERS):
+            raise ValueError(f"Side {side} has no script {kind!r}.")
+        own = positions.split(self.teams, 1)[side]  # (B,size)
+        if kind == "random":
+            return self.random_slots(own)
+        if kind == "shortest":
+            return self.nearest_slots(own, positions[:, -1:])
+        if kind in ("dp", "noisy"):
+            from envs.graph_games import perfect_slots
+
+            captors = self.num_captors
+            slots = perfect_slots(self.graph, positions, side, captors, self.asynchronous)
+            return slots if kind == "dp" else self.noisy(own, slots)
+        nodes = self.graph.slots[own[:, 0]]  # (B,K) that the evader can go to
+        if kind == "stay":
+            values = (nodes == own).float()  # (B,K)
+        else:
+            hops = self.graph.distances[nodes[:, None], positions[:, :-1, None]]  # (B,m,K)
+            values = least(hops, 1)  # (B,K)
+        closed = self.graph.slot_mask[own[:, 0]]  # (B,K)
+        return values.masked_fill(closed, -1).argmax(1, keepdim=True)
+
+
 # --- Play ---------------------------------------------------------------------------------------
 
 
 def make_games(args: Args, names: tuple[str, ...], device) -> list:
     """The game of --env-id on each of the graphs, padded to the same number of slots."""
-    try:
-        from envs.graph_games import GraphConfrontation, GraphPursuit
-        from envs.graphs import make_graph
-    except ModuleNotFoundError:
-        sys.exit(
-            "arac.py: needs the folder envs/ of the repository beside it; graph_games.py and "
-            "graphs.py are enough"
-        )
     games = []
     try:
         num_slots = max((make_graph(name).num_slots for name in names), default=0)
         for name in names:
             graph = make_graph(name, num_slots)
             if args.env_id == "graph_confrontation":
+                from envs.graph_games import Confrontation
+
+                class GraphConfrontation(Confrontation, GraphGame):
+                    """The rules of the first on the graph of the second."""
+
                 script = "shortest" if args.opponent == "self" else args.opponent
                 game = GraphConfrontation(
                     graph, device, team_size=args.num_agents, opponent=script, horizon=args.horizon
@@ -412,6 +711,11 @@ def make_games(args: Args, names: tuple[str, ...], device) -> list:
             games.append(game)
     except ValueError as error:
         sys.exit(str(error))
+    except ModuleNotFoundError:
+        sys.exit(
+            "arac.py: a graph by name, perfect play (dp, noisy) or confrontation needs the folder "
+            "envs/ of the repository beside the script; a GraphML file alone does not"
+        )
     return games
 
 

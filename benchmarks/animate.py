@@ -63,9 +63,30 @@ def draw_arac(figure: Figure, run: str, saved: dict, steps: int) -> Iterator[flo
                     words += ": won" if result > 0 else ": not won"
                 axes = figure.add_axes((0.01 + column / 2, 0.01, 0.48, 0.82))
                 axes.axis("off")
-                axes.imshow(game.graph.picture(path[now], game.teams[0]).numpy())
+                draw_graph(axes, game.graph, path[now].tolist(), game.teams[0])
                 axes.set_title(f"{name}\n{words}")
             yield 2.0 if step == last else 0.35
+
+
+def draw_graph(axes, graph, nodes: list[int], first_team: int) -> None:
+    """The graph in grey, players of the first team blue, the others orange, side by side."""
+    n = graph.num_nodes
+    turns = torch.arange(n) * 2 * torch.pi / n
+    circle = torch.stack([turns.sin(), -turns.cos()], 1)  # where a file has no coordinates
+    spots = (circle if graph.coordinates is None else graph.coordinates).float()  # (n,2)
+    spots = spots - spots.amin(0)
+    spots = (spots - spots.amax(0) / 2) / spots.max()
+    for ends in spots[graph.edges].tolist():
+        axes.plot(*zip(*ends), color="0.75", linewidth=1, zorder=1)
+    axes.scatter(*spots.T.tolist(), s=14, color="0.45", zorder=2)
+    for player, node in enumerate(nodes):
+        if node >= 0:
+            here = [other for other, place in enumerate(nodes) if place == node]
+            aside = 0.05 * (here.index(player) - (len(here) - 1) / 2)
+            colour = "tab:orange" if player >= first_team else "tab:blue"
+            x, y = spots[node].tolist()
+            axes.scatter(x + aside, y, s=90, color=colour, edgecolors="white", zorder=3)
+    axes.set(xlim=(-0.6, 0.6), ylim=(0.6, -0.6), aspect="equal")
 
 
 def draw_fm3q(figure: Figure, run: str, saved: dict, steps: int) -> Iterator[float]:

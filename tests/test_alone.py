@@ -34,7 +34,6 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "fm3q": f"--env-id duel.py:make {TEAM}",
     "arac": f"--graph town.graphml {TEAM}",
 }
-BESIDE = {"arac": ("graph_games.py", "graphs.py")}  # files of envs/ that a script needs beside it
 MODELS = dict.fromkeys(["grpo", "dapo", "gdpo", "hpt", "ampo"], "countdown") | {"spiral_rae": "text_games"}  # load it first
 TASKS = [script for script in SCRIPTS if script not in ("unimodal_poisson", "stream_x")]  # their default is in envs/
 OWN = '''\
@@ -211,9 +210,6 @@ def test_flags_are_explained(script, alone):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_runs_alone(script, alone, tmp_path):
     own_files(tmp_path)
-    for name in BESIDE.get(script, ()):
-        (tmp_path / "envs").mkdir(exist_ok=True)
-        shutil.copy(ROOT / "envs" / name, tmp_path / "envs")
     process = alone(script, *RUNS[script].split(), "--output-dir", "run")
     assert process.returncode == 0, process.stderr
     assert metrics(tmp_path / "run")

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from algorithms import arac
-from algorithms.arac import Args, actor_loss, forward_kl, joint_sums, make_games, update
-from envs.graphs import make_graph
+from algorithms.arac import Args, actor_loss, forward_kl, joint_sums, make_games, make_graph, update
 
 VECTORS = json.loads((Path(__file__).parent / "reference/arac.json").read_text())
 CASES = {case["case"]: case for case in VECTORS}

@@ -12,8 +12,7 @@ from processes import as_flags
 from run_folders import assert_tags_of_pages, begin, events, tags
 
 from algorithms import arac
-from algorithms.arac import Args
-from envs.graphs import make_graph
+from algorithms.arac import Args, make_graph
 
 SMALL = {"total_timesteps": 400, "num_envs": 8, "learning_starts": 40, "embed_dim": 8, "horizon": 6}
 SMALL |= {"batch_size": 16, "buffer_size": 150, "target_network_frequency": 5, "eval_steps": 200}

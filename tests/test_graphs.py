@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from envs.graph_games import GraphConfrontation, GraphPursuit
-from envs.graphs import Graph, capture_tables, capture_times, gabriel_edges, make_graph
+from algorithms.arac import Graph, GraphGame, GraphPursuit, make_graph
+from envs.graph_games import Confrontation, capture_tables, capture_times
+from envs.graphs import gabriel_edges
 
 VECTORS = json.loads((Path(__file__).parent / "reference" / "arac_graphs.json").read_text())
 CASES = {case["case"]: case for case in VECTORS}
@@ -22,6 +23,10 @@ GRID = CASES["published_number_shortest_path_vs_asynchronous_dp_evader"]
 
 def ids(row: dict) -> str:
     return "-".join(str(value) for value in list(row.values())[:3])
+
+
+class GraphConfrontation(Confrontation, GraphGame):
+    """As make_games() puts it together."""
 
 
 class PlainGraph:
@@ -128,7 +133,7 @@ def test_graphml(tmp_path):
     found = make_graph(path, 4)
     assert found.name == "town" and found.num_slots == 4
     assert PlainGraph(found).near == {0: [0, 1], 1: [0, 1, 2], 2: [1, 2, 3], 3: [2, 3]}
-    assert found.coordinates[:, 1].tolist() == [1.0, pytest.approx(2 / 3), pytest.approx(1 / 3), 0.0]
+    assert found.coordinates.tolist() == [[1, -2], [2, -4], [3, -6], [4, -8]], "y upwards, as on a map"
     (tmp_path / "town.graphml").write_text("no XML")
     with pytest.raises(ValueError, match="not a GraphML file"):
         make_graph(path, 5)
