@@ -15,8 +15,8 @@ Differs from the paper, whose text was not available:
 1. The mixing network is QMIX's (arXiv 1803.11485), fed with utilities that carry the sign of their
    team. This is our reading of the paper's condition. `--mixer vdn` and `twin` are two others.
 2. The released code has no mixing network: `--mixer pairwise` pairs each agent with an opponent.
-   It copies the target network after nearly every update of each fifth iteration; here the copy
-   comes every `--target-network-frequency` updates.
+   It copies the target network in each fifth iteration only, there after nearly every update;
+   here the copy comes every `--target-network-frequency` updates.
 3. The games are ours: tables that can be solved exactly, and pong of two teams. Environments of
    PettingZoo work too. The paper has Wimblepong, MPE and RoboMaster.
 
@@ -331,13 +331,13 @@ def learner_loss(
     sides = [(0, pro_q, next_pro_q, rewards), (1, ant_q, next_ant_q, -rewards)]
     for side, own_q, next_q, own_rewards in sides:
         if args.learner == "iql":
-            nobody = torch.zeros_like(next_q)
+            nobody = torch.zeros_like(next_q)  # opponents worth 0 leave plain Q-learning
             targets = pairwise_targets(own_rewards, dones, next_q, nobody, args.gamma)
             loss = loss + td_loss(own_q, targets)
         else:
             values = online.team_mixers[side](own_q, own_q[:, :0], state)
             mixer = target.team_mixers[side]
-            nobody = next_q[:, :0]
+            nobody = next_q[:, :0]  # no opponents: the mixer of one team
             targets = minimax_targets(
                 own_rewards, dones, next_q, nobody, next_state, mixer, args.gamma
             )
@@ -421,7 +421,7 @@ class Learner:
         self.online = online
         self.target = target.requires_grad_(False)
         self.target.load_state_dict(online.state_dict())
-        # All parameters become views of one vector: a step of Adam is one operation, not fifteen.
+        # All parameters become views of one vector: a step of Adam is one operation for all.
         self.parameters = list(self.online.parameters())
         self.weights = nn.Parameter(parameters_to_vector(self.parameters).detach())
         vector_to_parameters(self.weights.data, self.parameters)
@@ -793,9 +793,11 @@ def score_run(args: Args, device) -> dict[str, float]:
         if not path.is_file():
             sys.exit(f"--opponent {args.opponent}: no args.json, so not a run folder")
         theirs = Args(**json.loads(path.read_text()))
-        other = load_teams(args.opponent, theirs, device)
-        if (theirs.env_id, other.game.teams) != (args.env_id, networks.game.teams):
+        if theirs.env_id != args.env_id:
             sys.exit(f"--opponent {args.opponent}: plays another game, {theirs.env_id}")
+        other = load_teams(args.opponent, theirs, device)
+        if other.game.teams != networks.game.teams:
+            sys.exit(f"--opponent {args.opponent}: has teams of {other.game.teams}")
         scores |= match("opponent", player(networks), player(other), args, device)
     for tag, value in scores.items():
         print(f"{tag} {value:.3f}")
@@ -895,6 +897,8 @@ def train(args: Args) -> dict[str, float]:
         sys.exit(f"--env-id {args.env_id} is solved exactly; it takes no --exploiter-steps")
     if 0 < args.exploiter_steps <= args.learning_starts:
         sys.exit(f"--exploiter-steps: exploiters learn after {args.learning_starts} steps only")
+    if args.opponent and not args.evaluate:
+        sys.exit("--opponent: goes with --evaluate RUN, the folder of the teams it plays against")
     if args.evaluate:
         return score_run(args, device)
     torch.manual_seed(args.seed)
@@ -917,7 +921,8 @@ def train(args: Args) -> dict[str, float]:
     ratio = args.updates_per_step * args.batch_size / args.num_envs
     print(f"{run_dir}: {args.learner}, {args.num_envs} games on {device}, replay ratio {ratio:.2g}")
 
-    # The steps between two log points, and all steps: whole numbers of steps of all games.
+    # The steps between two log points, and all steps: whole numbers of steps of all games. The
+    # learning rate is 0 from --total-timesteps to the end of the run.
     size = math.ceil(args.total_timesteps / LOGS / args.num_envs) * args.num_envs
     end = math.ceil(args.total_timesteps / size) * size
     if end <= args.learning_starts:
@@ -981,7 +986,7 @@ def train(args: Args) -> dict[str, float]:
             metrics["losses/grad_norm"] = norm
             line += f"  loss {loss:9.4f}"
             if not math.isfinite(loss + norm):
-                sys.exit(f"the loss is {loss}: try a lower --learning-rate; checkpoints are kept")
+                sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
         log(run_dir, board, step, metrics)
         left = round((end - step) / speed)
         print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)

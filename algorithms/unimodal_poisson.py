@@ -24,7 +24,8 @@ Differs from the paper:
    the released code's 2.5 and ln 2, this policy starts wide and near the lowest atom.
 3. Network and learning rate are the same for all policies, and are CleanRL's.
 4. The value of the last state is added where the time limit cut off an episode.
-Differs from CleanRL: 8 environments, and statistics that are updated after each rollout.
+Differs from CleanRL: 8 environments, statistics that are updated after each rollout, and
+advantages that are divided by the population's standard deviation.
 
     python algorithms/unimodal_poisson.py                           # HalfCheetah-v5, CPU, 1 minute
     python algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 3000000
@@ -920,12 +921,6 @@ def train(args: Args) -> dict[str, float]:
     device = setup(args)
     if args.evaluate:
         return score_run(args, device)
-    is_poisson = args.policy in (None, "poisson")
-    if is_poisson and (args.temperature or 1) < 1 and (args.rate_init or 1) < 1:
-        sys.exit(
-            f"--temperature {args.temperature} with --rate-init {args.rate_init}: nearly all mass "
-            "is at the lowest atom, so nothing else is tried; leave --rate-init out"
-        )
     if args.num_atoms < 2:
         sys.exit("--num-atoms: must be at least 2")
     for name in ("temperature", "rate_init"):
@@ -941,6 +936,12 @@ def train(args: Args) -> dict[str, float]:
     envs = make_envs(args, args.num_envs)
     if args.policy is None:
         args.policy = "categorical" if is_discrete(envs) else "poisson"
+    is_poisson = args.policy == "poisson"
+    if is_poisson and (args.temperature or 1) < 1 and (args.rate_init or 1) < 1:
+        sys.exit(
+            f"--temperature {args.temperature} with --rate-init {args.rate_init}: nearly all mass "
+            "is at the lowest atom, so nothing else is tried; leave --rate-init out"
+        )
     agent = Agent(envs, args).to(device)
     vector = as_vector(agent)
     optimizer = torch.optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True)
