@@ -127,24 +127,25 @@ class Args:
     # method
     method: Literal["inpo", "nash_mp", "spo", "grpo"] = "inpo"
     """the control, grpo, has the win rate against the initial model as reward"""
-    tau: float | None = None
-    """inpo, nash_mp: how strongly the initial model attracts; None is 0.05. spo, grpo: weight of
-    the KL penalty; None is 0. Above 0, a copy of the initial model is kept"""
-    alpha: float = 0.1
+    tau: float = 0.1
+    """inpo, nash_mp: how strongly the initial model attracts, of which a copy is kept"""
+    alpha: float = 0.2
     """inpo, nash_mp: size of a step, between 0 and 1; INPO's eta is tau / alpha"""
     epsilon: float = 0.2
     """spo, grpo: clip range of the probability ratio"""
-    num_iterations: int = 4
+    beta: float = 0.0
+    """spo, grpo: weight of the KL penalty; above 0, a copy of the initial model is kept"""
+    num_iterations: int = 2
     """optimizer steps on each batch of completions, for nash_mp in each half"""
     # optimizer
     learning_rate: float | None = None
-    """learning rate of AdamW; None is 1e-4 for the tiny model and 1e-6 for others, and ten times
+    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others, and ten times
     that with --lora-rank"""
     warmup_steps: int = 5
     """linear warm-up steps"""
     max_grad_norm: float = 1.0
     """clip the gradient norm at this value; 0 does not clip"""
-    max_steps: int = 150
+    max_steps: int = 100
     """training steps, one batch of completions each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
@@ -1046,7 +1047,7 @@ def update(model, reference, optimizer, completions, preferences, rates, args: A
                     batch.old_logprobs,
                     advantages[batch.completion_index],
                     epsilon=args.epsilon,
-                    beta=args.tau,
+                    beta=args.beta,
                     ref_logprobs=batch.ref_logprobs,
                     correction=batch.correction,
                 )
@@ -1359,7 +1360,7 @@ def evaluate(
     for name, frequency in zip(initial.kinds, frequencies.tolist()):
         scores[f"eval/kind/{name}"] = frequency
     scores["eval/exploitability"] = (initial.preferences @ frequencies).max().item() - 0.5
-    nash = regularised_nash(initial.preferences, initial.frequencies, max(args.tau, 0.01))
+    nash = regularised_nash(initial.preferences, initial.frequencies, args.tau)
     scores["eval/nash_distance"] = 0.5 * (frequencies - nash).abs().sum().item()
     return scores
 
@@ -1367,10 +1368,8 @@ def evaluate(
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     if args.learning_rate is None:
-        rate = 1e-6 if args.model_name_or_path else 1e-4
+        rate = 1e-6 if args.model_name_or_path else 2e-4
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
-    if args.tau is None:
-        args = replace(args, tau=0.05 if args.method in ("inpo", "nash_mp") else 0.0)
     rank, world_size, device = setup(args)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)
@@ -1381,13 +1380,15 @@ def train(args: Args) -> dict[str, float]:
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
-    initial_model = None  # with LoRA the policy without adapters, which cannot go into the sampler
-    if args.method == "grpo" or (args.tau > 0 and not args.lora_rank):
+    needs_reference = args.beta > 0 or args.method in ("inpo", "nash_mp")
+    initial_model = None
+    # With LoRA the policy without adapters is the initial model, but cannot go into the sampler.
+    if args.method == "grpo" or (needs_reference and not args.lora_rank):
         initial_model = copy_model(model, torch.float32)
         if args.fsdp:
             shard(initial_model, args)
     reference = None
-    if args.tau > 0:
+    if needs_reference:
         reference = model if initial_model is None else initial_model
     # The sampler is the policy itself, a copy (unsharded, in bfloat16, or merged), or vLLM.
     sampler = model
@@ -1442,17 +1443,19 @@ def train(args: Args) -> dict[str, float]:
         rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
         optimizer.param_groups[0]["lr"] = rate
 
-        # 2. compare each completion with its group, or with those of another opponent
+        # 2. compare each completion with its group, or with G completions of another opponent
         seeds = [random_seed("opponent", args.seed, i) for i in indices]
-        preferences = compare_groups(task, problems, completions, size)  # (P,G,G)
-        rates = win_rates(preferences)  # (P,G)
         if args.method == "grpo":  # the initial model
+            preferences = None
             refresh(sampler, initial_model)
             opponents = complete(sampler, tokenizer, task, problems, size, args, seeds)
-            rates = compare_with(task, problems, completions, opponents, size)
+            rates = compare_with(task, problems, completions, opponents, size)  # (P,G)
+        else:
+            preferences = compare_groups(task, problems, completions, size)  # (P,G,G)
+            rates = win_rates(preferences)
         if args.vllm:
             sampler.sleep()
-        if args.method == "nash_mp":  # the policy after half a step
+        if args.method == "nash_mp":  # the policy after half a step, which is then undone
             start = [parameter.detach().clone() for parameter in trained]
             update(model, reference, optimizer, completions, preferences, None, args)
             refresh(sampler, model)

@@ -35,6 +35,11 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--resume nothing", "--resume nothing: no args.json"),
     ("grpo", "--output-dir run", "--output-dir run: holds a run; continue it with --resume run"),
     ("gdpo", "--conditioned-rewards lenght", "--conditioned-rewards: "),
+    ("nash_preference", "--dataset train.jsonl", "--dataset: needs --preference FILE.py:function"),
+    ("nash_preference", "--dataset train.jsonl --preference own.py:nowhere", "--preference own.py:nowhere: "),
+    ("nash_preference", "--preference own.py:three", "preference function: returned 3, expected a probability from 0 to 1"),
+    ("nash_preference", "--num-generations 5", "--micro-batch-size: must be a multiple of --num-generations"),
+    ("nash_preference", "--alpha 1", "--method inpo: needs --tau above 0 and --alpha between 0 and 1"),
     ("igpo", "--env nothing.py:Task --model-name-or-path m", "there is no file 'nothing.py'"),
     ("igpo", "--env own.py:Nothing --model-name-or-path m", "own.py'> does not define 'Nothing'"),
     ("igpo", "--env own.py:Task", "--env own.py:Task: needs --model-name-or-path"),
@@ -81,6 +86,9 @@ def ones(problem, completion):
 
 def nothing(problem, completion):
     return None
+
+def three(problem, a, b):
+    return 3
 
 def unknown(problem, completion):
     return float("nan")

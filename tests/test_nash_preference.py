@@ -506,15 +506,8 @@ def test_win_rates_ignore_the_diagonal_and_have_mean_one_half():
 
 # --- Update -----------------------------------------------------------------------------------------------------------
 
-BASE = Args(
-    num_prompts_per_step=6,
-    num_generations=4,
-    temperature=0.9,
-    tau=0.3,
-    alpha=0.2,
-    num_iterations=1,
-    max_grad_norm=0,
-)
+BASE = Args(num_prompts_per_step=6, num_generations=4, temperature=0.9, max_grad_norm=0)
+BASE = nash_preference.replace(BASE, tau=0.3, alpha=0.2, beta=0.3, num_iterations=1)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,9 @@ complete micro_batches log_completions report
 BOTH_TERMS = """
 token_weights load_problems logprob_gaps token_logprobs micro_batches
 """  # not in hpt.py, or with a text of its own
+PREFERENCES = """
+group_advantages token_weights load_task model_path report load_problems Completion complete log_completions
+"""  # not in nash_preference.py, or with a text of its own there
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
 OFF_POLICY = "linear_schedule ReplayBuffer update_target"
 
@@ -53,6 +56,7 @@ FAMILIES = [
     (["grpo", "gdpo"], ["update"]),
     (["grpo", "dr_mas"], without(TEAM, f"{SHARED} {ONE_TURN}")),
     (["grpo", "hpt"], without(BOTH_TERMS, f"{SHARED} {ONE_TURN} evaluate")),
+    (["grpo", "nash_preference"], without(PREFERENCES, f"{SHARED} {ONE_TURN}")),
     (["grpo", "pi_play"], without(THREE_MODELS, SHARED)),
     (["grpo", "spiral_rae"], without(GAMES, f"{SHARED} {ONE_TURN}")),
     (["unimodal_poisson", "fm3q", "arac"], CONTROL.split()),
