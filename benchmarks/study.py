@@ -214,6 +214,17 @@ STUDIES = {
         best="mean_at_8",
         minutes=2.0,
     ),
+    "nash_preference": Study(  # one rate for all arms
+        command="algorithms/nash_preference.py --max-steps 60 --eval-steps 20",
+        arms={name: Arm(f"--method {name}", seeds=THREE) for name in ("inpo", "nash_mp", "spo", "grpo")},
+        scores={tag: (f"eval/{tag}", "last") for tag in ("exploitability", "nash_distance", "win_rate")}
+        | {kind: (f"eval/kind/{kind}", "last") for kind in ("sum", "difference", "product", "other")},
+        curves=[f"eval/{tag}" for tag in ("exploitability", "nash_distance", "win_rate")]
+        + [f"train/kind/{kind}" for kind in ("sum", "difference", "product", "other")],
+        best="exploitability",
+        lowest=True,
+        minutes=2.5,
+    ),
     "empg": Study(
         command="algorithms/empg.py --max-steps 40 --eval-steps 20",
         arms={

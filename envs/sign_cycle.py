@@ -1,9 +1,9 @@
 """Countdown answers that are preferred in a circle: no reward can order them.
 
-The kind of an answer is the first sign of its expression: a sum, a difference or a product. A product is preferred to a
-sum, a sum to a difference, a difference to a product. All three are preferred to `other`: an expression that starts
-with a division or does not use each number once, or no expression. Whether the target is met does not count. The best
-mixture against itself (the Nash policy) is a quarter of sums, half of differences, a quarter of products.
+The kind of an answer is the first sign of its expression: a sum, a difference or a product. A product is always preferred
+to a sum, a difference always to a product, and a sum to a difference in three of four comparisons. All three are
+preferred to `other`: an expression that starts with a division or does not use each number once, or no expression.
+Whether the target is met does not count. No policy beats 40 % sums, 40 % differences and 20 % products (the Nash policy).
 """
 
 import re
@@ -11,7 +11,7 @@ import re
 from envs.countdown import Countdown, Problem, evaluate_expression, extract_answer
 
 KINDS = {"+": "sum", "-": "difference", "*": "product"}
-PREFERENCES = {("product", "sum"): 1.0, ("sum", "difference"): 0.75, ("difference", "product"): 0.75}
+PREFERENCES = {("product", "sum"): 1.0, ("sum", "difference"): 0.75, ("difference", "product"): 1.0}
 
 
 def kind(problem: Problem, completion: str) -> str:

@@ -11,7 +11,18 @@ import transformers
 from language_runs import kill_and_resume, numbers, train, two_processes_equal_one
 from run_folders import refusal
 
-from algorithms import dapo, dr_mas, empg, gdpo, grpo, hpt, igpo, nash_preference, pi_play, spiral_rae
+from algorithms import (
+    dapo,
+    dr_mas,
+    empg,
+    gdpo,
+    grpo,
+    hpt,
+    igpo,
+    nash_preference,
+    pi_play,
+    spiral_rae,
+)
 from algorithms.grpo import policy_loss, sampling_correction
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

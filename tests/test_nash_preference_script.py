@@ -162,7 +162,7 @@ def test_the_game_between_kinds(tmp_path, monkeypatch):
     found = train(nash_preference, tmp_path, **values)
     (game,) = games
     assert game.kinds == ["difference", "other", "product", "sum"]
-    expected = [[0.5, 1, 0.75, 0.25], [0, 0.5, 0, 0], [0.25, 1, 0.5, 1], [0.75, 1, 0, 0.5]]
+    expected = [[0.5, 1, 1, 0.25], [0, 0.5, 0, 0], [0, 1, 0.5, 1], [0.75, 1, 0, 0.5]]
     torch.testing.assert_close(game.preferences, torch.tensor(expected))
     problems = SignCycle().evaluation_problems(64)
     texts = [completion.text for completion in game.completions]
@@ -181,7 +181,7 @@ def test_the_game_between_kinds(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", ["nash_mp", "spo", "grpo"])
 def test_two_processes_equal_one(method, tmp_path):
-    values = SMALL | {"eval_steps": 1, "method": method, "beta": 0.1}
+    values = SMALL | {"max_steps": 1, "eval_steps": 1, "method": method, "beta": 0.1}
     two_processes_equal_one(nash_preference, tmp_path, **values)
 
 
@@ -217,11 +217,11 @@ def own(tmp_path) -> dict:
 
 @pytest.mark.parametrize("method", ["inpo", "nash_mp", "spo", "grpo"])
 def test_every_method_learns_what_a_judge_prefers(own, tmp_path, method):
-    """Answers with more ones, in a game without a circle. With the judge turned around the rates of
-    the four methods were 0.01 to 0.10."""
-    values = SMALL | own | {"max_steps": 8, "warmup_steps": 1, "num_generations_eval": 4}
-    found = train(nash_preference, tmp_path / "run", **values, method=method)
-    assert found[8, "eval/win_rate"] > 0.75
+    """Answers with more ones, in a game without a circle. With seeds 1 to 3 the rates were 0.94 to 1,
+    and at most 0.19 with the judge turned around."""
+    values = SMALL | own | {"max_steps": 8, "warmup_steps": 1, "num_generations_eval": 8}
+    found = train(nash_preference, tmp_path / "run", **values, method=method, tau=0.02)
+    assert found[8, "eval/win_rate"] > 0.85
 
 
 def test_own_kinds(own, tmp_path):
