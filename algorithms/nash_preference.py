@@ -135,11 +135,11 @@ class Args:
     """spo, grpo: clip range of the probability ratio"""
     beta: float = 0.0
     """spo, grpo: weight of the KL penalty; above 0, a copy of the initial model is kept"""
-    num_iterations: int = 2
+    num_iterations: int = 4
     """optimizer steps on each batch of completions, for nash_mp in each half"""
     # optimizer
     learning_rate: float | None = None
-    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others, and ten times
+    """learning rate of AdamW; None is 1e-4 for the tiny model and 1e-6 for others, and ten times
     that with --lora-rank"""
     warmup_steps: int = 5
     """linear warm-up steps"""
@@ -1310,8 +1310,9 @@ def evaluation_answers(sampler, tokenizer, task, problems, who: str, args, rank,
 
 def initial_answers(sampler, tokenizer, task, problems, args: Args, rank, world_size):
     """Compares every answer with the next one to the same problem."""
-    words = (sampler, tokenizer, task, problems, "initial", args, rank, world_size)
-    problems, completions = evaluation_answers(*words)
+    problems, completions = evaluation_answers(
+        sampler, tokenizer, task, problems, "initial", args, rank, world_size
+    )
     k = args.num_generations_eval
     results = []  # kinds of two answers, preference for the first
     for row, completion in enumerate(completions if task.kind else []):
@@ -1341,8 +1342,9 @@ def evaluate(
     """Win rate against the initial model on unseen problems, answer by answer. If answers have
     kinds, also their frequencies, the win rate of the best kind against the policy minus 1/2, and
     the distance of the frequencies (total variation) from the Nash policy. Prints one answer."""
-    words = (sampler, tokenizer, task, problems, "policy", args, rank, world_size)
-    problems, completions = evaluation_answers(*words)
+    problems, completions = evaluation_answers(
+        sampler, tokenizer, task, problems, "policy", args, rank, world_size
+    )
     results = []  # preference over an answer of the initial model, kind
     for row, completion in enumerate(completions):
         problem = problems[row // args.num_generations_eval]
@@ -1368,7 +1370,7 @@ def evaluate(
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     if args.learning_rate is None:
-        rate = 1e-6 if args.model_name_or_path else 2e-4
+        rate = 1e-6 if args.model_name_or_path else 1e-4
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
     rank, world_size, device = setup(args)
     task, eval_problems = load_task(args)
@@ -1407,8 +1409,8 @@ def train(args: Args) -> dict[str, float]:
     run_dir = open_run(args, rank)
     if args.eval_steps:
         refresh(sampler, model)
-        words = (sampler, tokenizer, task, eval_problems, args, rank, world_size)
-        initial = initial_answers(*words)  # before a checkpoint is loaded
+        # Now, before a checkpoint is loaded.
+        initial = initial_answers(sampler, tokenizer, task, eval_problems, args, rank, world_size)
     progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
     load_checkpoint(run_dir, model, optimizer, progress)
     if rank == 0:
@@ -1421,8 +1423,9 @@ def train(args: Args) -> dict[str, float]:
         last = step >= args.max_steps
         refresh(sampler, model)
         if args.eval_steps and (last or step % args.eval_steps == 0):
-            words = (sampler, tokenizer, task, eval_problems, initial, args, rank, world_size)
-            scores = evaluate(*words)
+            scores = evaluate(
+                sampler, tokenizer, task, eval_problems, initial, args, rank, world_size
+            )
             if rank == 0:
                 log(run_dir, board, step, scores)
                 print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
