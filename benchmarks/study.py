@@ -215,7 +215,7 @@ STUDIES = {
         minutes=2.0,
     ),
     "nash_preference": Study(  # one rate for all arms
-        command="algorithms/nash_preference.py --max-steps 60 --eval-steps 20",
+        command="algorithms/nash_preference.py",
         arms={name: Arm(f"--method {name}", seeds=THREE) for name in ("inpo", "nash_mp", "spo", "grpo")},
         scores={tag: (f"eval/{tag}", "last") for tag in ("exploitability", "nash_distance", "win_rate")}
         | {kind: (f"eval/kind/{kind}", "last") for kind in ("sum", "difference", "product", "other")},

@@ -66,7 +66,7 @@ STEPS = {  # how many of the steps that waits.csv names are in a call
     "dapo": {"8 tokens": 2, "optimizer step": 2},
     "gdpo": {"8 tokens": 2, "optimizer step": 1},
     "hpt": {"8 tokens": 2, "optimizer step": 1},
-    "nash_preference": {"8 tokens": 4, "optimizer step": 2},
+    "nash_preference": {"8 tokens": 4, "optimizer step": 4},
     "dr_mas": {"8 tokens": 1, "optimizer step": 1},
     "igpo": {"8 tokens": 2, "optimizer step": 1, "further turn": 1, "different episode": 1},
     "empg": {"8 tokens": 2, "optimizer step": 1, "further turn": 1},
