@@ -128,7 +128,8 @@ class Args:
     method: Literal["inpo", "nash_mp", "spo", "grpo"] = "inpo"
     """the control, grpo, has the win rate against the initial model as reward"""
     tau: float = 0.1
-    """inpo, nash_mp: how strongly the initial model attracts, of which a copy is kept"""
+    """inpo, nash_mp: how strongly the initial model attracts, of which a copy is kept; and for all
+    methods the Nash policy of eval/nash_distance"""
     alpha: float = 0.2
     """inpo, nash_mp: size of a step, between 0 and 1; INPO's eta is tau / alpha"""
     epsilon: float = 0.2
@@ -252,9 +253,9 @@ def inpo_loss(
     eta: float,
     tau_eta_ratio: float,
 ) -> Tensor:
-    """Loss of each pair, INPO eq. 10, as in COMAL. Log-probabilities of whole answers; any shape.
+    """INPO's loss of each pair, as in COMAL's code. Log-probabilities of whole answers; any shape.
 
-    last is the policy at the beginning of the step. The papers' eta is the inverse of a step size.
+    last is the policy at the beginning of the step. eta is the inverse of a step size.
     """
     policy = policy_chosen - policy_rejected
     ref = ref_chosen - ref_rejected
@@ -328,8 +329,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--num-generations, --num-generations-eval: at least 2 completions to compare")
     if args.micro_batch_size % args.num_generations:
         sys.exit("--micro-batch-size: must be a multiple of --num-generations")
-    if args.method in ("inpo", "nash_mp") and not (args.tau > 0 and 0 < args.alpha < 1):
-        sys.exit(f"--method {args.method}: needs --tau above 0 and --alpha between 0 and 1")
+    if args.tau <= 0 or not 0 < args.alpha < 1:
+        sys.exit("--tau, --alpha: expected one above 0 and one between 0 and 1")
     try:
         json.loads(args.chat_template_kwargs)
     except ValueError as error:

@@ -39,7 +39,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("nash_preference", "--dataset train.jsonl --preference own.py:nowhere", "--preference own.py:nowhere: "),
     ("nash_preference", "--preference own.py:three", "preference function: returned 3, expected a probability from 0 to 1"),
     ("nash_preference", "--num-generations 5", "--micro-batch-size: must be a multiple of --num-generations"),
-    ("nash_preference", "--alpha 1", "--method inpo: needs --tau above 0 and --alpha between 0 and 1"),
+    ("nash_preference", "--alpha 1", "--tau, --alpha: expected one above 0 and one between 0 and 1"),
     ("igpo", "--env nothing.py:Task --model-name-or-path m", "there is no file 'nothing.py'"),
     ("igpo", "--env own.py:Nothing --model-name-or-path m", "own.py'> does not define 'Nothing'"),
     ("igpo", "--env own.py:Task", "--env own.py:Task: needs --model-name-or-path"),
