@@ -126,8 +126,10 @@ def memory_model(
     }
     if (flags.bf16 or fsdp or adapters) and not flags.vllm:
         held["copies"] += compute * whole * policies  # they decode
-    if flags.beta > 0 and not adapters:
+    if needs_reference(script, flags) and not adapters:
         held["copies"] += 4 * kept * bases
+    if script == "nash_preference":
+        held["copies"] += preference_copies(flags, compute * whole, 4 * kept, 4 * trained, held["copies"])
     if script == "pi_play":
         held["copies"] += 4 * whole  # the teacher
     if script == "spiral_rae":
@@ -157,6 +159,22 @@ def memory_model(
     return found
 
 
+def needs_reference(script: str, flags) -> bool:
+    """Whether log-probabilities of the initial model are in the loss."""
+    return flags.beta > 0 or (script == "nash_preference" and flags.method in ("inpo", "nash_mp"))
+
+
+def preference_copies(flags, sampler: int, initial: int, trained: int, copies: int) -> int:
+    """Bytes that nash_preference.py keeps beside those: weights to go back to after half a step; for
+    the control the initial model, which takes turns in the sampler."""
+    if flags.method == "nash_mp":
+        return trained
+    if flags.method != "grpo":
+        return 0
+    has_initial = flags.beta > 0 and not flags.lora_rank
+    return sampler * (copies == 0 and not flags.vllm) + initial * (not has_initial)
+
+
 def start_plays(flags) -> bool:
     """Whether spiral_rae.py needs the initial policy as an opponent."""
     return flags.opponent == "start" or bool(flags.eval_steps and "start" in flags.eval_opponents)
@@ -173,7 +191,7 @@ def start_bytes(
         return max(whole + copies, sum(held.values()) + 4 * trained * policies + engine)
     others = held["weights"] * (policies - 1) / policies  # of agents that were loaded before
     check = 12 * shape.vocab * flags.max_prompt_length  # logits of one prompt
-    reference = whole * (flags.beta > 0 and not flags.lora_rank)
+    reference = whole * (needs_reference(script, flags) and not flags.lora_rank)
     # vLLM starts after the first model of a team, and before the others are loaded.
     return others + whole + max(check, reference, copies) + engine * (policies > 1)
 
@@ -206,7 +224,7 @@ def rollout_moments(script: str, shape: Model, flags, compute: int) -> list[dict
     moments = [{"cache": cache, "sampling": rows * shape.vocab * (compute + 12)}]
 
     group = 1  # completions of one prompt
-    if script in ("grpo", "dapo", "gdpo", "hpt", "ampo") and not flags.eval_steps:
+    if script in ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo") and not flags.eval_steps:
         group = flags.num_generations
     prompts = ceil(rows / group)  # greedy evaluation writes one completion of each
     prefill = prompts * S * forward_bytes(shape, compute) + S * S * (2 + compute)  # one mask

@@ -114,7 +114,8 @@ POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
 PONG = "qmix vdn selfplay_qmix iql".split()
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
-SCRIPTS = "grpo dapo gdpo dr_mas igpo empg spiral_rae pi_play hpt ampo unimodal_poisson stream_x fm3q arac"
+SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo empg spiral_rae pi_play hpt ampo unimodal_poisson stream_x fm3q"
+SCRIPTS += " arac"
 STUDIES = {
     "defaults": Study(
         command="algorithms/{arm}.py",
@@ -241,6 +242,17 @@ STUDIES = {
         curves=("eval/greedy", "eval/mean_at_8", "train/guided_share", "train/comprehension"),
         best="mean_at_8",
         minutes=2.0,
+    ),
+    "nash_preference": Study(  # one rate for all arms
+        command="algorithms/nash_preference.py",
+        arms={name: Arm(f"--method {name}", seeds=THREE) for name in ("inpo", "nash_mp", "spo", "grpo")},
+        scores={tag: (f"eval/{tag}", "last") for tag in ("exploitability", "nash_distance", "win_rate")}
+        | {kind: (f"eval/kind/{kind}", "last") for kind in ("sum", "difference", "product", "other")},
+        curves=[f"eval/{tag}" for tag in ("exploitability", "nash_distance", "win_rate")]
+        + [f"train/kind/{kind}" for kind in ("sum", "difference", "product", "other")],
+        best="exploitability",
+        lowest=True,
+        minutes=2.5,
     ),
     "empg": Study(
         command="algorithms/empg.py --max-steps 40 --eval-steps 20",

