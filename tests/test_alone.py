@@ -21,6 +21,8 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "dapo": LINES,
     "gdpo": LINES.replace("own.py:ones", "own.py:ones own.py:short"),
     "hpt": LINES,
+    "nash_preference": f"{LINES.replace('--reward own.py:ones', '--preference own.py:longer')} --micro-batch-size 2 "
+    "--num-generations-eval 2",
     "ampo": f"{LINES} --num-replaced 1",
     "igpo": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
     "empg": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
@@ -34,7 +36,7 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "fm3q": f"--env-id duel.py:make {TEAM}",
     "arac": f"--graph town.graphml {TEAM}",
 }
-MODELS = dict.fromkeys(["grpo", "dapo", "gdpo", "hpt", "ampo"], "countdown") | {"spiral_rae": "text_games"}  # load it first
+MODELS = dict.fromkeys(["grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo"], "countdown") | {"spiral_rae": "text_games"}  # load it first
 TASKS = [script for script in SCRIPTS if script not in ("unimodal_poisson", "stream_x")]  # their default is in envs/
 OWN = '''\
 import random
@@ -48,6 +50,10 @@ def ones(problem, completion):
 
 def short(problem, completion):
     return -len(completion)
+
+
+def longer(problem, a, b):
+    return float(len(a) > len(b))
 
 
 class Sums:
