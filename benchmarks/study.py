@@ -243,16 +243,17 @@ STUDIES = {
         best="mean_at_8",
         minutes=2.0,
     ),
-    "nash_preference": Study(  # one rate for all arms
+    "nash_preference": Study(  # one rate for all arms; its sweep was a pilot on seed 1
         command="algorithms/nash_preference.py",
-        arms={name: Arm(f"--method {name}", seeds=THREE) for name in ("inpo", "nash_mp", "spo", "grpo")},
+        arms={name: Arm(f"--method {name}") for name in ("inpo", "grpo")}
+        | {name: Arm(f"--method {name}", seeds=THREE) for name in ("nash_mp", "spo")},
         scores={tag: (f"eval/{tag}", "last") for tag in ("exploitability", "nash_distance", "win_rate")}
-        | {kind: (f"eval/kind/{kind}", "last") for kind in ("sum", "difference", "product", "other")},
+        | {kind: (f"train/kind/{kind}", "late") for kind in ("sum", "difference", "product", "other")},
         curves=[f"eval/{tag}" for tag in ("exploitability", "nash_distance", "win_rate")]
         + [f"train/kind/{kind}" for kind in ("sum", "difference", "product", "other")],
         best="exploitability",
         lowest=True,
-        minutes=2.5,
+        minutes=5.0,
     ),
     "empg": Study(
         command="algorithms/empg.py --max-steps 40 --eval-steps 20",
