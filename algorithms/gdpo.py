@@ -354,7 +354,7 @@ def gather(items: list) -> list:
 
 
 class JsonLines:
-    """Problems of a JSON-lines file, to be scored by --reward.
+    """Problems of a JSON-lines file, whose answers a function of yours judges.
 
     A line is an object with the user's text under `question`, `problem` or `prompt`, or with a
     list of chat messages under `prompt`. One line in 16 is held out, by a hash of its prompt.

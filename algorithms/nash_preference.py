@@ -8,15 +8,18 @@ policy, which no other policy beats. Zhang et al., arXiv 2407.00617; Tiapkin et 
 
     preference     P(y, z), the probability that answer y is preferred to z; P(z, y) = 1 - P(y, z)
     win rate       w(y) = mean of P(y, z) over the answers z of an opponent
-    INPO           log new(y) = (1 - alpha) log old(y) + alpha (log initial(y) + w(y) / tau) + c
+    INPO           log new(y) = (1 - alpha) log old(y) + alpha (log initial(y) + w(y) / tau) + const
                    where the opponent is old, the policy at the beginning of the step
     Nash-MP        this gives a half step; then once more from old, with the half step as opponent
     SPO            policy gradient with the advantage w(y) - 1/2, where the opponent is old
 
-The first two end at policy(y) = initial(y) * exp(w(y) / tau) * c. It is mixed where preferences go
-in a circle; a reward, which orders all answers, would make it a single answer. Each step fits the
-equation above by least squares on pairs of answers of one prompt, with --num-iterations optimizer
-steps: group_losses, called in update, with inpo_loss and nash_mp_target.
+INPO and Nash-MP have one fixed point, the regularised Nash policy: it is proportional to
+initial(y) * exp(w(y) / tau), where the opponent is the policy itself. Where preferences go in a
+circle it mixes answers that beat each other; a reward orders them, and prefers one.
+
+Both fit their equation by least squares on pairs of answers of one prompt, with --num-iterations
+optimizer steps: group_losses, called in update, with inpo_loss and nash_mp_target. SPO and the
+control use policy_loss.
 
 Differs from the papers:
 1. An iteration is one batch of prompts, not a data set; every two answers of a group are a pair.
@@ -31,7 +34,8 @@ Differs from grpo.py:
 1. --preference in place of --reward, --method in place of --advantage, and the losses above.
 2. Evaluations play against the initial model's answers, and count kinds of answers.
 3. A micro-batch holds whole groups.
-4. The control, --method grpo, has the initial model as opponent: its win rates are rewards.
+4. The control, --method grpo, has the initial model as opponent: its win rates are rewards, whose
+   group mean is subtracted. With --beta equal to --tau the initial model attracts it as much.
 
     python algorithms/nash_preference.py                     # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/nash_preference.py --fsdp ...
@@ -135,7 +139,8 @@ class Args:
     epsilon: float = 0.2
     """spo, grpo: clip range of the probability ratio"""
     beta: float = 0.0
-    """spo, grpo: weight of the KL penalty; above 0, a copy of the initial model is kept"""
+    """spo, grpo: weight of the KL penalty; above 0, a copy of the initial model is kept. --beta 0.1
+    pulls towards it as --tau 0.1 does"""
     num_iterations: int = 4
     """optimizer steps on each batch of completions, for nash_mp in each half"""
     # optimizer
@@ -147,7 +152,8 @@ class Args:
     max_grad_norm: float = 1.0
     """clip the gradient norm at this value; 0 does not clip"""
     max_steps: int = 100
-    """training steps, one batch of completions each; 0 only evaluates"""
+    """training steps, one batch of completions each; 0 only evaluates, with the model that is given
+    as its own opponent"""
     seed: int = 1
     """seed of problems and sampling"""
     # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
@@ -280,8 +286,8 @@ def group_losses(
 ) -> Tensor:
     """Mean loss of the pairs of each group. (P,G) each, preferences (P,G,G) -> (P,)
 
-    rates, (P,G), are win rates against another opponent than the group; with None the loss is
-    INPO's, which compares the two answers of a pair with each other.
+    rates (P,G) are win rates against another opponent than the group, for Nash-MP's second half.
+    None: INPO's loss, which compares the two answers of a pair with each other.
     """
     if rates is None:
         pairs = []
@@ -357,7 +363,7 @@ def gather(items: list) -> list:
 
 
 class JsonLines:
-    """Problems of a JSON-lines file, to be scored by --reward.
+    """Problems of a JSON-lines file, whose answers a function of yours judges.
 
     A line is an object with the user's text under `question`, `problem` or `prompt`, or with a
     list of chat messages under `prompt`. One line in 16 is held out, by a hash of its prompt.
@@ -1368,10 +1374,12 @@ def evaluate(
     if not task.kind:
         return scores
     counts = Counter(kinds)
+    for name in sorted({*initial.kinds, *counts}):
+        scores[f"eval/kind/{name}"] = counts[name] / len(kinds)
     frequencies = torch.tensor([counts[name] / len(kinds) for name in initial.kinds])  # (K,)
-    for name, frequency in zip(initial.kinds, frequencies.tolist()):
-        scores[f"eval/kind/{name}"] = frequency
-    scores["eval/exploitability"] = (initial.preferences @ frequencies).max().item() - 0.5
+    unknown = 1 - frequencies.sum()  # kinds that the initial model never wrote count as ties
+    rates = initial.preferences @ frequencies + 0.5 * unknown  # (K,)
+    scores["eval/exploitability"] = rates.max().item() - 0.5
     nash = regularised_nash(initial.preferences, initial.frequencies, args.tau)
     scores["eval/nash_distance"] = 0.5 * (frequencies - nash).abs().sum().item()
     return scores
@@ -1458,6 +1466,7 @@ def train(args: Args) -> dict[str, float]:
 
         # 2. compare each completion with its group, or with G completions of another opponent
         seeds = [random_seed("opponent", args.seed, i) for i in indices]
+        opponents = []
         if args.method == "grpo":  # the initial model
             preferences = None
             refresh(sampler, initial_model)
@@ -1480,8 +1489,11 @@ def train(args: Args) -> dict[str, float]:
                 parameter.data.copy_(value)
 
         # 3. optimizer steps
-        used = None if args.method == "inpo" else rates
-        metrics = update(model, reference, optimizer, completions, preferences, used, args)
+        if args.method == "inpo":
+            rates_in_loss = None
+        else:
+            rates_in_loss = rates
+        metrics = update(model, reference, optimizer, completions, preferences, rates_in_loss, args)
         refresh(sampler, model)
 
         # 4. log and save
@@ -1492,7 +1504,7 @@ def train(args: Args) -> dict[str, float]:
         table = gather([(len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
         lengths, ended, logprobs = zip(*table)
         groups = torch.tensor(gather(rates.tolist()))  # (P,G) of all processes
-        progress["num_tokens"] += sum(lengths)
+        progress["num_tokens"] += sum(lengths) + sum(gather([len(c.ids) for c in opponents]))
         for name, count in Counter(gather(kinds)).items():
             metrics[f"kind/{name}"] = count / len(lengths)
         metrics |= {
