@@ -926,7 +926,7 @@ def solutions(problem, prompt: list[int], tokenizer, args: Args) -> list[Complet
     if isinstance(problem, dict):  # a line of --dataset
         texts = problem.get("demonstration")
     else:
-        texts = getattr(problem, "demonstrations", problem.demonstration)
+        texts = getattr(problem, "demonstrations", None) or problem.demonstration
     texts = [texts] if isinstance(texts, str) else texts or []
     if args.method == "one_teacher":
         texts = texts[:1]
@@ -1419,13 +1419,13 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
     board.flush()
 
 
-def log_completions(run_dir: str, step: int, completions, advantages, tokenizer, task, args: Args):
+def log_completions(run_dir, step, completions, is_teacher, advantages, tokenizer, task, args):
     """Add the first two groups of a step to completions.jsonl, for people to read."""
     shown = completions[: 2 * args.num_generations]
     with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
-        for completion, advantage in zip(shown, advantages.tolist()):
+        for completion, teacher, advantage in zip(shown, is_teacher.tolist(), advantages.tolist()):
             row = {"step": step, "prompt": tokenizer.decode(completion.prompt)}
-            row |= {"completion": completion.text, "advantage": advantage}
+            row |= {"completion": completion.text, "teacher": teacher, "advantage": advantage}
             row["rewards"] = dict(zip(task.reward_functions, completion.rewards))
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
@@ -1580,7 +1580,9 @@ def train(args: Args) -> dict[str, float]:
         }
         if rank == 0:
             log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
-            log_completions(run_dir, step, rows, own_advantages, tokenizer, task, args)
+            log_completions(
+                run_dir, step, rows, own_is_teacher, own_advantages, tokenizer, task, args
+            )
             report(step, metrics, task, args)
         if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
             save_checkpoint(run_dir, model, optimizer, progress, rank)

@@ -9,23 +9,26 @@ divergence whose weight beta adapts. Shi et al., arXiv 2511.08412.
     policy     -E_pi[min(Q1, Q2) - alpha log pi] + beta KL(reference | pi)
     beta       rises while the divergence is above its target, else falls; never above its start
 
+The losses are actor_loss, critic_targets and coefficient_loss; update puts them together.
+
 A reconstruction: neither the paper's text nor its code was available. Network, pointer and losses
-are those of EPG (arXiv 2511.00811), public code by the same group. Differs from the paper in:
+are those of EPG (arXiv 2511.00811), public code by the same group. Our choices:
 1. The rule that adapts beta is ours: `--beta-mode dual`. To compare with: `exp` lets beta fall by
    time, `fixed` is EPG's, `none` drops it.
-2. All agents act at the same time, and know their number. EPG lets them act one after another, but
-   trains as here.
+2. All agents act at the same time, and each has a learned vector of its own. EPG lets them act one
+   after another, but trains as here.
 3. Critics are sums over agents, so E_pi[min(Q1, Q2)] over joint actions is replaced by
    min(E_pi[Q1], E_pi[Q2]), a sum over N K terms. `--joint-table` is EPG's form with K^N terms.
 4. The rules of confrontation are ours, those of pursuit are EPG's.
 
     python algorithms/arac.py                                     # a cycle of 8 nodes
     python algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128
-    python algorithms/arac.py --graph town.graphml                # your own graph
+    python algorithms/arac.py --graph town.graphml --horizon 64   # your own graph
     python algorithms/arac.py --beta-mode none                    # control: no reference
 
 Copied elsewhere, the script plays pursuit on GraphML files (pip install networkx). Graphs by name,
-perfect play and confrontation are in envs/.
+perfect play and confrontation are in envs/. Another rule of winning is GraphPursuit.outcome; a
+reward above 0 counts as a game won.
 
 Letters in shapes: E games, B transitions of a batch, n nodes, K slots (an agent stays, or goes to a
 neighbour), N agents of the learning team, P players of both teams, d width, h heads. Team 0 stands
@@ -56,7 +59,7 @@ NUM_HEADS = 4  # EPG: 8
 ALPHA_LR = 1e-3  # EPG: 1e-4
 MAX_GRAD_NORM = 10.0  # of the policy and of the critics (EPG: 100 and 20,000)
 LOGS = 50  # log points of a run
-MOST_NODES = 10_000  # of a graph: distances are a matrix
+MOST_NODES = 10_000  # of a graph, because distances are a matrix
 MOST_LISTED = 10**6  # starts of a game are listed if there are no more candidates than this
 DRAWN_STARTS = 10_000  # else so many random ones are drawn
 EVAL_EPISODES = 512  # starts that an evaluation plays at most on each graph
@@ -94,8 +97,9 @@ class Args:
     """steps after which a game is cut off"""
     # method
     reference: Literal["shortest", "dp", "noisy"] = "shortest"
-    """policy to be pulled towards: shortest path, perfect play, or that with every second move
-    random; another one is a branch of GraphPursuit.scripted"""
+    """policy to be pulled towards: shortest path, perfect play, or that with each move random with
+    chance 1/2 (the entropy of these moves counts as divergence, so raise --beta-target); another
+    one is a branch of GraphPursuit.scripted"""
     beta_mode: Literal["dual", "exp", "fixed", "none"] = "dual"
     """how beta changes: by the divergence, by time, not at all; none is learning without a
     reference"""
@@ -106,7 +110,8 @@ class Args:
     beta_lr: float = 5e-3
     """dual: Adam's learning rate of log beta; exp: beta exp(-beta_lr updates)"""
     alpha: float | None = None
-    """first temperature; None: half of the value above which never winning would be worth most"""
+    """first temperature; None: half of that at which endless random play is worth as much as a
+    win"""
     target_entropy: float = 0.05
     """entropy to hold by adapting alpha, in units of that of the uniform policy"""
     joint_table: bool = False
@@ -389,15 +394,15 @@ class Graph:
     one open slot, which leads to -1 again.
     """
 
-    def __init__(self, name: str, edges: Tensor, coordinates: Tensor | None, num_slots: int = 0):
-        """edges (M,2). coordinates (n,2), for pictures. `num_slots`: K, 0 for as many as needed."""
+    def __init__(self, name: str, edges: Tensor, coordinates: Tensor | None):
+        """edges (M,2). coordinates (n,2), for pictures."""
         n = int(edges.max()) + 1
         near = [{node} for node in range(n)]  # a node is next to itself: players may stay
         for a, b in edges.tolist():
             near[a].add(b)
             near[b].add(a)
         sizes = torch.tensor([len(nodes) for nodes in near] + [1])  # (n+1,)
-        K = num_slots or int(sizes.max())
+        K = int(sizes.max())
         rows = [sorted(nodes) + [node] * (K - len(nodes)) for node, nodes in enumerate(near)]
         self.name = name
         self.num_nodes = n
@@ -420,6 +425,17 @@ class Graph:
         for name in ("distances", "slots", "slot_mask", "log_slots"):
             setattr(moved, name, getattr(self, name).to(device))
         return moved
+
+    def padded(self, num_slots: int) -> "Graph":
+        """A copy with K = num_slots, not below its own."""
+        wider = copy.copy(self)
+        extra = num_slots - self.num_slots
+        own = torch.arange(self.num_nodes + 1)  # (n+1,)
+        own[-1] = -1
+        wider.num_slots = num_slots
+        wider.slots = torch.cat([self.slots, own[:, None].expand(-1, extra)], 1)  # (n+1,K)
+        wider.slot_mask = F.pad(self.slot_mask, (0, extra), value=True)  # (n+1,K)
+        return wider
 
     def features(self, positions: Tensor) -> Tensor:
         """Hops from every node to every player over the diameter, 2 for removed players.
@@ -471,17 +487,19 @@ def read_graphml(path: str) -> tuple[Tensor, Tensor | None]:
     return edges, torch.tensor(spots, dtype=torch.float64) * torch.tensor([1.0, -1.0])
 
 
-@functools.cache  # several games share a graph, and the tables that envs/ computes for it
+@functools.cache  # games share a graph, and the tables of perfect play
 def make_graph(name: str, num_slots: int = 0) -> Graph:
     """The graph of FILE.graphml, or the one that envs/graphs.py makes from a name.
 
     `num_slots`: K, to which slots are padded; 0 for as many as the graph needs.
     """
+    if num_slots:
+        return make_graph(name).padded(num_slots)
     if name.endswith(".graphml"):
-        return Graph(Path(name).stem, *read_graphml(name), num_slots)
+        return Graph(Path(name).stem, *read_graphml(name))
     from envs.graphs import named_graph
 
-    return Graph(name, *named_graph(name), num_slots)
+    return Graph(name, *named_graph(name))
 
 
 def least(hops: Tensor, axis: int) -> Tensor:
@@ -492,7 +510,8 @@ def least(hops: Tensor, axis: int) -> Tensor:
 class GraphGame:
     """What both games share: E games of two teams; a game that ends begins anew in the same step.
 
-    `starts` (S,P) are all starts, or many random ones, in a random order that is always the same.
+    A game adds find_starts, outcome, answer (of the scripted team 1) and scripted. `starts` (S,P)
+    are all starts, or many random ones, in a random order that is always the same.
     """
 
     def __init__(self, graph: Graph, device, teams: tuple[int, int], horizon: int):
@@ -577,8 +596,8 @@ class GraphPursuit(GraphGame):
     """Pursuers, team 0, win 1 when `num_captors` of them are on or next to the evader's node after
     a step. Rules of EPG and R2PS (github.com/Cahemgco/EPG_code; arXiv 2511.17367).
 
-    evader: `dp` (argmax of the worst-case steps to capture, over the pursuers' best joint move),
-    `maxdist` (argmax of the hops to the nearest pursuer), `random`, `stay`, or `learned` (actions
+    evader: `dp` (most steps to capture against the pursuers' best reply), `maxdist` (most hops to
+    the nearest pursuer), `random`, `stay`, or `learned` (actions
     come with step; without them it is `dp`). All move at once; `asynchronous` lets the scripted
     evader see the pursuers' new nodes. start: `same` node for all pursuers, `far` (the same, more
     than 5 hops from the evader or else the diameter), `independent` nodes. Nobody is captured at
@@ -863,7 +882,7 @@ def update(
         norm = nn.utils.clip_grad_norm_(network.parameters(), MAX_GRAD_NORM, foreach=True)
         metrics[f"losses/{name}_grad_norm"] = norm
     learner.optimizer.step()
-    learner.log_beta.data.clamp_(max=math.log(args.beta))  # the pull can only weaken
+    learner.log_beta.data.clamp_(max=math.log(args.beta))  # never above --beta
     return {tag: value.detach() for tag, value in metrics.items()}
 
 

@@ -80,7 +80,9 @@ def test_command_and_its_files(tmp_path, own_data, monkeypatch, capsys):
         assert 0 < found[step, "train/comprehension"] < 1
     assert all(map(math.isfinite, found.values()))
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
-    assert len(completions(tmp_path / "run")) == 2 * 2 * 4
+    shown = completions(tmp_path / "run")
+    taught = [flag for *_, is_teacher, _ in given for flag in is_teacher[:8].tolist()]
+    assert [row["teacher"] for row in shown] == taught and any(taught)
 
 
 def test_it_learns_and_its_controls_differ(tmp_path):

@@ -134,9 +134,9 @@ def test_graphml(tmp_path):
     assert found.name == "town" and found.num_slots == 4
     assert PlainGraph(found).near == {0: [0, 1], 1: [0, 1, 2], 2: [1, 2, 3], 3: [2, 3]}
     assert found.coordinates.tolist() == [[1, -2], [2, -4], [3, -6], [4, -8]], "y upwards, as on a map"
-    (tmp_path / "town.graphml").write_text("no XML")
+    (tmp_path / "broken.graphml").write_text("no XML")
     with pytest.raises(ValueError, match="not a GraphML file"):
-        make_graph(path, 5)
+        make_graph(str(tmp_path / "broken.graphml"), 5)
 
 
 @pytest.mark.parametrize("row", CASES["classic_cops_and_robbers"]["results"], ids=ids)

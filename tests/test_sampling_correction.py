@@ -52,3 +52,17 @@ def test_reference_correction_loss_and_gradient(vector):
     }
     for tag, name in tags.items():
         assert metrics[tag] == pytest.approx(outputs[name], abs=1e-5)
+
+
+def test_metrics_are_of_the_tokens_of_all_processes(monkeypatch):
+    """Two processes with different numbers of tokens find what one process with all of them finds."""
+    log_ratios = torch.randn(8, generator=torch.Generator().manual_seed(0)) * 0.3
+    args = grpo.Args(bf16=True)
+    expected = grpo.sampling_metrics(log_ratios, 1.2, args)
+    sent = []
+    monkeypatch.setattr(grpo, "gather", lambda rows: sent.extend(rows) or rows)
+    for part in log_ratios.split([5, 3]):
+        grpo.sampling_metrics(part, 1.2, args)
+    monkeypatch.setattr(grpo, "gather", lambda rows: sent)
+    found = grpo.sampling_metrics(log_ratios[5:], 1.2, args)
+    assert found == pytest.approx(expected) and 0 < found["sampling/importance_sampling_ratio/truncated"] < 1

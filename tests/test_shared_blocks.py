@@ -33,10 +33,10 @@ complete micro_batches log_completions report
 BOTH_TERMS = """
 token_weights load_problems logprob_gaps token_logprobs micro_batches
 """  # not in hpt.py, or with a text of its own
-OWN_PROBLEMS = "load_problems"  # of Countdown, those that the shipped model cannot solve
 PREFERENCES = """
 group_advantages token_weights load_task model_path report load_problems Completion complete log_completions
 """  # not in nash_preference.py, or with a text of its own there
+TEACHERS = "load_problems log_completions"  # problems are those that the shipped model cannot solve
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
 OFF_POLICY = "ReplayBuffer update_target"
 
@@ -57,7 +57,7 @@ FAMILIES = [
     (["grpo", "gdpo"], ["update"]),
     (["grpo", "dr_mas"], without(TEAM, f"{SHARED} {ONE_TURN}")),
     (["grpo", "hpt"], without(BOTH_TERMS, f"{SHARED} {ONE_TURN} evaluate")),
-    (["grpo", "ampo"], without(OWN_PROBLEMS, f"{SHARED} {ONE_TURN} evaluate")),
+    (["grpo", "ampo"], without(TEACHERS, f"{SHARED} {ONE_TURN} evaluate")),
     (["hpt", "ampo"], ["load_problems"]),
     (["grpo", "nash_preference"], without(PREFERENCES, f"{SHARED} {ONE_TURN}")),
     (["grpo", "pi_play"], without(THREE_MODELS, SHARED)),
