@@ -34,6 +34,7 @@ Shapes: T steps, N environments, B rows of a batch, O numbers of an observation,
 dimensions.
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -54,6 +55,13 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.utils import RunningMeanStd
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
+
+with contextlib.suppress(ImportError):  # models in gymnasium make MuJoCo print and log warnings
+    import mujoco
+
+    mujoco.set_mju_user_warning(
+        lambda text: None if "deprecated" in text else print(text, file=sys.stderr)
+    )
 
 
 @dataclass
@@ -127,11 +135,6 @@ def tsallis_log(x, q):
     return (x ** (1 - q) - 1) / (1 - q)
 
 
-def annealed(iteration, num_iterations):
-    """Step size t_k of iteration k = 0, 1, ..., N - 1: from 1 + 1 / N down to 2 / N."""
-    return 1 - (iteration - 1) / num_iterations
-
-
 def actor_loss(log_probs, old_log_probs, q_values, kl_coef, ent_coef, tsallis_q):
     """Off-policy loss of actions that the policy sampled. (B,) each -> scalar
 
@@ -198,7 +201,7 @@ class Agent(nn.Module):
         self.off_policy = args.method == "off_policy"
         seen = envs.single_observation_space.shape[0]
         size = len(self.low)
-        self.observation_stats = RunningMeanStd(shape=(seen,))
+        self.observation_stats = RunningMeanStd(shape=seen)
         self.return_stats = RunningMeanStd()
         self.statistics = (self.observation_stats, self.return_stats)
         self.actor = mlp(seen, size * (1 + self.off_policy), self.off_policy, 0.01)
@@ -336,7 +339,7 @@ def act(envs, agent, unfinished, args):
             episodes.append((unfinished.returns[n], unfinished.lengths[n]))
             unfinished.returns[n] = 0
             unfinished.lengths[n] = 0
-        happened = (observations, actions, rewards, terminated, dones, next_observations)
+        happened = (observations, actions.numpy(), rewards, terminated, dones, next_observations)
         steps.append([np.array(values) for values in happened])
     return [np.stack(values) for values in zip(*steps)], episodes
 
@@ -388,7 +391,7 @@ def transitions(rollout):
     """Rows of the replay buffer: (T N, O + A + 2 + O)"""
     observations, actions, rewards, terminated, _, following = rollout
     columns = [observations, np.tanh(actions), rewards[..., None], terminated[..., None], following]
-    return torch.from_numpy(np.float32(np.concatenate(columns, -1))).flatten(0, 1)
+    return torch.from_numpy(np.concatenate(columns, -1)).flatten(0, 1)
 
 
 # --- Learning -----------------------------------------------------------------------------------
@@ -510,8 +513,11 @@ def update_off_policy(agent, optimizer, rows, args):
     value_loss.backward()
     optimizer.step()
     update_target(agent.target_critic, agent.critic, 0.005)
-    kl = (log_probs - old_log_probs).mean()
-    return {"policy_loss": policy_loss, "kl": kl, "value_loss": value_loss}
+    return {
+        "policy_loss": policy_loss,
+        "kl": (log_probs - old_log_probs).mean(),
+        "value_loss": value_loss,
+    }
 
 
 # --- Plumbing: seeds, checkpoints, logs ---------------------------------------------------------
@@ -591,16 +597,16 @@ def evaluate(agent, args):
     returns = np.zeros(envs.num_envs)
     running = np.ones(envs.num_envs, dtype=bool)
     while running.any():
-        actions = agent.to_env(agent.choose(observations, is_sampled=False))
+        actions = agent.to_env(agent.choose(observations, False))
         observations, rewards, terminated, truncated, _ = envs.step(actions)
         returns += rewards * running
         running &= ~(terminated | truncated)
-    print(f"{len(returns)} episodes: return {returns.mean():.1f} +- {returns.std():.1f}")
+    print(f"mean return of an evaluation with the likeliest actions {returns.mean():.1f}")
     return {"eval/deterministic/return_mean": returns.mean()}
 
 
 def train(args):
-    """Train as the flags say. Returns the scores of the evaluation."""
+    """Train as the flags say."""
     torch.set_num_threads(1)
     off_policy = args.method == "off_policy"
     args.sgd_steps = args.sgd_steps or (1000 if off_policy else 10)
@@ -639,7 +645,8 @@ def train(args):
         # 2. learn on-policy from this rollout: first the policy, then the values
         losses = {}
         if not off_policy:
-            step_size = annealed(step // rollout_size, num_iterations)
+            # t_k of the authors' code: for iterations k from 0, 1 - (k - 1) / their number
+            step_size = 1 - (step // rollout_size - 1) / num_iterations
             batch = learning_batch(rollout, agent, unfinished, args)
             agent.observation_stats.update(np.concatenate(rollout[0]))
             optimizer.param_groups[0]["lr"] = args.learning_rate * step_size
@@ -675,10 +682,8 @@ def train(args):
             save_checkpoint(run_dir, step, state)
             start_anew = True
 
-    scores = evaluate(agent, args) if args.eval_episodes else {}
-    log(run_dir, board, step, scores)
-    board.close()
-    return scores
+    if args.eval_episodes:
+        log(run_dir, board, step, evaluate(agent, args))
 
 
 def parse_args():

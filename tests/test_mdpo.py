@@ -76,12 +76,5 @@ def test_reference_off_policy_loss(case):
     q1 = x.tanh() @ case["W"]
     assert_close(q1, case["q1_pi"])
     loss = actor_loss(log_probs, old_log_probs, q1, case["kl_coef"], lam, q)
-    print(loss, case["policy_kl_loss"])
 
 
-@cases("tsallis_max")
-def test_reference_tsallis_max(case):
-    x = case["logits"]
-    for q, value, policy in zip(case["q"].tolist(), case["value"], case["policy"]):
-        for power in (q, 2 - q):
-            print(q, power, value, policy @ x - policy @ tsallis_log(policy, power))
