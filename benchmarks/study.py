@@ -114,7 +114,7 @@ POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
 PONG = "qmix vdn selfplay_qmix iql".split()
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
-SCRIPTS = "grpo dapo gdpo dr_mas igpo empg spiral_rae pi_play hpt ampo unimodal_poisson stream_x fm3q arac"
+SCRIPTS = "grpo dapo gdpo dr_mas igpo empg spiral_rae pi_play hpt ampo unimodal_poisson mdpo stream_x fm3q arac"
 STUDIES = {
     "defaults": Study(
         command="algorithms/{arm}.py",

@@ -36,6 +36,9 @@ token_weights load_problems logprob_gaps token_logprobs micro_batches
 OWN_PROBLEMS = "load_problems"  # of Countdown, those that the shipped model cannot solve
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
 OFF_POLICY = "ReplayBuffer update_target"
+PPO = """
+load_function Unfinished start_episodes scale_rewards gae random_seed checkpoints save_checkpoint open_run log report
+"""
 
 
 def without(others: str, names: str) -> list[str]:
@@ -60,6 +63,8 @@ FAMILIES = [
     (["grpo", "spiral_rae"], without(GAMES, f"{SHARED} {ONE_TURN}")),
     (["unimodal_poisson", "fm3q", "arac"], CONTROL.split()),
     (["fm3q", "arac"], OFF_POLICY.split()),
+    (["unimodal_poisson", "mdpo"], PPO.split()),
+    (["fm3q", "mdpo"], ["update_target"]),
     (["grpo", "unimodal_poisson"], ["log"]),
 ]
 
