@@ -119,7 +119,7 @@ class Walk(gym.Env):
 
 
 gym.register("test/mdpo-sign-v0", Walk, max_episode_steps=1)
-gym.register("test/mdpo-walk-v0", Walk, max_episode_steps=9)
+gym.register("test/mdpo-walk-v0", Walk, max_episode_steps=8)
 
 
 def made(method="on_policy", **values):

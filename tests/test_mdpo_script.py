@@ -93,7 +93,6 @@ def test_what_cannot_be_run(whole, tmp_path, monkeypatch):
     assert "flags cannot change" in refusal(mdpo, monkeypatch, "--resume", whole[0], "--seed", 2)
     assert "no args.json" in refusal(mdpo, monkeypatch, "--resume", tmp_path)
     assert "holds a run" in refusal(mdpo, monkeypatch, *as_flags(SMALL), "--output-dir", whole[0])
-    assert "must be a Box" in refusal(mdpo, monkeypatch, "--env-id", "CartPole-v1")
     assert "fewer than the 2048 steps" in refusal(mdpo, monkeypatch, *as_flags({"total_timesteps": 100}))
     values = as_flags(SMALL | {"learning_rate": 1e30, "total_timesteps": 1024})
     assert "not finite" in refusal(mdpo, monkeypatch, *values, "--output-dir", tmp_path)
