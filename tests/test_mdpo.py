@@ -1,4 +1,4 @@
-"""MDPO: numbers of the authors' code, exact reductions, probing tasks."""
+"""MDPO: numbers of the authors' code (manantomar/Mirror-Descent-Policy-Optimization @c9bd3ba), exact reductions."""
 
 import json
 from pathlib import Path
@@ -30,9 +30,6 @@ def cases(start: str):
 def assert_close(found, expected, absolute=2e-8) -> None:
     expected = torch.as_tensor(expected, dtype=found.dtype)
     torch.testing.assert_close(found.detach(), expected.detach(), rtol=0, atol=absolute)
-
-
-# --- Reference: manantomar/Mirror-Descent-Policy-Optimization @c9bd3ba ------------------------------------------------
 
 
 @cases("gae")
