@@ -21,7 +21,7 @@ Differs from the authors' code:
 4. 8 environments. Off-policy, each T steps of them are followed by as many gradient steps.
 5. Off-policy networks begin with orthogonal weights, and the first 10,000 actions are those of the
    first policy, which are nearly uniform. Theirs are uniform.
-6. The learning rate of the on-policy default, see the page.
+6. The default learning rate on-policy. The page has details that are smaller.
 The rollout and its normalization are those of unimodal_poisson.py, our PPO.
 
     python algorithms/mdpo.py                                # HalfCheetah-v5, CPU, 1 minute
@@ -203,7 +203,7 @@ class Agent(nn.Module):
         size = len(self.low)
         self.observation_stats = RunningMeanStd(shape=seen)
         self.return_stats = RunningMeanStd()
-        self.statistics = (self.observation_stats, self.return_stats)
+        self.statistics = self.observation_stats, self.return_stats
         self.actor = mlp(seen, size * (1 + self.off_policy), self.off_policy, 0.01)
         self.critic = mlp(seen, 1, self.off_policy)
         if self.off_policy:
@@ -339,7 +339,7 @@ def act(envs, agent, unfinished, args):
             episodes.append((unfinished.returns[n], unfinished.lengths[n]))
             unfinished.returns[n] = 0
             unfinished.lengths[n] = 0
-        happened = (observations, actions.numpy(), rewards, terminated, dones, next_observations)
+        happened = observations, actions.numpy(), rewards, terminated, dones, next_observations
         steps.append([np.array(values) for values in happened])
     return [np.stack(values) for values in zip(*steps)], episodes
 
@@ -379,7 +379,7 @@ def learning_batch(rollout, agent, unfinished, args):
         "observations": observations,
         "actions": torch.from_numpy(actions),
         "mean": mean,
-        "log_std": log_std,
+        "log_std": log_std.clone(),  # not a view of the parameter, which will move
         "values": values,
         "advantages": (advantages - average) / (std + 1e-8),
         "returns": returns,
@@ -425,7 +425,7 @@ def gae(
 def rollout_loss(agent, batch, step_size, args):
     """On-policy loss of a whole rollout, and the mean divergence from the policy that acted."""
     mean, log_std = agent.gaussian(batch["observations"], agent.actor)
-    old = (batch["mean"], batch["log_std"])
+    old = batch["mean"], batch["log_std"]
     actions = batch["actions"]
     logprobs = log_density(actions, mean, log_std).sum(-1)
     old_logprobs = log_density(actions, *old).sum(-1)
@@ -505,8 +505,8 @@ def update_off_policy(agent, optimizer, rows, args):
         args.ent_coef,
     )
     q_errors = agent.q_values(observations, actions) - q_targets  # (2,B)
-    value_errors = agent.values(observations) - value_targets
-    value_loss = 0.5 * (q_errors.square().sum(0) + value_errors.square()).mean()
+    v_errors = agent.values(observations) - value_targets  # (B,)
+    value_loss = 0.5 * (q_errors.square().sum(0) + v_errors.square()).mean()
 
     optimizer.zero_grad()
     policy_loss.backward(inputs=list(agent.actor.parameters()))

@@ -1,5 +1,6 @@
 """MDPO: numbers of the authors' code (manantomar/Mirror-Descent-Policy-Optimization @c9bd3ba), exact reductions."""
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,30 @@ def test_the_first_step_is_the_policy_gradient(step_size):
     assert kl.abs() < 1e-6
     for ours, expected in zip(torch.autograd.grad(loss, weights), torch.autograd.grad(plain, weights)):
         assert_close(ours, expected, 2e-7 * max(1, 1 / step_size))
+
+
+def test_update_takes_its_steps_away_from_the_old_policy():
+    """m steps of a plain loop in which the old policy is a copy of the agent."""
+    agent, args, rollout, _, unfinished = made(sgd_steps=4, learning_rate=0.03)
+    batch = mdpo.learning_batch(rollout, agent, unfinished, args)
+    old, plain = copy.deepcopy(agent), copy.deepcopy(agent)
+    metrics = mdpo.update_on_policy(agent, torch.optim.Adam(agent.parameters(), 0.03, eps=1e-5), batch, 0.5, args)
+    x, actions, weights = batch["observations"], batch["actions"], [*plain.actor.parameters(), plain.log_std]
+    optimizer = torch.optim.Adam(weights, 0.03, eps=1e-5)
+    for step in range(5):
+        new, before = (Normal(a.actor(x), a.log_std.exp()) for a in (plain, old))
+        ratio = (new.log_prob(actions) - before.log_prob(actions).detach()).sum(-1).exp()
+        kl = kl_divergence(new, before).sum(-1).mean()
+        loss = kl / 0.5 - (ratio * batch["advantages"]).mean()
+        if step < 4:
+            gradients = torch.autograd.grad(loss, weights)
+            norm = torch.cat([g.flatten() for g in gradients]).norm()
+            for weight, gradient in zip(weights, gradients):
+                weight.grad = gradient * min(1, 0.5 / norm)
+            optimizer.step()
+    assert_close(metrics["kl"], kl, 1e-4 * kl.item())
+    assert_close(metrics["policy_loss"], loss, 1e-4)
+    assert_close(agent.log_std, plain.log_std, 1e-5)
 
 
 def test_equal_coefficients_are_the_actor_loss_of_sac():
