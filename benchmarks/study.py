@@ -114,8 +114,8 @@ POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
 PONG = "qmix vdn selfplay_qmix iql".split()
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
-SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo empg spiral_rae pi_play hpt ampo unimodal_poisson stream_x fm3q"
-SCRIPTS += " arac"
+SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo arpo empg spiral_rae pi_play hpt ampo unimodal_poisson"
+SCRIPTS += " mdpo stream_x fm3q arac"
 STUDIES = {
     "defaults": Study(
         command="algorithms/{arm}.py",
@@ -280,6 +280,19 @@ STUDIES = {
         curves=("charts/episodic_return",),
         best="train_return",
         minutes=4.0,
+    ),
+    "mdpo": Study(
+        command="",
+        tasks={name: f"--env-id {name} --total-timesteps 300000" for name in MUJOCO},
+        arms={
+            "mdpo": Arm("algorithms/mdpo.py", CONTROL, "3e-3"),
+            "one_step": Arm("algorithms/mdpo.py --sgd-steps 1", CONTROL, "3e-3"),
+            "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "1e-3"),
+        },
+        scores={name: RETURNS[name] for name in ("train_return", "eval_deterministic")},
+        curves=("charts/episodic_return",),
+        best="train_return",
+        minutes=1.0,
     ),
     "fm3q_games": Study(  # a seed is a game
         command="algorithms/fm3q.py --env-id arat_random --num-pro 3 --num-ant 3 --num-states 50"

@@ -33,11 +33,12 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "unimodal_poisson": "--env-id Pendulum-v1 --num-envs 2 --num-steps 16 --num-minibatches 2 --eval-episodes 0 "
     "--total-timesteps 64",
     "stream_x": "--env-id CartPole-v1 --algorithm q --hidden-size 8 --total-timesteps 100 --eval-episodes 1",
+    "mdpo": "--env-id Pendulum-v1 --num-envs 2 --num-steps 16 --eval-episodes 0 --total-timesteps 64",
     "fm3q": f"--env-id duel.py:make {TEAM}",
     "arac": f"--graph town.graphml {TEAM}",
 }
 MODELS = dict.fromkeys(["grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo"], "countdown") | {"spiral_rae": "text_games"}  # load it first
-TASKS = [script for script in SCRIPTS if script not in ("unimodal_poisson", "stream_x")]  # their default is in envs/
+TASKS = [script for script in SCRIPTS if script not in ("unimodal_poisson", "stream_x", "mdpo")]  # their default is in envs/
 OWN = '''\
 import random
 from dataclasses import dataclass, field

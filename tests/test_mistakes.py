@@ -79,6 +79,8 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("unimodal_poisson", "--temperature 0.5 --rate-init 0.693", "leave --rate-init out"),
     ("unimodal_poisson", "--num-minibatches 7", "does not divide 2048"),
     ("unimodal_poisson", "--total-timesteps 100", "fewer than the 2048 steps"),
+    ("mdpo", "--env-id Hoper-v5", "--env-id Hoper-v5: Environment"),
+    ("mdpo", "--env-id CartPole-v1", "actions must be a Box"),
 ]
 OWN_FILE = """\
 class Task:

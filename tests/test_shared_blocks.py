@@ -39,6 +39,9 @@ group_advantages token_weights load_task model_path report load_problems Complet
 TEACHERS = "load_problems log_completions"  # problems are those that the shipped model cannot solve
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
 OFF_POLICY = "ReplayBuffer update_target"
+PPO = """
+load_function Unfinished start_episodes scale_rewards gae random_seed checkpoints save_checkpoint open_run log report
+"""
 
 
 def without(others: str, names: str) -> list[str]:
@@ -64,6 +67,8 @@ FAMILIES = [
     (["grpo", "spiral_rae"], without(GAMES, f"{SHARED} {ONE_TURN}")),
     (["unimodal_poisson", "fm3q", "arac"], CONTROL.split()),
     (["fm3q", "arac"], OFF_POLICY.split()),
+    (["unimodal_poisson", "mdpo"], PPO.split()),
+    (["fm3q", "mdpo"], ["update_target"]),
     (["grpo", "unimodal_poisson"], ["log"]),
 ]
 

@@ -1,0 +1,704 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch>=2.6", "numpy>=2.0", "gymnasium[mujoco]>=1.1", "tyro>=1.0", "tensorboard>=2.18",
+# ]
+# ///
+"""MDPO, mirror descent policy optimization. Each iteration raises the advantage and pays for the KL
+divergence from the policy that gathered the data, by several gradient steps. Nothing is clipped:
+the divergence keeps the new policy near the old one.
+
+Tomar, Shani, Efroni & Ghavamzadeh, Mirror Descent Policy Optimization, arXiv 2005.09814, with the
+details of the authors' code.
+
+On-policy, the method is mdpo_loss and gaussian_kl, and update_on_policy takes its gradient steps.
+Off-policy it is SAC with one more term, in actor_loss. tsallis_log is for both.
+
+Differs from the authors' code:
+1. Off-policy training acts with sampled actions. Their loop takes the likeliest one, without noise.
+2. 1e-8 is added to the std of the advantages, which may be 0.
+3. The value of the last state is added where the time limit cut off an episode.
+4. 8 environments. Off-policy, each T steps of them are followed by as many gradient steps.
+5. Off-policy networks begin with orthogonal weights, and the first 10,000 actions are those of the
+   first policy, which are nearly uniform. Theirs are uniform.
+6. The default learning rate on-policy. The page has details that are smaller.
+The rollout and its normalization are those of unimodal_poisson.py, our PPO.
+
+    python algorithms/mdpo.py                                # HalfCheetah-v5, CPU, 1 minute
+    python algorithms/mdpo.py --sgd-steps 1                  # the policy gradient
+    python algorithms/mdpo.py --method off_policy --total-timesteps 50000
+    python algorithms/mdpo.py --method off_policy --kl-coef 0.2       # SAC's actor loss
+
+It runs on one CPU core.
+Shapes: T steps, N environments, B rows of a batch, O numbers of an observation, A action
+dimensions.
+"""
+
+import contextlib
+import copy
+import json
+import math
+import os
+import random
+import runpy
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers.utils import RunningMeanStd
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+
+with contextlib.suppress(ImportError):  # models in gymnasium make MuJoCo print and log warnings
+    import mujoco
+
+    mujoco.set_mju_user_warning(
+        lambda text: None if "deprecated" in text else print(text, file=sys.stderr)
+    )
+
+
+@dataclass
+class Args:
+    env_id: str = "HalfCheetah-v5"
+    """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment as in
+    envs/examples/carts.py"""
+    method: Literal["on_policy", "off_policy"] = "on_policy"
+    """learn from the newest rollout, or from a replay buffer as SAC does"""
+    sgd_steps: int | None = None
+    """m, gradient steps until the old policy is replaced; None is 10, or 1000 off-policy"""
+    tsallis_q: float = 1.0
+    """1 is the KL divergence; above 1, up to 2, Tsallis divergences"""
+    kl_coef: float = 1.0
+    """off-policy: c, which is --ent-coef + 1 / step size; equal to --ent-coef: SAC's actor loss"""
+    ent_coef: float = 0.2
+    """off-policy: lambda, weight of the entropy"""
+    total_timesteps: int = 500_000
+    """environment steps, rounded down to whole rollouts (authors: 10,000,000)"""
+    num_envs: int = 8
+    """N, environments that are stepped together (authors: 1)"""
+    num_steps: int | None = None
+    """T, steps of each environment in a rollout; None is 256, or 16 off-policy"""
+    learning_rate: float | None = None
+    """Adam's; None is 3e-3, which falls to 0 as the step size does, or 3e-4 off-policy (authors:
+    3e-4 for both)"""
+    learning_starts: int = 10_000
+    """off-policy: steps before the first gradient step"""
+    gamma: float = 0.99
+    """discount"""
+    gae_lambda: float = 0.95
+    """on-policy: lambda of generalized advantage estimation"""
+    # bookkeeping
+    seed: int = 1
+    """seed of environments, networks and sampling"""
+    eval_episodes: int = 10
+    """episodes of the evaluation at the end, with the likeliest actions; 0 leaves it out"""
+    save_steps: int = 5_120
+    """steps of each environment between checkpoints, 0 disables them; at each of them all episodes
+    start anew, so let it be several times the length of an episode"""
+    output_dir: str | None = None
+    """run folder; None is runs/<script>__<task>__<seed>__<time>_<process>"""
+    resume: str | None = None
+    """run folder to continue, with the flags of that run"""
+
+
+# --- The method: losses of mirror descent -------------------------------------------------------
+
+
+def mdpo_loss(ratio, advantages, kl, step_size):
+    """On-policy loss: minus what an iteration maximizes. (B,) each, and a number -> scalar
+
+    ratio is the action's probability, new over old; kl is KL(new || old). At the old policy the
+    ratio is 1 and the gradient of kl is 0: the first step follows the policy gradient.
+    """
+    return kl.mean() / step_size - (ratio * advantages).mean()
+
+
+def gaussian_kl(mean, log_std, old_mean, old_log_std):
+    """KL(new || old) of Gaussians with independent dimensions. (B,A), stds also (A,) -> (B,)"""
+    squares = (2 * log_std).exp() + (mean - old_mean).square()
+    in_old_variances = squares * (-2 * old_log_std).exp()
+    return (old_log_std - log_std + 0.5 * in_old_variances - 0.5).sum(-1)
+
+
+def tsallis_log(x, q):
+    """log_q(x) = (x^(1 - q) - 1) / (1 - q); q = 1 is ln(x). An x below 1e-6 counts as 1e-6."""
+    x = x.clamp(min=1e-6)
+    if q == 1:
+        return x.log()
+    return (x ** (1 - q) - 1) / (1 - q)
+
+
+def actor_loss(log_probs, old_log_probs, q_values, kl_coef, ent_coef, tsallis_q):
+    """Off-policy loss of actions that the policy sampled. (B,) each -> scalar
+
+    With kl_coef = ent_coef + 1 / t it is ent_coef log pi + (log pi - log pi_old) / t - Q. The
+    authors' code also multiplies the old policy's term by tsallis_q.
+    """
+    penalty = kl_coef * log_probs + tsallis_q * (ent_coef - kl_coef) * old_log_probs
+    return (penalty - q_values).mean()
+
+
+@torch.no_grad()
+def critic_targets(rewards, terminated, next_values, q_values, log_probs, gamma, ent_coef):
+    """What Q and V shall be. q_values (2,B) and log_probs of sampled actions -> (B,) each"""
+    q_targets = rewards + gamma * (1 - terminated) * next_values
+    return q_targets, q_values.min(0).values - ent_coef * log_probs
+
+
+def log_density(x, mean, log_std):
+    """Of a Gaussian, in each dimension. (B,A) each -> (B,A)"""
+    errors = (x - mean) * (-log_std).exp()  # in stds
+    return -0.5 * errors.square() - log_std - 0.5 * math.log(2 * math.pi)
+
+
+def squashed_log(x, mean, log_std, tsallis_q):
+    """log_(2 - q) of the density of the action tanh(x), summed over dimensions. -> (B,)"""
+    log_slope = (1 - x.tanh().square() + 1e-6).log()
+    density = (log_density(x, mean, log_std) - log_slope).exp()
+    return tsallis_log(density, 2 - tsallis_q).sum(-1)
+
+
+# --- Networks -----------------------------------------------------------------------------------
+
+
+def mlp(inputs, outputs, off_policy, last_gain=1.0):
+    """Two hidden layers; orthogonal weights, zero biases."""
+    hidden = 256 if off_policy else 64
+    activation = nn.ReLU if off_policy else nn.Tanh
+    layers = [
+        nn.Linear(inputs, hidden),
+        activation(),
+        nn.Linear(hidden, hidden),
+        activation(),
+        nn.Linear(hidden, outputs),
+    ]
+    for layer in layers[::2]:
+        nn.init.orthogonal_(layer.weight, 2**0.5)
+        nn.init.zeros_(layer.bias)
+    nn.init.orthogonal_(layers[-1].weight, last_gain)
+    return nn.Sequential(*layers)
+
+
+class Agent(nn.Module):
+    """Policy, value networks, and the statistics that normalize observations and rewards.
+
+    On-policy, an action is a sample of a Gaussian, clipped to the task's range. Off-policy it is
+    tanh of such a sample, stretched to that range.
+    """
+
+    def __init__(self, envs, args):
+        super().__init__()
+        space = envs.single_action_space
+        self.low = torch.from_numpy(space.low)  # (A,)
+        self.high = torch.from_numpy(space.high)
+        self.off_policy = args.method == "off_policy"
+        seen = envs.single_observation_space.shape[0]
+        size = len(self.low)
+        self.observation_stats = RunningMeanStd(shape=seen)
+        self.return_stats = RunningMeanStd()
+        self.statistics = self.observation_stats, self.return_stats
+        self.actor = mlp(seen, size * (1 + self.off_policy), self.off_policy, 0.01)
+        self.critic = mlp(seen, 1, self.off_policy)
+        if self.off_policy:
+            self.q_networks = nn.ModuleList(mlp(seen + size, 1, True) for _ in range(2))
+            self.old_actor = copy.deepcopy(self.actor)
+            self.target_critic = copy.deepcopy(self.critic)
+            transitions = torch.zeros(args.total_timesteps, 2 * seen + size + 2)
+            self.register_buffer("transitions", transitions)
+        else:
+            self.log_std = nn.Parameter(torch.zeros(size))
+
+    def normalize(self, observations):
+        """(...,O) of the environment -> tensor (...,O)"""
+        if not self.off_policy:
+            stats = self.observation_stats
+            observations = (observations - stats.mean) / np.sqrt(stats.var + 1e-8)
+            observations = observations.clip(-10, 10)
+        return torch.from_numpy(np.float32(observations))
+
+    def gaussian(self, observations, actor):
+        """Mean and log-std, of the actor or the old one. (...,O) -> (...,A) each"""
+        outputs = actor(observations)
+        if not self.off_policy:
+            return outputs, self.log_std.expand_as(outputs)
+        mean, log_std = outputs.chunk(2, -1)
+        return mean, log_std.clamp(-20, 2)
+
+    def choose(self, observations, is_sampled=True):
+        """Actions before clipping or tanh; or the likeliest ones. (N,O) of the task -> (N,A)"""
+        mean, log_std = self.gaussian(self.normalize(observations), self.actor)
+        return mean + is_sampled * log_std.exp() * torch.randn_like(mean)
+
+    def values(self, observations):
+        """(...,O) -> (...)"""
+        return self.critic(observations)[..., 0]
+
+    def q_values(self, observations, actions):
+        """Of both networks; actions in [-1, 1]. (B,O), (B,A) -> (2,B)"""
+        inputs = torch.cat([observations, actions], -1)
+        return torch.stack([network(inputs)[..., 0] for network in self.q_networks])
+
+    def to_env(self, actions):
+        """(N,A) -> what the environments' step() takes"""
+        if self.off_policy:
+            actions = self.low + (self.high - self.low) * (actions.tanh() + 1) / 2
+        return actions.clamp(self.low, self.high).numpy()
+
+    def get_extra_state(self):
+        """The part of state_dict() that holds the statistics."""
+        return [[np.float64(x).tolist() for x in vars(stats).values()] for stats in self.statistics]
+
+    def set_extra_state(self, state):
+        for stats, saved in zip(self.statistics, state):
+            stats.mean, stats.var, stats.count = map(np.array, saved)
+
+
+# --- Environments and rollout -------------------------------------------------------------------
+
+
+def make_envs(args, num_envs):
+    """Copies of the task in this process: pipes between processes cost more than MuJoCo's steps."""
+    if ".py:" in args.env_id:
+        envs = load_function(args.env_id)(num_envs)
+    else:
+        try:
+            envs = gym.make_vec(
+                args.env_id,
+                num_envs,
+                vectorization_mode="sync",
+                vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
+                wrappers=[gym.wrappers.FlattenObservation],
+            )
+        except (gym.error.Error, ImportError) as error:
+            sys.exit(f"--env-id {args.env_id}: {error}")
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+        sys.exit(f"--env-id {args.env_id}: its metadata needs autoreset_mode SAME_STEP")
+    space = envs.single_action_space
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+        sys.exit(f"--env-id {args.env_id}: actions must be a Box of 1-D, not {space}")
+    return envs
+
+
+def load_function(path: str):
+    """The function of FILE.py:function."""
+    file, name = path.rsplit(":", 1)
+    if not os.path.isfile(file):
+        sys.exit(f"{path}: there is no file {file}")
+    sys.path.append(os.path.dirname(file))  # so that the file can import its neighbours
+    names = runpy.run_path(file)
+    if name not in names:
+        sys.exit(f"{path}: the file has no function {name!r}")
+    return names[name]
+
+
+@dataclass
+class Unfinished:
+    """Episodes that have not ended, which a rollout hands to the next one."""
+
+    observations: np.ndarray  # (N,O)
+    returns: np.ndarray  # (N,)
+    lengths: np.ndarray  # (N,)
+    discounted: np.ndarray  # (N,), the sum whose std scales rewards
+
+
+def start_episodes(envs: VectorEnv, seed: int) -> Unfinished:
+    """Reset all environments."""
+    observations, _ = envs.reset(seed=seed)
+    zeros = np.zeros(envs.num_envs)
+    return Unfinished(np.array(observations), zeros.copy(), zeros.copy(), zeros.copy())
+
+
+@torch.no_grad()
+def act(envs, agent, unfinished, args):
+    """T steps of N environments with sampled actions.
+
+    Returns what happened, (T,N,...) each, and (return, length) of each episode that ended. The
+    next observation of its last step is its own last one.
+    """
+    steps = []
+    episodes = []
+    for _ in range(args.num_steps):
+        observations = unfinished.observations
+        actions = agent.choose(observations)
+        following, rewards, terminated, truncated, info = envs.step(agent.to_env(actions))
+        dones = terminated | truncated
+        # Copies, because a simulator may use its arrays again.
+        next_observations = np.array(following)
+        unfinished.observations = np.array(following)
+        unfinished.returns += rewards
+        unfinished.lengths += 1
+        for n in np.flatnonzero(dones):
+            next_observations[n] = info["final_obs"][n]
+            episodes.append((unfinished.returns[n], unfinished.lengths[n]))
+            unfinished.returns[n] = 0
+            unfinished.lengths[n] = 0
+        happened = observations, actions.numpy(), rewards, terminated, dones, next_observations
+        steps.append([np.array(values) for values in happened])
+    return [np.stack(values) for values in zip(*steps)], episodes
+
+
+def scale_rewards(rewards: np.ndarray, dones: np.ndarray, agent, unfinished, args: Args):
+    """Rewards (T,N) over the running std of the discounted return, which they update first."""
+    rows = []
+    for reward, done in zip(rewards, dones):
+        unfinished.discounted = unfinished.discounted * args.gamma + reward
+        rows.append(unfinished.discounted)
+        unfinished.discounted = unfinished.discounted * ~done
+    agent.return_stats.update(np.concatenate(rows))
+    std = np.sqrt(agent.return_stats.var + 1e-8)
+    return (rewards / std).clip(-10, 10)
+
+
+@torch.no_grad()
+def learning_batch(rollout, agent, unfinished, args):
+    """What the on-policy updates need of a rollout, as rows (T N,...)."""
+    observations, actions, rewards, terminated, dones, next_observations = rollout
+    rewards = scale_rewards(rewards, dones, agent, unfinished, args)
+    observations = agent.normalize(observations)  # (T,N,O)
+    values = agent.values(observations)  # (T,N)
+    next_values = agent.values(agent.normalize(next_observations))
+    rewards += args.gamma * (dones & ~terminated) * next_values.numpy()  # at the time limit
+    advantages, returns = gae(
+        torch.from_numpy(rewards).float(),
+        torch.from_numpy(dones),
+        values,
+        next_values[-1],
+        args.gamma,
+        args.gae_lambda,
+    )
+    std, average = torch.std_mean(advantages, correction=0)
+    mean, log_std = agent.gaussian(observations, agent.actor)
+    rows = {
+        "observations": observations,
+        "actions": torch.from_numpy(actions),
+        "mean": mean,
+        "log_std": log_std.clone(),  # not a view of the parameter, which will move
+        "values": values,
+        "advantages": (advantages - average) / (std + 1e-8),
+        "returns": returns,
+    }
+    return {name: values.flatten(0, 1) for name, values in rows.items()}
+
+
+def transitions(rollout):
+    """Rows of the replay buffer: (T N, O + A + 2 + O)"""
+    observations, actions, rewards, terminated, _, following = rollout
+    columns = [observations, np.tanh(actions), rewards[..., None], terminated[..., None], following]
+    return torch.from_numpy(np.concatenate(columns, -1)).flatten(0, 1)
+
+
+# --- Learning -----------------------------------------------------------------------------------
+
+
+def gae(
+    rewards: Tensor,
+    dones: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation, arXiv 1506.02438 eq. 16. -> advantages and returns (T,N)
+
+    rewards, dones, values (T,N), last_values (N,). dones[t] says that step t ended an episode, so
+    that nothing after it counts.
+    """
+    alive = 1 - dones.to(values.dtype)
+    next_values = torch.cat([values[1:], last_values[None]])
+    deltas = rewards + gamma * alive * next_values - values
+    decay = gamma * gae_lambda * alive
+    advantages = torch.empty_like(deltas)
+    advantage = torch.zeros_like(last_values)
+    for t in reversed(range(len(deltas))):
+        advantage = torch.addcmul(deltas[t], decay[t], advantage)
+        advantages[t] = advantage
+    return advantages, advantages + values
+
+
+def rollout_loss(agent, batch, step_size, args):
+    """On-policy loss of a whole rollout, and the mean divergence from the policy that acted."""
+    mean, log_std = agent.gaussian(batch["observations"], agent.actor)
+    old = batch["mean"], batch["log_std"]
+    actions = batch["actions"]
+    logprobs = log_density(actions, mean, log_std).sum(-1)
+    old_logprobs = log_density(actions, *old).sum(-1)
+    if args.tsallis_q == 1:
+        kl = gaussian_kl(mean, log_std, *old)
+    else:  # an estimate from the actions of the old policy
+        q = 2 - args.tsallis_q
+        kl = tsallis_log(logprobs.exp(), q) - tsallis_log(old_logprobs.exp(), q)
+    ratio = (logprobs - old_logprobs).exp()
+    return mdpo_loss(ratio, batch["advantages"], kl, step_size), kl.mean()
+
+
+def clipped_value_loss(values, old_values, returns, clip):
+    """Mean squared error, in which a value moves by at most clip. (B,) each -> scalar"""
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.max((values - returns).square(), (clipped - returns).square()).mean()
+
+
+def update_on_policy(agent, optimizer, batch, step_size, args):
+    """m gradient steps of the policy with the whole rollout, then five epochs of the values.
+
+    Their minibatches have 128 rows. -> metrics; the value loss is that of the last minibatch
+    """
+    for _ in range(args.sgd_steps):
+        loss, _ = rollout_loss(agent, batch, step_size, args)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+        optimizer.step()
+    with torch.no_grad():
+        policy_loss, kl = rollout_loss(agent, batch, step_size, args)
+
+    clip = 0.2 * step_size
+    for _ in range(5):
+        for rows in torch.randperm(len(batch["values"])).split(128):
+            values = agent.values(batch["observations"][rows])
+            loss = clipped_value_loss(values, batch["values"][rows], batch["returns"][rows], clip)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return {"policy_loss": policy_loss, "kl": kl, "value_loss": loss}
+
+
+@torch.no_grad()
+def update_target(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """target <- (1 - tau) target + tau online, in place."""
+    torch._foreach_lerp_([*target.parameters()], [*online.parameters()], tau)
+
+
+def update_off_policy(agent, optimizer, rows, args):
+    """One gradient step of all networks with rows of the replay buffer. -> metrics"""
+    seen = len(agent.observation_stats.mean)
+    observations, actions, rewards, terminated, next_observations = rows.split(
+        [seen, len(agent.low), 1, 1, seen], -1
+    )
+
+    # the policy; gradients flow through the sampled actions, also into Q and the old policy
+    mean, log_std = agent.gaussian(observations, agent.actor)
+    x = mean + log_std.exp() * torch.randn_like(mean)
+    log_probs = squashed_log(x, mean, log_std, args.tsallis_q)
+    old_mean, old_log_std = agent.gaussian(observations, agent.old_actor)
+    old_log_probs = squashed_log(x, old_mean, old_log_std, args.tsallis_q)
+    q_values = agent.q_values(observations, x.tanh())  # (2,B)
+    policy_loss = actor_loss(
+        log_probs, old_log_probs, q_values[0], args.kl_coef, args.ent_coef, args.tsallis_q
+    )
+    policy_loss += 1e-3 * (mean.square() + log_std.square()).mean()
+
+    # the values
+    q_targets, value_targets = critic_targets(
+        rewards[:, 0],
+        terminated[:, 0],
+        agent.target_critic(next_observations)[:, 0],
+        q_values,
+        log_probs,
+        args.gamma,
+        args.ent_coef,
+    )
+    q_errors = agent.q_values(observations, actions) - q_targets  # (2,B)
+    v_errors = agent.values(observations) - value_targets  # (B,)
+    value_loss = 0.5 * (q_errors.square().sum(0) + v_errors.square()).mean()
+
+    optimizer.zero_grad()
+    policy_loss.backward(inputs=list(agent.actor.parameters()))
+    value_loss.backward()
+    optimizer.step()
+    update_target(agent.target_critic, agent.critic, 0.005)
+    return {
+        "policy_loss": policy_loss,
+        "kl": (log_probs - old_log_probs).mean(),
+        "value_loss": value_loss,
+    }
+
+
+# --- Plumbing: seeds, checkpoints, logs ---------------------------------------------------------
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same in a run that was stopped and continued."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+def checkpoints(run_dir: str) -> list[Path]:
+    """Checkpoint files, oldest first."""
+    return sorted(Path(run_dir).glob("checkpoints/step_*.pt"))
+
+
+def save_checkpoint(run_dir: str, step: int, state: dict) -> None:
+    """Write a new file; the newest two are kept. A kill leaves no half file under a good name.
+
+    Random states are not saved: after a checkpoint, games and random numbers start anew from a
+    seed made of --seed and the step, in a run that goes on as in one that is resumed.
+    """
+    path = Path(run_dir, "checkpoints", f"step_{step:012d}.pt")
+    path.parent.mkdir(exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    torch.save(state, unfinished)
+    os.replace(unfinished, path)
+    for old in checkpoints(run_dir)[:-2]:
+        old.unlink()
+
+
+def open_run(args: Args, game: str) -> str:
+    """The run folder, made if it is new."""
+    run_dir = args.resume or args.output_dir
+    if run_dir is None:
+        started = f"{time.time():.0f}_{os.getpid()}"
+        run_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
+    path = Path(run_dir, "args.json")
+    if path.exists() and not args.resume:
+        sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+    os.makedirs(run_dir, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+    os.replace(unfinished, path)
+    return run_dir
+
+
+def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
+    with open(f"{run_dir}/metrics.csv", "a") as file:
+        if file.tell() == 0:
+            file.write("step,tag,value\n")
+        for tag, value in values.items():
+            file.write(f"{step},{tag},{value}\n")
+            board.add_scalar(tag, value, step)
+    board.flush()
+
+
+def report(step: int, last_step: int, metrics: dict[str, float]) -> None:
+    """Print a summary of under 80 columns."""
+    episodes = "no episode ended"
+    if "charts/episodic_return" in metrics:
+        episodes = f"return {metrics['charts/episodic_return']:9.1f}"
+    speed = metrics["charts/SPS"]
+    left = round((last_step - step) / speed)
+    line = f"step {step:>9,}/{last_step:,}  {episodes}  {speed:6,.0f} steps/s"
+    print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+
+
+# --- Evaluation and training --------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(agent, args):
+    """Returns of whole episodes with the likeliest actions, in the task's own unit."""
+    envs = make_envs(args, args.eval_episodes)
+    observations, _ = envs.reset(seed=args.seed + 10_000)
+    returns = np.zeros(envs.num_envs)
+    running = np.ones(envs.num_envs, dtype=bool)
+    while running.any():
+        actions = agent.to_env(agent.choose(observations, False))
+        observations, rewards, terminated, truncated, _ = envs.step(actions)
+        returns += rewards * running
+        running &= ~(terminated | truncated)
+    print(f"mean return of an evaluation with the likeliest actions {returns.mean():.1f}")
+    return {"eval/deterministic/return_mean": returns.mean()}
+
+
+def train(args):
+    """Train as the flags say."""
+    torch.set_num_threads(1)
+    off_policy = args.method == "off_policy"
+    args.sgd_steps = args.sgd_steps or (1000 if off_policy else 10)
+    args.num_steps = args.num_steps or (16 if off_policy else 256)
+    args.learning_rate = args.learning_rate or (3e-4 if off_policy else 3e-3)
+    rollout_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // rollout_size
+    last_step = num_iterations * rollout_size
+    if last_step == 0:
+        sys.exit(f"--total-timesteps: fewer than the {rollout_size} steps of one rollout")
+    torch.manual_seed(args.seed)
+    envs = make_envs(args, args.num_envs)
+    agent = Agent(envs, args)
+    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
+    step = 0
+    if args.resume and checkpoints(run_dir):
+        state = torch.load(checkpoints(run_dir)[-1], weights_only=True)
+        step = state["step"]
+        agent.load_state_dict(state["agent"])
+        optimizer.load_state_dict(state["optimizer"])
+    board = SummaryWriter(run_dir, purge_step=step + 1)
+    print(run_dir)
+
+    start_anew = True
+    while step < last_step:
+        if start_anew:  # at the beginning and after each checkpoint, see save_checkpoint
+            torch.manual_seed(random_seed(args.seed, step))
+            unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step) % 2**31)
+            start_anew = False
+
+        # 1. act
+        began = time.perf_counter()
+        rollout, episodes = act(envs, agent, unfinished, args)
+
+        # 2. learn on-policy from this rollout: first the policy, then the values
+        losses = {}
+        if not off_policy:
+            # t_k of the authors' code: for iterations k from 0, 1 - (k - 1) / their number
+            step_size = 1 - (step // rollout_size - 1) / num_iterations
+            batch = learning_batch(rollout, agent, unfinished, args)
+            agent.observation_stats.update(np.concatenate(rollout[0]))
+            optimizer.param_groups[0]["lr"] = args.learning_rate * step_size
+            losses = update_on_policy(agent, optimizer, batch, step_size, args)
+
+        # 3. or off-policy from all transitions so far, with a gradient step for each new one
+        else:
+            num_filled = step + rollout_size
+            agent.transitions[step:num_filled] = transitions(rollout)
+            for i in range(step, num_filled):
+                if step >= args.learning_starts:
+                    rows = agent.transitions[torch.randint(num_filled, (256,))]
+                    losses = update_off_policy(agent, optimizer, rows, args)
+                if i % args.sgd_steps == 0:
+                    update_target(agent.old_actor, agent.actor, 1.0)
+
+        # 4. log and save
+        step += rollout_size
+        metrics = {f"losses/{name}": value.item() for name, value in losses.items()}
+        if not math.isfinite(sum(metrics.values())):
+            sys.exit(f"step {step}: the loss is not finite; the last checkpoint is kept")
+        if episodes:
+            returns, lengths = np.mean(episodes, 0)
+            metrics["charts/episodic_return"] = returns
+            metrics["charts/episodic_length"] = lengths
+        metrics["charts/SPS"] = rollout_size / (time.perf_counter() - began)
+        log(run_dir, board, step, metrics)
+        report(step, last_step, metrics)
+        interval = args.save_steps * args.num_envs
+        if interval and (step == last_step or step % interval < rollout_size):
+            state = {"step": step, "agent": agent.state_dict()}
+            state["optimizer"] = optimizer.state_dict()
+            save_checkpoint(run_dir, step, state)
+            start_anew = True
+
+    if args.eval_episodes:
+        log(run_dir, board, step, evaluate(agent, args))
+
+
+def parse_args():
+    """The command line; with --resume, the flags of that run."""
+    args = tyro.cli(Args)
+    if args.resume:
+        path = Path(args.resume, "args.json")
+        if not path.is_file():
+            sys.exit(f"{args.resume}: no args.json, so not a run folder")
+        saved = Args(**json.loads(path.read_text()))
+        args = tyro.cli(Args, default=saved)
+        if replace(args, resume=None) != saved:
+            sys.exit(f"--resume {args.resume}: flags cannot change; leave out the others")
+    return args
+
+
+if __name__ == "__main__":
+    train(parse_args())
