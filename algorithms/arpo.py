@@ -286,13 +286,12 @@ def shared_advantages(advantages: Tensor, prefix_owner: Tensor) -> Tensor:
     each episode, the episode that wrote it: the same part is shared by all with the same owner.
     """
     width = prefix_owner.size(1)
-    part = prefix_owner * width + torch.arange(width, device=prefix_owner.device)  # (R,T)
-    values = advantages[:, None].expand(part.shape)
-    sums = values.new_zeros(len(advantages) * width)
-    counts = torch.zeros_like(sums)
-    sums.index_add_(0, part.flatten(), values.flatten())
-    counts.index_add_(0, part.flatten(), torch.ones_like(values).flatten())
-    return (sums / counts.clamp(min=1))[part]
+    codes = prefix_owner * width + torch.arange(width, device=prefix_owner.device)  # (R,T)
+    part = codes.unique(return_inverse=True)[1].flatten()  # (RT,) equal where it is shared
+    counts = part.bincount()
+    values = advantages[:, None].expand(codes.shape).flatten()
+    sums = values.new_zeros(len(counts)).index_add(0, part, values)
+    return (sums / counts)[part].view(codes.shape)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -1066,14 +1065,14 @@ def branch(
     episodes: list[Episode],
     completions: list[Completion],
     turn: int,
-    waiting,
-    vocab_size,
+    waiting: dict[int, list[Episode]],
+    vocab_size: int,
     args: Args,
 ) -> tuple[list[int], list[Episode]]:
     """Let waiting episodes branch off those that have written a turn after a result.
 
-    Returns the indices of those that branch, and the new ones, which end with that result. They are
-    taken out of waiting, lists of episodes for each group.
+    Returns the indices of those that branch, and the new ones, which end with that result. The new
+    ones are taken from waiting, which has a list for each group.
     """
     probabilities = branch_probability(
         torch.tensor([completion.entropy for completion in completions], dtype=torch.float64),

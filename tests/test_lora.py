@@ -11,7 +11,7 @@ import transformers
 from language_runs import kill_and_resume, numbers, train, two_processes_equal_one
 from run_folders import refusal
 
-from algorithms import ampo, dapo, dr_mas, empg, gdpo, grpo, hpt, igpo, pi_play, spiral_rae
+from algorithms import ampo, arpo, dapo, dr_mas, empg, gdpo, grpo, hpt, igpo, pi_play, spiral_rae
 from algorithms.grpo import policy_loss, sampling_correction
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -20,7 +20,7 @@ OWN = {
     dr_mas: {"max_rounds": 2, "share_model": True},
     pi_play: {"num_documents_per_step": 8, "num_answers": 2, "examiner_steps": 1, "student_steps": 1},
 }
-SCRIPTS = {script: LORA | OWN.get(script, {}) for script in (grpo, dapo, gdpo, hpt, ampo, dr_mas, igpo, empg, pi_play)}
+SCRIPTS = {script: LORA | OWN.get(script, {}) for script in (grpo, dapo, gdpo, hpt, ampo, dr_mas, igpo, empg, arpo, pi_play)}
 SCRIPTS[spiral_rae] = {key: LORA[key] for key in ("max_steps", "lora_rank", "learning_rate", "eval_steps", "save_steps")}
 SCRIPTS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 6, "max_completion_length": 32}
 
