@@ -1574,12 +1574,12 @@ def train(args: Args) -> dict[str, float]:
     if args.learning_rate is None:
         rate = 1e-6 if args.model_name_or_path else 2e-4
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
+    rank, world_size, device = setup(args)
     initial = args.initial_rollouts
     if initial is None:
         initial = args.num_generations // 2
     if not 1 <= initial <= args.num_generations:
         sys.exit("--initial-rollouts: give 1 to --num-generations")
-    rank, world_size, device = setup(args)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)
     model.to(device)

@@ -92,9 +92,3 @@ def test_own_tools(tmp_path):
     """The example of envs/README.md; ARPO does not need its right answer."""
     found = train_here(tmp_path, **CALCULATOR, eval_steps=1, learning_rate=1e-4)
     assert all(map(math.isfinite, found.values())) and (1, "eval/rewards/right") in found
-
-
-@pytest.mark.parametrize("number", [0, 5])
-def test_more_initial_rollouts_than_episodes_is_one_sentence(tmp_path, number):
-    with pytest.raises(SystemExit, match="--initial-rollouts: give 1 to --num-generations"):
-        train_here(tmp_path, initial_rollouts=number)
