@@ -50,7 +50,7 @@ SHAPES = {
     "1.5B": PUBLIC_MODELS["Qwen2.5-1.5B-Instruct"],
     "small": Model(2, 64, 128, 2, 1, 32, 2048, True, "qwen2"),
 }
-LANGUAGE = ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "dr_mas", "igpo", "empg")
+LANGUAGE = ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "dr_mas", "igpo", "empg", "arpo")
 LANGUAGE += ("spiral_rae", "pi_play")
 CONTROL = ("unimodal_poisson", "fm3q", "arac")
 BARE = "--eval-steps 0 --save-steps 0"

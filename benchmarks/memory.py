@@ -139,7 +139,7 @@ def memory_model(
     engine = {"engine": flags.vllm_memory * gpu * 1e9} if flags.vllm else {}
     if flags.vllm:
         moments = [engine | moment for moment in engine_moments(script, shape, flags, compute, fsdp)]
-    elif script in ("igpo", "empg", "pi_play"):
+    elif script in ("igpo", "empg", "arpo", "pi_play"):
         moments = turn_moments(script, shape, flags, compute)
     else:
         moments = rollout_moments(script, shape, flags, compute)
@@ -287,7 +287,7 @@ def packed_shape(script: str, flags) -> tuple[int, int, int]:
     """R, L and N of the largest micro-batch."""
     prompt, length, _ = sizes_of(flags)
     rows = flags.micro_batch_size
-    if script in ("igpo", "empg", "pi_play"):  # an episode ends when its context has S tokens, or a turn on
+    if script in ("igpo", "empg", "arpo", "pi_play"):  # an episode ends when its context has S tokens, or a turn on
         written = min(prompt + length, flags.max_turns * length)
         return rows, eights(prompt + length), rows * written
     if script in ("dr_mas", "spiral_rae"):  # prompts differ

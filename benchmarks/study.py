@@ -268,6 +268,22 @@ STUDIES = {
         curves=("eval/mean_at_8", "train/empg/entropy/mean", "train/entropy", "train/grad_norm"),
         best="mean_at_8",
     ),
+    "arpo": Study(
+        command="algorithms/arpo.py --max-steps 40 --eval-steps 20 --learning-rate 4e-4",  # best in the study igpo
+        arms={
+            "arpo": Arm(),
+            "grpo": Arm("--initial-rollouts 8"),
+            "grpo_equal_calls": Arm("--initial-rollouts 8 --num-prompts-per-step 11"),
+            "random": Arm("--entropy-weight 0", seeds=THREE),
+            "strong": Arm("--entropy-weight 5", seeds=THREE),
+            "hard": Arm("--advantage hard", seeds=THREE),
+        },
+        scores=MEAN_AT_8
+        | {"steps_to_f1": ("train/rewards/f1/mean", "reach 0.8")}
+        | {"tool_calls": ("train/arpo/tool_calls", "mean"), "branched": ("train/arpo/branched", "mean")},
+        curves=("eval/mean_at_8", "train/rewards/f1/mean", "train/arpo/tool_calls", "train/arpo/sampled_tokens"),
+        minutes=1.5,
+    ),
     "stream_x": Study(
         command="",
         tasks={name: f"--env-id {name} --total-timesteps 200000" for name in MUJOCO},
@@ -417,7 +433,7 @@ lock = Lock()  # of the CSVs and of what is printed
 
 def score(metrics: pd.DataFrame, tag: str, which: str) -> float:
     """First or last value of a tag, or its mean over the first or last tenth of the steps, or NaN.
-    `last 10`: mean of so many values. `reach 0.8`: first step whose last five have this mean."""
+    `mean`, `last 10`: mean of all, or of so many values. `reach 0.8`: first step whose last five have this mean."""
     rows = metrics[metrics.tag == tag]
     end = metrics.step.max()
     if which.startswith("reach"):
@@ -426,6 +442,7 @@ def score(metrics: pd.DataFrame, tag: str, which: str) -> float:
         "first": rows.head(1),
         "last": rows.tail(1),
         "last 10": rows.tail(10),
+        "mean": rows,
         "early": rows[rows.step <= 0.1 * end],
         "late": rows[rows.step > 0.9 * end],
     }

@@ -26,6 +26,7 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "ampo": f"{LINES} --num-replaced 1",
     "igpo": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
     "empg": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
+    "arpo": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
     "dr_mas": f"--env own.py:Pair {AGENT} {GROUPS} --reward own.py:ones",
     "pi_play": f"--env own.py:Quiz {AGENT} {ONE_STEP} --num-documents-per-step 2 --num-answers 2 --max-turns 2",
     "spiral_rae": f"--games own.py:Coin --model-name-or-path {TINY}/text_games --num-games-per-step 2 --eval-steps 0 "

@@ -46,6 +46,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("igpo", "--env nothing.py:Task --model-name-or-path m", "there is no file 'nothing.py'"),
     ("igpo", "--env own.py:Nothing --model-name-or-path m", "own.py'> does not define 'Nothing'"),
     ("igpo", "--env own.py:Task", "--env own.py:Task: needs --model-name-or-path"),
+    ("arpo", "--initial-rollouts 9", "--initial-rollouts: give 1 to --num-generations"),
     ("igpo", "--hops 5", "hops from 1 to 4"),
     ("igpo", "--dataset questions.jsonl", "--retriever-url"),
     ("igpo", f"--dataset nothing.jsonl {SERVER}", "nothing.jsonl: cannot be read"),

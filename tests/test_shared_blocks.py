@@ -18,6 +18,7 @@ ONE_TURN = "load_problems logprob_gaps Completion read_prompts generate complete
 AGENTS = "group_advantages JsonLines epoch_order"  # not in igpo.py
 SEVERAL_TURNS = "Memory read generate"
 EPISODES = "logprob_gaps Completion reply_ids Packed pack"  # a row is a conversation of several turns
+TREES = "JsonLines epoch_order VllmSampler Completion"  # not in arpo.py, or with entropies there
 TEAM = """
 group_advantages JsonLines epoch_order load_problems load_task encode drop_long_prompts Completion complete
 micro_batches save_checkpoint load_checkpoint log_completions
@@ -53,6 +54,8 @@ FAMILIES = [
     (["grpo", "igpo"], without(AGENTS, SHARED)),
     (["grpo", "empg"], ["group_advantages"]),
     (["igpo", "empg"], without(f"{AGENTS} token_logprobs Completion", f"{SHARED} load_problems setup update evaluate {EPISODES}")),
+    (["grpo", "arpo"], without(TREES, SHARED)),
+    (["igpo", "arpo"], without(TREES, f"load_problems setup update evaluate Memory read {EPISODES}")),
     (["igpo", "pi_play"], SEVERAL_TURNS.split()),
     (["igpo", "empg"], ["Memory", "read"]),  # generate also keeps entropies in empg.py
     (["igpo", "pi_play"], EPISODES.split()),

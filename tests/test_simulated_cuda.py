@@ -34,6 +34,7 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "dr_mas": GROUPS + "--num-prompts-per-step 1 --max-rounds 1 --share-model",
     "igpo": GROUPS + "--num-prompts-per-step 1 --max-turns 2",
     "empg": GROUPS + "--num-prompts-per-step 1 --max-turns 2",
+    "arpo": GROUPS + "--num-prompts-per-step 1 --max-turns 2 --branch-probability 1",
     "spiral_rae": "--num-games-per-step 2 --eval-games 2 --eval-opponents start --eval-steps 0 "
     "--max-steps 1 --max-completion-length 5",
     "pi_play": GROUPS + "--num-documents-per-step 2 --num-answers 2 --examiner-steps 1 "
@@ -55,6 +56,7 @@ CONTINUED = {  # flags with which one more step is made
     "dr_mas": SHORT + "--max-steps 2 --normalization global",
     "igpo": "--max-steps 2 --normalization joint --information-gain prob",
     "empg": "--max-steps 2 --zeta 0",
+    "arpo": "--max-steps 2 --advantage hard",
     "spiral_rae": "--max-steps 2 --max-completion-length 5 --baseline mars",
     "pi_play": SHORT + "--max-steps 3 --divergence forward_kl --distill-top-k 4",
 }
@@ -73,6 +75,7 @@ STEPS = {  # how many of the steps that waits.csv names are in a call
     "dr_mas": {"8 tokens": 1, "optimizer step": 1},
     "igpo": {"8 tokens": 2, "optimizer step": 1, "further turn": 1, "different episode": 1},
     "empg": {"8 tokens": 2, "optimizer step": 1, "further turn": 1},
+    "arpo": {"8 tokens": 2, "optimizer step": 1, "further turn": 1},
     "spiral_rae": {"8 tokens": 0, "optimizer step": 2},
     "pi_play": {"8 tokens": 2, "further turn": 1},
     "unimodal_poisson": {"environment step": 110, "rollout": 3, "evaluation step": 200},

