@@ -10,19 +10,23 @@ al., Agentic Reinforced Policy Optimization, arXiv 2507.19849 (ICLR 2026).
     branching        P = clip(alpha + beta (H of this turn - H of the first turn) / log V, 0, 1)
     advantage        A = GRPO's: (outcome - mean of its group) / (std of its group + 1e-4)
 
+alpha is --branch-probability, and beta is --entropy-weight (--beta is the weight of a KL penalty).
 Each problem has M = --num-generations episodes, of which N = --initial-rollouts begin from the
 prompt. Whenever an episode has read a result and written its next turn, it branches with
 probability P: a copy of it as it was after the result writes this turn anew. If episodes end before
-the other M - N have branched off, the rest begin from the prompt. branch_probability,
-choose_branches and play are the method. The loss is policy_loss, as in grpo.py; update applies it.
+the other M - N have branched off, the rest begin from the prompt.
+
+Branching is branch_probability and choose_branches, called by branch in play_turns, and
+Episode.branch_off. The loss is policy_loss, as in grpo.py; update applies it.
 
 Differs from igpo.py:
 1. play starts N episodes of each problem, and play_turns lets them branch. generate keeps the
-   entropy of the first tokens of a turn; vLLM tells only the ten likeliest of each token.
-2. group_advantages replaces turn_advantages, and no answer is scored. --advantage hard gives what
-   episodes share the mean of their advantages (shared_advantages).
+   entropy of the first tokens of a turn; vLLM gives it from the largest ten probabilities only.
+2. group_advantages replaces turn_advantages, and the right answer's log-probability is not needed.
+   --advantage hard gives turns that episodes share the mean of their advantages
+   (shared_advantages).
 3. Controls: --initial-rollouts equal to --num-generations is GRPO, --entropy-weight 0 branches at
-   random, and a negative one where the model has become surer.
+   random, and a negative weight branches more often where the model has become surer.
 
 Differs from the paper:
 1. The paper branches where P is above a threshold. As in its code, a random draw decides instead.
@@ -171,7 +175,7 @@ class Args:
     """seed of problems and sampling"""
     # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
     decode_batch_size: int = 256
-    """episodes played at once"""
+    """episodes played at once, in whole groups"""
     micro_batch_size: int = 32
     """episodes in one forward pass of the update"""
     bf16: bool = False
@@ -241,8 +245,8 @@ def branch_probability(
     """Probability that an episode branches after a tool's result, ARPO sec. 3.1. Any equal shapes.
 
     Both entropies are in nats: sums over the first tokens of the turn after the result, and of the
-    first turn. Dividing their difference by log(vocab_size) is what the official code does. It
-    never branches if alpha < 0 and always if alpha >= 1, whatever the entropy; here, as in the
+    first turn. Dividing their difference by log(vocab_size) is what the official code does. That
+    code never branches if alpha < 0 and always if alpha >= 1, whatever the entropy; here, as in the
     paper, the sum alone is clipped.
     """
     change = (entropy_now - entropy_initial) / math.log(vocab_size)
@@ -266,10 +270,10 @@ def choose_branches(
 def prefix_owners(
     parents: list[int], shared: list[int], num_generations: int, length: int
 ) -> Tensor:
-    """Which episode of the batch wrote each part (token or turn) of each episode. -> (B,length)
+    """Which episode of the batch wrote each turn of each episode. -> (B,length)
 
-    An episode has its first `shared` parts from the episode with the number `parent` in its group,
-    which comes before it and may have them from another one. Parent -1: all parts are its own.
+    The first `shared` turns were copied from the episode with the number `parent` in its group,
+    which comes before it and may itself have copied them. Parent -1: all turns are its own.
     """
     owners = torch.arange(len(parents))[:, None].repeat(1, length)
     for row, (parent, count) in enumerate(zip(parents, shared)):
@@ -282,12 +286,12 @@ def prefix_owners(
 def shared_advantages(advantages: Tensor, prefix_owner: Tensor) -> Tensor:
     """ARPO's hard estimate: what episodes share gets the mean of their advantages. -> (R,T)
 
-    advantages (R,) are those of episodes. prefix_owner (R,T) has, for each part (token or turn) of
-    each episode, the episode that wrote it: the same part is shared by all with the same owner.
+    advantages (R,) are those of episodes. prefix_owner (R,T) has, for each turn (or token) of each
+    episode, the episode that wrote it: those with the same owner share it.
     """
     width = prefix_owner.size(1)
     codes = prefix_owner * width + torch.arange(width, device=prefix_owner.device)  # (R,T)
-    part = codes.unique(return_inverse=True)[1].flatten()  # (RT,) equal where it is shared
+    part = codes.unique(return_inverse=True)[1].flatten()  # (R T,) equal where it is shared
     counts = part.bincount()
     values = advantages[:, None].expand(codes.shape).flatten()
     sums = values.new_zeros(len(counts)).index_add(0, part, values)
@@ -703,8 +707,8 @@ class Episode:
         """Become a copy of an episode that has just read, also of what the task stored on it."""
         own = {"number": self.number, "seed": self.seed, "parent": parent.number}
         own |= {"shared_turns": len(parent.entropies), "shared_tokens": len(parent.ids)}
-        problem = {id(parent.problem): parent.problem}  # is not copied
-        vars(self).update(copy.deepcopy(vars(parent), problem) | own)
+        memo = {id(parent.problem): parent.problem}  # the problem is not copied
+        vars(self).update(copy.deepcopy(vars(parent), memo) | own)
 
     def new_tokens(self) -> int:
         """Written tokens, without those that it has from its parent."""
@@ -954,7 +958,7 @@ class VllmSampler:
             ended = output.finish_reason == "stop"
             ids = list(output.token_ids)
             completion = Completion(request.prompt_token_ids, ids, logprobs, ended)
-            for candidates in output.logprobs[:ENTROPY_TOKENS]:
+            for candidates in output.logprobs[:ENTROPY_TOKENS]:  # the sampled token is in them
                 likeliest = torch.tensor([token.logprob for token in candidates.values()])
                 completion.entropy += entropy(likeliest).item()
             completions.append(completion)
