@@ -5,7 +5,7 @@
 # ]
 # ///
 """MDPO, mirror descent policy optimization. Each iteration raises the advantage and pays for the KL
-divergence from the policy that gathered the data, by several gradient steps. Nothing is clipped:
+divergence from the policy that gathered the data, by several gradient steps. No ratio is clipped:
 the divergence keeps the new policy near the old one.
 
 Tomar, Shani, Efroni & Ghavamzadeh, Mirror Descent Policy Optimization, arXiv 2005.09814, with the
@@ -18,7 +18,7 @@ Differs from the authors' code:
 1. Off-policy training acts with sampled actions. Their loop takes the likeliest one, without noise.
 2. 1e-8 is added to the std of the advantages, which may be 0.
 3. The value of the last state is added where the time limit cut off an episode.
-4. 8 environments. Off-policy, each T steps of them are followed by as many gradient steps.
+4. 8 environments. Off-policy, T steps of all N are followed by N T gradient steps.
 5. Off-policy networks begin with orthogonal weights, and the first 10,000 actions are those of the
    first policy, which are nearly uniform. Theirs are uniform.
 6. The default learning rate on-policy. The page has details that are smaller.
@@ -74,9 +74,11 @@ class Args:
     sgd_steps: int | None = None
     """m, gradient steps until the old policy is replaced; None is 10, or 1000 off-policy"""
     tsallis_q: float = 1.0
-    """1 is the KL divergence; above 1, up to 2, Tsallis divergences"""
+    """1 is the KL divergence; above 1, up to 2, the authors' Tsallis form, which on-policy also
+    pushes towards entropy, and counts joint densities below 1e-6 as 1e-6"""
     kl_coef: float = 1.0
-    """off-policy: c, which is --ent-coef + 1 / step size; equal to --ent-coef: SAC's actor loss"""
+    """off-policy: c, which is --ent-coef + 1 / t, where t is the step size of mirror descent; equal
+    to --ent-coef: SAC's actor loss. Both go with the size of rewards, which are not scaled"""
     ent_coef: float = 0.2
     """off-policy: lambda, weight of the entropy"""
     total_timesteps: int = 500_000
@@ -86,8 +88,8 @@ class Args:
     num_steps: int | None = None
     """T, steps of each environment in a rollout; None is 256, or 16 off-policy"""
     learning_rate: float | None = None
-    """Adam's; None is 3e-3, which falls to 0 as the step size does, or 3e-4 off-policy (authors:
-    3e-4 for both)"""
+    """Adam's; None is 3e-3, which falls nearly to 0 as the step size t does, or 3e-4 off-policy
+    (authors: 3e-4 for both)"""
     learning_starts: int = 10_000
     """off-policy: steps before the first gradient step"""
     gamma: float = 0.99
@@ -112,7 +114,7 @@ class Args:
 
 
 def mdpo_loss(ratio, advantages, kl, step_size):
-    """On-policy loss: minus what an iteration maximizes. (B,) each, and a number -> scalar
+    """On-policy loss, the negated objective of an iteration. (B,) each, and a number -> scalar
 
     ratio is the action's probability, new over old; kl is KL(new || old). At the old policy the
     ratio is 1 and the gradient of kl is 0: the first step follows the policy gradient.
@@ -482,7 +484,7 @@ def update_off_policy(agent, optimizer, rows, args):
         [seen, len(agent.low), 1, 1, seen], -1
     )
 
-    # the policy; gradients flow through the sampled actions, also into Q and the old policy
+    # the policy; gradients flow back through the sampled actions, also from Q and the old policy
     mean, log_std = agent.gaussian(observations, agent.actor)
     x = mean + log_std.exp() * torch.randn_like(mean)
     log_probs = squashed_log(x, mean, log_std, args.tsallis_q)
