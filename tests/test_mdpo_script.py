@@ -11,7 +11,6 @@ from run_folders import assert_tags_of_pages, begin, tags
 
 from algorithms import mdpo
 
-CARTS = f"{ROOT}/envs/examples/carts.py:make"
 SMALL = {"env_id": "Pendulum-v1", "num_envs": 2, "num_steps": 128, "total_timesteps": 256, "eval_episodes": 1}
 LONG = SMALL | {"total_timesteps": 256 * 8, "save_steps": 256}
 OFF = {"method": "off_policy", "num_steps": 16, "learning_starts": 64, "sgd_steps": 48, "total_timesteps": 192}
@@ -20,14 +19,12 @@ OFF = SMALL | OFF | {"save_steps": 32}
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Folder and output of eight uninterrupted rollouts."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     return run_dir, begin(mdpo, run_dir, **LONG)
 
 
 @pytest.fixture(scope="module")
 def off_policy(tmp_path_factory):
-    """Folder of an off-policy run of six short rollouts."""
     run_dir = tmp_path_factory.mktemp("runs") / "off_policy"
     train(mdpo, run_dir, **OFF)
     return run_dir
@@ -42,13 +39,10 @@ def test_command_and_its_files(whole):
     for tag in ("losses/policy_loss", "losses/kl", "losses/value_loss"):
         assert [step for step, name in metrics if name == tag] == steps
     assert all(map(math.isfinite, metrics.values()))
-    # Pendulum's episodes have 200 steps, and start anew at checkpoints, every 512 steps of two environments
     assert set(column(metrics, "charts/episodic_length")) == {200.0}
     assert all(-200 * 17 < value < 0 for value in column(metrics, "charts/episodic_return"))
-    assert all(kl > 0 for kl in column(metrics, "losses/kl"))
     saved = json.loads((run_dir / "args.json").read_text())
-    assert {name: saved[name] for name in LONG} == LONG
-    assert (saved["sgd_steps"], saved["learning_rate"]) == (10, 3e-3), "what was used, not None"
+    assert saved | LONG | {"sgd_steps": 10, "learning_rate": 3e-3} == saved
 
 
 def test_tags_are_those_of_the_page(whole, off_policy):
@@ -85,13 +79,12 @@ def test_switches_change_the_run(values, whole, off_policy, tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize("values", [SMALL, OFF], ids=["on_policy", "off_policy"])
 def test_own_vector_environment(values, tmp_path):
-    metrics = train(mdpo, tmp_path / "run", **values | {"env_id": CARTS, "save_steps": 0})
+    metrics = train(mdpo, tmp_path / "run", **values | {"env_id": f"{ROOT}/envs/examples/carts.py:make", "save_steps": 0})
     assert {"charts/episodic_return", "eval/deterministic/return_mean"} <= {tag for _, tag in metrics}
 
 
 def test_what_cannot_be_run(whole, tmp_path, monkeypatch):
     assert "flags cannot change" in refusal(mdpo, monkeypatch, "--resume", whole[0], "--seed", 2)
-    assert "no args.json" in refusal(mdpo, monkeypatch, "--resume", tmp_path)
     assert "holds a run" in refusal(mdpo, monkeypatch, *as_flags(SMALL), "--output-dir", whole[0])
     assert "fewer than the 2048 steps" in refusal(mdpo, monkeypatch, *as_flags({"total_timesteps": 100}))
     values = as_flags(SMALL | {"learning_rate": 1e30, "total_timesteps": 1024})
