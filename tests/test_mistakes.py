@@ -120,7 +120,7 @@ def folder(tmp_path, monkeypatch):
 
 def refuse(script: str, words: str, sentence: str, monkeypatch, capsys) -> None:
     module = importlib.import_module(f"algorithms.{script}")
-    is_control = script in ("fm3q", "arac", "unimodal_poisson")
+    is_control = script in ("fm3q", "arac", "unimodal_poisson", "mdpo")
     more = "" if is_control or "--resume" in words else LANGUAGE
     monkeypatch.setattr(sys, "argv", [script, *more.split(), *words.split()])
     with pytest.raises(SystemExit) as stop:
