@@ -260,6 +260,7 @@ STUDIES = {
             "arpo": Arm(),
             "grpo": Arm("--initial-rollouts 8"),
             "grpo_equal_calls": Arm("--initial-rollouts 8 --num-prompts-per-step 11"),
+            "grpo_equal_tokens": Arm("--initial-rollouts 8 --num-prompts-per-step 13"),
             "random": Arm("--entropy-weight 0", seeds=THREE),
             "strong": Arm("--entropy-weight 5", seeds=THREE),
             "hard": Arm("--advantage hard", seeds=THREE),
