@@ -246,6 +246,7 @@ STUDIES = {
     "nash_preference": Study(  # one rate for all arms; its sweep was a pilot on seed 1
         command="algorithms/nash_preference.py",
         arms={name: Arm(f"--method {name}") for name in ("inpo", "grpo")}
+        | {"grpo_kl": Arm("--method grpo --beta 0.1", seeds=THREE)}  # pulls as --tau 0.1 does
         | {name: Arm(f"--method {name}", seeds=THREE) for name in ("nash_mp", "spo")},
         scores={tag: (f"eval/{tag}", "last") for tag in ("exploitability", "nash_distance", "win_rate")}
         | {kind: (f"train/kind/{kind}", "late") for kind in ("sum", "difference", "product", "other")},
