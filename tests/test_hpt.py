@@ -253,7 +253,10 @@ def padded(model, rows):
 
 @pytest.mark.parametrize("method", ["hpt", "srft"])
 @pytest.mark.parametrize("normalizer", ["tokens", "length"])
-def test_update_has_the_gradient_of_the_loss_of_the_whole_batch(model, rows, method, normalizer):
+def test_update_has_the_gradient_of_the_loss_of_the_whole_batch(model, rows, method, normalizer, monkeypatch):
+    compared = []  # numbers of tokens in the metrics of the sampler
+    measure = hpt.sampling_metrics
+    monkeypatch.setattr(hpt, "sampling_metrics", lambda log_ratios, *rest: compared.append(len(log_ratios)) or measure(log_ratios, *rest))
     args = replace(BASE, method=method, normalizer=normalizer, gate=1, sft_coef=0.7)
     logprobs, entropy, mask = padded(model, rows)
     is_demonstration = torch.arange(len(rows)) % (G + 1) == G
@@ -274,8 +277,10 @@ def test_update_has_the_gradient_of_the_loss_of_the_whole_batch(model, rows, met
         found, metrics = updated_gradient(model, rows, replace(args, micro_batch_size=micro_batch))
         assert relative(found, gradient) < 1e-5, micro_batch
         assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-5)
-    used = mask[is_demonstration] if method == "srft" else mask[is_demonstration & used]
-    assert metrics["num_sft_tokens"] == used.sum()
+    used = torch.ones_like(is_demonstration) if method == "srft" else used & (is_demonstration | (advantages != 0))
+    used[0] = True  # a row is always computed
+    assert metrics["num_sft_tokens"] == mask[is_demonstration & used].sum()
+    assert compared[-1] == mask[~is_demonstration & used].sum(), "tokens of demonstrations were not sampled"
     assert metrics["sampling/logprob_difference/max"] < 1e-4, "demonstrations were not sampled"
 
 
