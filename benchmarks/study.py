@@ -121,7 +121,7 @@ STUDIES = {
         command="algorithms/{arm}.py",
         arms={name: Arm(seeds=(2, 3)) for name in SCRIPTS.split()},
         curves="eval/mean_at_8 eval/tictactoe/random/first/win eval/nash_conv_mean eval/sampled/success"
-        " charts/episodic_return charts/success".split(),
+        " eval/exploitability charts/episodic_return charts/success".split(),
     ),
     "grpo_135m": Study(
         command="",
