@@ -240,3 +240,16 @@ def test_one_file_is_enough(own, tmp_path):
     assert process.returncode == 0, process.stderr
     found = numbers(tmp_path / "run")
     assert (1, "eval/win_rate") in found and (1, "eval/exploitability") not in found
+
+
+def test_kinds_that_the_initial_model_never_wrote_count_as_ties(monkeypatch):
+    """a beats b; three of four answers are of a new kind, so the best reply wins 1/8 more than half against b."""
+    task = SignCycle()
+    task.kind, task.preference = (lambda problem, text: text), (lambda problem, a, b: 0.5)
+    texts = [nash_preference.Completion([1], [2], [0.0], True, text) for text in ("b", "new", "new", "new")]
+    initial = nash_preference.InitialAnswers(texts, ["a", "b"], torch.tensor([[0.5, 1.0], [0.0, 0.5]]), torch.tensor([0.5, 0.5]))
+    problems = task.evaluation_problems(2)
+    monkeypatch.setattr(nash_preference, "evaluation_answers", lambda *rest: (problems, texts))
+    args = nash_preference.Args(num_generations_eval=2)
+    scores = nash_preference.evaluate(None, None, task, problems, initial, args, 0, 1)
+    assert scores["eval/exploitability"] == pytest.approx(0.125) and scores["eval/kind/new"] == 0.75
