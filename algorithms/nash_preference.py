@@ -2,22 +2,23 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
-"""Learning from pairwise preferences without a reward: INPO, Nash-MP and SPO look for the Nash
-policy, which no other policy beats. Zhang et al., arXiv 2407.00617; Tiapkin et al., arXiv
-2505.19731; Swamy et al., arXiv 2401.04056.
+"""Learning from pairwise preferences without a reward: INPO, MNPO, Nash-MP and SPO look for the
+Nash policy, which no other policy beats. Zhang et al., arXiv 2407.00617; Wu et al., arXiv
+2509.23102; Tiapkin et al., arXiv 2505.19731; Swamy et al., arXiv 2401.04056.
 
     preference     P(y, z), the probability that answer y is preferred to z; P(z, y) = 1 - P(y, z)
     win rate       w(y) = mean of P(y, z) over the answers z of an opponent
     INPO           log new(y) = (1 - alpha) log old(y) + alpha (log initial(y) + w(y) / tau) + const
                    where the opponent is old, the policy at the beginning of the step
+    MNPO           the same, but log old(y) is a mean over the last --num-policies policies
     Nash-MP        this gives a half step; then once more from old, with the half step as opponent
     SPO            policy gradient with the advantage w(y) - 1/2, where the opponent is old
 
-INPO and Nash-MP have one fixed point, the regularised Nash policy: it is proportional to
+INPO, MNPO and Nash-MP have one fixed point, the regularised Nash policy: it is proportional to
 initial(y) * exp(w(y) / tau), where the opponent is the policy itself. Where preferences go in a
 circle it mixes answers that beat each other; a reward orders them, and prefers one.
 
-Both fit their equation by least squares on pairs of answers of one prompt, with --num-iterations
+They fit their equation by least squares on pairs of answers of one prompt, with --num-iterations
 optimizer steps: group_losses, called in update, with inpo_loss and nash_mp_target. SPO and the
 control use policy_loss.
 
@@ -61,7 +62,7 @@ import warnings
 import zlib
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import combinations, groupby
@@ -93,6 +94,7 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 # Flags that cannot change when a run is resumed.
 FIXED = "seed dataset eval_dataset max_prompt_length system_prompt"
 FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir lora_rank"
+FIXED += " method num_policies"
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -129,13 +131,16 @@ class Args:
     temperature: float = 1.0
     """sampling temperature, also of the log-probabilities in the loss"""
     # method
-    method: Literal["inpo", "nash_mp", "spo", "grpo"] = "inpo"
+    method: Literal["inpo", "mnpo", "nash_mp", "spo", "grpo"] = "inpo"
     """the control, grpo, has the win rate against the initial model as reward"""
     tau: float = 0.1
-    """inpo, nash_mp: how strongly the initial model attracts, of which a copy is kept; and for all
-    methods the Nash policy of eval/nash_distance"""
+    """inpo, mnpo, nash_mp: how strongly the initial model attracts, of which a copy is kept; and
+    for all methods the Nash policy of eval/nash_distance"""
     alpha: float = 0.2
-    """inpo, nash_mp: size of a step, between 0 and 1; INPO's eta is tau / alpha"""
+    """inpo, mnpo, nash_mp: size of a step, between 0 and 1; INPO's eta is tau / alpha"""
+    num_policies: int = 2
+    """mnpo: policies whose log-probabilities are averaged, those at the beginning of this step and
+    of the steps before it; each but the first needs memory for a copy of the trained weights"""
     epsilon: float = 0.2
     """spo, grpo: clip range of the probability ratio"""
     beta: float = 0.0
@@ -926,6 +931,8 @@ class Packed:
     sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
     completion_index: Tensor  # (N,) the completion of the batch that each target belongs to
     old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
+    past_logprobs: list[Tensor] = field(default_factory=list)  # (N,) of each earlier policy
+    last_logprobs: Tensor | None = None  # (N,) mean of the two above
     ref_logprobs: Tensor | None = None  # (N,)
     correction: Tensor | None = None  # (N,) see sampling_correction
 
@@ -1019,10 +1026,33 @@ def sum_tokens(values: Tensor, batch: Packed, num_rows: int, num_generations: in
     return sums.index_add(0, batch.completion_index, values).view(-1, num_generations)
 
 
-def update(model, reference, optimizer, completions, preferences, rates, args: Args) -> dict:
+def clone_weights(parameters) -> list[Tensor]:
+    """Copies; with --fsdp every process copies its shards."""
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def set_weights(parameters, values: list[Tensor]) -> None:
+    """The opposite of clone_weights."""
+    for parameter, value in zip(parameters, values):
+        parameter.data.copy_(value)
+
+
+@torch.no_grad()
+def add_past_logprobs(model, parameters, past, batches: list[Packed], args: Args) -> None:
+    """Log-probabilities of earlier policies, for MNPO; past is a list of their trained weights."""
+    weights_now = clone_weights(parameters)
+    for weights in past:
+        set_weights(parameters, weights)
+        for batch in batches:
+            batch.past_logprobs.append(model.token_logprobs(batch, args))
+    set_weights(parameters, weights_now)
+
+
+def update(model, reference, optimizer, completions, preferences, rates, past, args: Args) -> dict:
     """num_iterations optimizer steps on the batch of all processes.
 
     completions, preferences (P,G,G) and rates (P,G) are those of this process; see group_losses.
+    past is for MNPO, see add_past_logprobs.
     The loss of a step is a sum over groups, so its gradient depends neither on micro-batches nor on
     the number of processes.
     """
@@ -1041,6 +1071,8 @@ def update(model, reference, optimizer, completions, preferences, rates, args: A
     cap = args.importance_sampling_cap if policy_gradient and (args.vllm or args.bf16) else 0.0
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     log_ratios = []  # log(p_learner / p_sampler) of each token
+    if past:
+        add_past_logprobs(model, parameters, past, batches, args)
     for iteration in range(args.num_iterations):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # also where no token needs it
@@ -1053,6 +1085,7 @@ def update(model, reference, optimizer, completions, preferences, rates, args: A
                 # No step has been taken yet, so these are the old log-probabilities.
                 old = logprobs.detach()
                 batch.old_logprobs = old
+                batch.last_logprobs = torch.stack([old, *batch.past_logprobs]).mean(0)
                 log_ratios.append(old - batch.sampled_logprobs)
                 if cap > 0:
                     batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
@@ -1069,8 +1102,8 @@ def update(model, reference, optimizer, completions, preferences, rates, args: A
                 loss = losses.sum() / (args.num_prompts_per_step * args.num_generations)
                 sums[1] += clipped.sum()
             else:
-                sequences = []  # of the policy, at the beginning of the step, of the initial model
-                for values in (logprobs, batch.old_logprobs, batch.ref_logprobs):
+                sequences = []  # of the policy, the last one or a mean, the initial model
+                for values in (logprobs, batch.last_logprobs, batch.ref_logprobs):
                     sequences.append(sum_tokens(values, batch, len(rows), args.num_generations))
                 losses = group_losses(*sequences, preferences, rates, args)  # (P,)
                 ones = torch.ones_like(logprobs)
@@ -1400,7 +1433,7 @@ def train(args: Args) -> dict[str, float]:
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
-    needs_reference = args.beta > 0 or args.method in ("inpo", "nash_mp")
+    needs_reference = args.beta > 0 or args.method in ("inpo", "mnpo", "nash_mp")
     initial_model = None
     # With LoRA the policy without adapters is the initial model, but cannot go into the sampler.
     if args.method == "grpo" or (needs_reference and not args.lora_rank):
@@ -1429,7 +1462,9 @@ def train(args: Args) -> dict[str, float]:
         refresh(sampler, model)
         # Now, before a checkpoint is loaded.
         initial = initial_answers(sampler, tokenizer, task, eval_problems, args, rank, world_size)
-    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
+    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0, "past": []}
+    if args.method == "mnpo":  # before the first step, all earlier policies are the initial model
+        progress["past"] = [clone_weights(trained) for _ in range(args.num_policies - 1)]
     load_checkpoint(run_dir, model, optimizer, progress)
     if rank == 0:
         board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
@@ -1478,22 +1513,23 @@ def train(args: Args) -> dict[str, float]:
         if args.vllm:
             sampler.sleep()
         if args.method == "nash_mp":  # the policy after half a step, which is then undone
-            start = [parameter.detach().clone() for parameter in trained]
-            update(model, reference, optimizer, completions, preferences, None, args)
+            start = clone_weights(trained)
+            update(model, reference, optimizer, completions, preferences, None, [], args)
             refresh(sampler, model)
             opponents = complete(sampler, tokenizer, task, problems, size, args, seeds)
             rates = compare_with(task, problems, completions, opponents, size)
             if args.vllm:
                 sampler.sleep()
-            for parameter, value in zip(trained, start):
-                parameter.data.copy_(value)
+            set_weights(trained, start)
 
         # 3. optimizer steps
-        if args.method == "inpo":
-            rates_in_loss = None
-        else:
-            rates_in_loss = rates
-        metrics = update(model, reference, optimizer, completions, preferences, rates_in_loss, args)
+        rates_in_loss = None if args.method in ("inpo", "mnpo") else rates
+        past = progress["past"]
+        if past:
+            progress["past"] = [clone_weights(trained), *past[:-1]]  # for the next step
+        metrics = update(
+            model, reference, optimizer, completions, preferences, rates_in_loss, past, args
+        )
         refresh(sampler, model)
 
         # 4. log and save

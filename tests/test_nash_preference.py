@@ -156,7 +156,7 @@ def test_reference_nash_mp(vector):
 
 @vectors("dyn/td_mnpo/")
 def test_reference_inpo_with_a_history(vector):
-    """MNPO, which the script has not: the mean of two policies in place of the last one."""
+    """MNPO: the mean of two policies in place of the last one."""
     inputs, outputs = vector["inputs"], vector["outputs"]
     P, log_ref = tensor(inputs["P"]), tensor(inputs["ref"]).log()
     tau, ratio = inputs["ratio"] * inputs["eta"], inputs["ratio"]

@@ -75,11 +75,12 @@ def calls(monkeypatch) -> list[dict]:
     found = []
     original = nash_preference.update
 
-    def spy(model, reference, optimizer, batch, preferences, rates, args):
-        weights = flat(model.parameters())
-        batch_texts = [completion.text for completion in batch]
-        found.append({"weights": weights, "texts": batch_texts, "P": preferences, "rates": rates})
-        return original(model, reference, optimizer, batch, preferences, rates, args)
+    def spy(model, reference, optimizer, batch, preferences, rates, past, args):
+        call = {"weights": flat(model.parameters()), "P": preferences, "rates": rates}
+        call["texts"] = [completion.text for completion in batch]
+        call["past"] = [flat(weights) for weights in past]
+        found.append(call)
+        return original(model, reference, optimizer, batch, preferences, rates, past, args)
 
     monkeypatch.setattr(nash_preference, "update", spy)
     return found
@@ -118,6 +119,64 @@ def test_nash_mp_goes_back_after_half_a_step(calls, tmp_path):
     assert half["rates"] is None and half_2["rates"] is None
     assert not torch.equal(whole["rates"], win_rates(whole["P"])), "other opponents"
     assert (whole["rates"] * 4 * 4 == (whole["rates"] * 16).round()).all(), "mean over four answers"
+
+
+def test_mnpo_remembers_the_policies_before(calls, tmp_path):
+    """Before the first step they are the initial model. INPO remembers none."""
+    train(nash_preference, tmp_path, **SMALL, method="mnpo", num_policies=3, max_steps=4)
+    weights = [call["weights"] for call in calls]
+    for step, call in enumerate(calls):
+        assert len(call["past"]) == 2 and call["rates"] is None
+        for back, found in enumerate(call["past"], start=1):
+            assert torch.equal(found, weights[max(step - back, 0)])
+    assert not torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_mnpo_averages_log_probabilities(tmp_path, monkeypatch, lora_rank):
+    """The last policy of each pair is the mean of this step's policy and that of the step before."""
+    last = []
+    own = []
+    losses = nash_preference.group_losses
+
+    def spy(logprobs, mean, *others):
+        own.append(logprobs.detach().clone())
+        last.append(mean.clone())
+        return losses(logprobs, mean, *others)
+
+    read = []
+    add = nash_preference.add_past_logprobs
+
+    def add_and_read(model, parameters, past, batches, args):
+        before = flat(parameters)
+        add(model, parameters, past, batches, args)
+        assert torch.equal(flat(parameters), before), "the policy is what it was"
+        assert len(batches) == 1
+        values = batches[0].past_logprobs[0]
+        read.append(nash_preference.sum_tokens(values, batches[0], 8, 4))
+
+    monkeypatch.setattr(nash_preference, "group_losses", spy)
+    monkeypatch.setattr(nash_preference, "add_past_logprobs", add_and_read)
+    values = SMALL | {"num_iterations": 1, "micro_batch_size": 8, "warmup_steps": 1}
+    train(nash_preference, tmp_path, **values, method="mnpo", max_steps=2, lora_rank=lora_rank)
+    torch.testing.assert_close(last[0], own[0])
+    torch.testing.assert_close(last[1], (own[1] + read[1]) / 2)
+    assert not torch.allclose(own[1], read[1], atol=1e-3), "the policy has moved"
+
+
+def test_mnpo_with_one_policy_is_inpo(tmp_path):
+    train(nash_preference, tmp_path / "inpo", **LONG)
+    train(nash_preference, tmp_path / "mnpo", **LONG, method="mnpo", num_policies=1)
+    train(nash_preference, tmp_path / "two", **LONG, method="mnpo")
+    ends = [(tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("inpo", "mnpo", "two")]
+    assert ends[0] == ends[1] != ends[2]
+
+
+@pytest.mark.parametrize("values", [{}, {"lora_rank": 4}])
+def test_mnpo_continues_with_the_policies_of_its_checkpoint(tmp_path, values):
+    values = SMALL | values | {"max_steps": 4, "save_steps": 2, "method": "mnpo", "num_policies": 3}
+    train(nash_preference, tmp_path / "whole", **values)
+    kill_and_resume(nash_preference, tmp_path / "whole", tmp_path, 3, **values)
 
 
 def test_the_control_plays_against_the_initial_model(calls, tmp_path, monkeypatch):
@@ -179,9 +238,9 @@ def test_the_game_between_kinds(tmp_path, monkeypatch):
     assert abs(found[0, "eval/win_rate"] - 0.5) < 0.06
 
 
-@pytest.mark.parametrize("method", ["nash_mp", "spo", "grpo"])
+@pytest.mark.parametrize("method", ["mnpo", "nash_mp", "spo", "grpo"])
 def test_two_processes_equal_one(method, tmp_path):
-    values = SMALL | {"max_steps": 1, "eval_steps": 1, "method": method, "beta": 0.1}
+    values = SMALL | {"max_steps": 2 if method == "mnpo" else 1, "eval_steps": 1, "method": method, "beta": 0.1}
     two_processes_equal_one(nash_preference, tmp_path, **values)
 
 
@@ -215,7 +274,7 @@ def own(tmp_path) -> dict:
     return values | {"preference": f"{tmp_path}/judge.py:more_ones"}
 
 
-@pytest.mark.parametrize("method", ["inpo", "nash_mp", "spo", "grpo"])
+@pytest.mark.parametrize("method", ["inpo", "mnpo", "nash_mp", "spo", "grpo"])
 def test_every_method_learns_what_a_judge_prefers(own, tmp_path, method):
     """Answers with more ones, in a game without a circle. With seeds 1 to 3 the rates were 0.94 to 1,
     and at most 0.19 with the judge turned around."""
