@@ -105,7 +105,7 @@ def test_adapters_are_merged_into_what_samples(whole, tmp_path):
         assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
 
 
-@pytest.mark.parametrize("script", ["grpo", "empg"])
+@pytest.mark.parametrize("script", ["grpo", "ampo", "empg", "arpo", "nash_preference"])
 def test_sharded_weights_go_into_the_engines(script, tmp_path):
     words = ["--max-steps", 1, "--eval-steps", 0]
     run(script, *words, "--output-dir", tmp_path / "one")
