@@ -36,6 +36,7 @@ from benchmarks.about import RESULTS, about  # noqa: E402
 SWEEP_SEED = 1
 THREE = (2, 3, 4)
 FIVE = (2, 3, 4, 5, 6)
+EIGHT = tuple(range(2, 10))
 TWELVE = tuple(range(2, 14))
 TWENTY = tuple(range(2, 22))
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
@@ -95,6 +96,8 @@ TWO_NUMBERS = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task 
  --system-prompt "Think briefly, then end with the answer."
  --num-prompts-per-step 8 --max-completion-length 48 --micro-batch-size 16
  --max-steps 40 --eval-steps 20 --eval-problems 100 --num-generations-eval 2"""
+THREE_HOPS = """--model-name-or-path runs/search_start/final --hops 3 --max-turns 6 --reward-weights 1 0 0 0
+ --max-steps 40 --eval-steps 10"""
 GOALS = ("right", "short", "well_formed")
 REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOALS)
 PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
@@ -216,6 +219,22 @@ STUDIES = {
         best="mean_at_8",
         minutes=1.2,
     ),
+    "sparse_search": Study(  # from a model that igpo.md makes; rewards are exact matches alone
+        command="",
+        tasks={"": THREE_HOPS},
+        arms={
+            "igpo": Arm("algorithms/igpo.py", TINY, "4e-4", EIGHT),
+            "outcome": Arm("algorithms/igpo.py --advantage f1", TINY, "4e-4", EIGHT),
+            "empg": Arm("algorithms/empg.py", TINY, "4e-4", EIGHT),
+        },
+        scores=MEAN_AT_8
+        | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")}
+        | {f"train_{when}": ("train/rewards/exact_match/mean", when) for when in ("early", "late")}
+        | {"steps_to_15": ("train/rewards/exact_match/mean", "reach 0.15")},
+        curves=("eval/mean_at_8", "train/rewards/exact_match/mean", "train/frac_reward_zero_std"),
+        best="train_late",  # of training problems, which are new at every step
+        minutes=2.5,
+    ),
     "hpt": Study(
         command="algorithms/hpt.py --max-steps 60 --eval-steps 30",
         arms={
@@ -247,7 +266,7 @@ STUDIES = {
         command="algorithms/nash_preference.py",
         arms={name: Arm(f"--method {name}") for name in ("inpo", "grpo")}
         | {"grpo_kl": Arm("--method grpo --beta 0.1", seeds=THREE)}  # pulls as --tau 0.1 does
-        | {name: Arm(f"--method {name}", seeds=THREE) for name in ("nash_mp", "spo")},
+        | {name: Arm(f"--method {name}", seeds=THREE) for name in ("mnpo", "nash_mp", "spo")},
         scores={tag: (f"eval/{tag}", "last") for tag in ("exploitability", "nash_distance", "win_rate")}
         | {kind: (f"train/kind/{kind}", "late") for kind in ("sum", "difference", "product", "other")},
         curves=[f"eval/{tag}" for tag in ("exploitability", "nash_distance", "win_rate")]
