@@ -37,7 +37,6 @@ SWEEP_SEED = 1
 THREE = (2, 3, 4)
 FIVE = (2, 3, 4, 5, 6)
 EIGHT = tuple(range(2, 10))
-TWELVE = tuple(range(2, 14))
 TWENTY = tuple(range(2, 22))
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
 HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
@@ -174,9 +173,9 @@ STUDIES = {
     "gdpo_tools": Study(  # at the best rates of the sweep in gdpo_runs.csv
         command="algorithms/gdpo.py --max-steps 60 --num-prompts-per-step 16 --eval-steps 30",
         arms={
-            "gdpo": Arm("--learning-rate 2e-4", seeds=TWELVE),
-            "grpo": Arm("--advantage grpo --learning-rate 4e-4", seeds=TWELVE),
-            "grpo_batch_norm": Arm("--advantage grpo_batch_norm --learning-rate 4e-4", seeds=TWELVE),
+            "gdpo": Arm("--learning-rate 2e-4", seeds=TWENTY),
+            "grpo": Arm("--advantage grpo --learning-rate 4e-4", seeds=TWENTY),
+            "grpo_batch_norm": Arm("--advantage grpo_batch_norm --learning-rate 4e-4", seeds=TWENTY),
         },
         scores=MEAN_AT_8,
         curves=("eval/mean_at_8",),
@@ -392,6 +391,13 @@ STUDIES = {
         curves=("charts/episodic_return",),
         best="train_return",
         minutes=2.5,
+    ),
+    "poisson_cheetah": Study(  # both at their best rate of poisson_heads
+        command="algorithms/unimodal_poisson.py --env-id HalfCheetah-v5 --total-timesteps 300000 --learning-rate 1e-3",
+        arms={name: Arm(f"--policy {name}", seeds=TWENTY) for name in ("poisson", "gaussian")},
+        scores=RETURNS,
+        curves=("charts/episodic_return",),
+        minutes=1.0,
     ),
     "poisson_humanoid": Study(
         command="algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 500000",
