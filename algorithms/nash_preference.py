@@ -6,20 +6,22 @@
 Nash policy, which no other policy beats. Zhang et al., arXiv 2407.00617; Wu et al., arXiv
 2509.23102; Tiapkin et al., arXiv 2505.19731; Swamy et al., arXiv 2401.04056.
 
-    preference     P(y, z), the probability that answer y is preferred to z; P(z, y) = 1 - P(y, z)
-    win rate       w(y) = mean of P(y, z) over the answers z of an opponent
-    INPO           log new(y) = (1 - alpha) log old(y) + alpha (log initial(y) + w(y) / tau) + const
-                   where the opponent is old, the policy at the beginning of the step
-    MNPO           the same, but log old(y) is a mean over the last --num-policies policies
-    Nash-MP        this gives a half step; then once more from old, with the half step as opponent
-    SPO            policy gradient with the advantage w(y) - 1/2, where the opponent is old
+    preference  P(y, z), the probability that answer y is preferred to z; P(z, y) = 1 - P(y, z)
+    win rate    w(y) = mean of P(y, z) over the answers z of an opponent
+    INPO        log new(y) = (1 - alpha) log last(y) + alpha (log initial(y) + w(y) / tau) + const
+                where the opponent is last, the policy at the beginning of the step
+    MNPO        the same, but in place of log last(y) stands its mean over --num-policies policies:
+                this one and those of the steps before
+    Nash-MP     INPO gives a half step; then once more from last, with the half step as opponent
+    SPO         policy gradient with the advantage w(y) - 1/2, where the opponent is last
 
 INPO, MNPO and Nash-MP have one fixed point, the regularised Nash policy: it is proportional to
 initial(y) * exp(w(y) / tau), where the opponent is the policy itself. Where preferences go in a
 circle it mixes answers that beat each other; a reward orders them, and prefers one.
 
-They fit their equation by least squares on pairs of answers of one prompt, with --num-iterations
-optimizer steps: group_losses, called in update, with inpo_loss and nash_mp_target. SPO and the
+All three fit their equation by least squares on pairs of answers of one prompt, with
+--num-iterations optimizer steps: group_losses, called in update, with inpo_loss and nash_mp_target.
+MNPO's mean is last_logprobs in update, and add_past_logprobs reads what goes into it. SPO and the
 control use policy_loss.
 
 Differs from the papers:
@@ -36,7 +38,7 @@ Differs from grpo.py:
 2. Evaluations play against the initial model's answers, and count kinds of answers.
 3. A micro-batch holds whole groups.
 4. The control, --method grpo, has the initial model as opponent: its win rates are rewards, whose
-   group mean is subtracted. With --beta equal to --tau the initial model attracts it as much.
+   group mean is subtracted. --beta pulls it towards the initial model, near there as --tau does.
 
     python algorithms/nash_preference.py                     # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/nash_preference.py --fsdp ...
@@ -139,13 +141,11 @@ class Args:
     alpha: float = 0.2
     """inpo, mnpo, nash_mp: size of a step, between 0 and 1; INPO's eta is tau / alpha"""
     num_policies: int = 2
-    """mnpo: policies whose log-probabilities are averaged, those at the beginning of this step and
-    of the steps before it; each but the first needs memory for a copy of the trained weights"""
+    """mnpo: how many policies the mean is over; each is a copy of the trained weights in memory"""
     epsilon: float = 0.2
     """spo, grpo: clip range of the probability ratio"""
     beta: float = 0.0
-    """spo, grpo: weight of the KL penalty; above 0, a copy of the initial model is kept. --beta 0.1
-    pulls towards it as --tau 0.1 does"""
+    """spo, grpo: weight of the KL penalty; above 0, a copy of the initial model is kept"""
     num_iterations: int = 4
     """optimizer steps on each batch of completions, for nash_mp in each half"""
     # optimizer
@@ -161,7 +161,7 @@ class Args:
     as its own opponent"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
+    # memory and speed; results change by rounding only; with --bf16, spo and grpo correct for it
     decode_batch_size: int = 256
     """completions sampled at once"""
     micro_batch_size: int = 32
@@ -266,7 +266,8 @@ def inpo_loss(
 ) -> Tensor:
     """INPO's loss of each pair, as in COMAL's code. Log-probabilities of whole answers; any shape.
 
-    last is the policy at the beginning of the step. eta is the inverse of a step size.
+    last is the policy at the beginning of the step, for MNPO a mean that includes it. eta is the
+    inverse of a step size.
     """
     policy = policy_chosen - policy_rejected
     ref = ref_chosen - ref_rejected
@@ -306,7 +307,7 @@ def group_losses(
 
 
 def regularised_nash(P: Tensor, ref: Tensor, tau: float) -> Tensor:
-    """The policy with pi = ref * exp(P pi / tau) * constant, by exact Nash-MP. (N,N), (N,) -> (N,)
+    """The policy with pi = ref * exp(P pi / tau) * constant, by exact Nash-MP. (K,K), (K,) -> (K,)
 
     P[i, j] is the preference for answer i over j. With eta = 2 tau every iteration divides the KL
     divergence to the solution by at least 1 + 2 tau, so that 20 / tau of them are enough.
@@ -932,7 +933,7 @@ class Packed:
     completion_index: Tensor  # (N,) the completion of the batch that each target belongs to
     old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
     past_logprobs: list[Tensor] = field(default_factory=list)  # (N,) of each earlier policy
-    last_logprobs: Tensor | None = None  # (N,) mean of the two above
+    last_logprobs: Tensor | None = None  # (N,) mean of old_logprobs and all past_logprobs
     ref_logprobs: Tensor | None = None  # (N,)
     correction: Tensor | None = None  # (N,) see sampling_correction
 
@@ -1038,21 +1039,28 @@ def set_weights(parameters, values: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def add_past_logprobs(model, parameters, past, batches: list[Packed], args: Args) -> None:
-    """Log-probabilities of earlier policies, for MNPO; past is a list of their trained weights."""
-    weights_now = clone_weights(parameters)
-    for weights in past:
+def add_past_logprobs(model, parameters, policies, batches: list[Packed], args: Args) -> None:
+    """Log-probabilities of earlier policies, for MNPO.
+
+    policies holds the trained weights of the policy as it is now, then of those before it.
+    """
+    now, *earlier = policies
+    for weights in earlier:
         set_weights(parameters, weights)
         for batch in batches:
             batch.past_logprobs.append(model.token_logprobs(batch, args))
-    set_weights(parameters, weights_now)
+        if args.fsdp:
+            model.reshard()  # torch 2.6 and 2.7 would keep some of these weights
+    set_weights(parameters, now)
 
 
-def update(model, reference, optimizer, completions, preferences, rates, past, args: Args) -> dict:
+def update(
+    model, reference, optimizer, completions, preferences, rates, policies, args: Args
+) -> dict:
     """num_iterations optimizer steps on the batch of all processes.
 
     completions, preferences (P,G,G) and rates (P,G) are those of this process; see group_losses.
-    past is for MNPO, see add_past_logprobs.
+    policies is for MNPO, see add_past_logprobs.
     The loss of a step is a sum over groups, so its gradient depends neither on micro-batches nor on
     the number of processes.
     """
@@ -1071,8 +1079,8 @@ def update(model, reference, optimizer, completions, preferences, rates, past, a
     cap = args.importance_sampling_cap if policy_gradient and (args.vllm or args.bf16) else 0.0
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     log_ratios = []  # log(p_learner / p_sampler) of each token
-    if past:
-        add_past_logprobs(model, parameters, past, batches, args)
+    if policies:
+        add_past_logprobs(model, parameters, policies, batches, args)
     for iteration in range(args.num_iterations):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # also where no token needs it
@@ -1414,7 +1422,7 @@ def evaluate(
     rates = initial.preferences @ frequencies + 0.5 * unknown  # (K,)
     scores["eval/exploitability"] = rates.max().item() - 0.5
     nash = regularised_nash(initial.preferences, initial.frequencies, args.tau)
-    scores["eval/nash_distance"] = 0.5 * (frequencies - nash).abs().sum().item()
+    scores["eval/nash_distance"] = 0.5 * ((frequencies - nash).abs().sum() + unknown).item()
     return scores
 
 
@@ -1524,11 +1532,12 @@ def train(args: Args) -> dict[str, float]:
 
         # 3. optimizer steps
         rates_in_loss = None if args.method in ("inpo", "mnpo") else rates
-        past = progress["past"]
-        if past:
-            progress["past"] = [clone_weights(trained), *past[:-1]]  # for the next step
+        policies = []
+        if args.method == "mnpo":
+            policies = [clone_weights(trained), *progress["past"]]  # newest first
+            progress["past"] = policies[:-1]  # for the next step, and for the checkpoint
         metrics = update(
-            model, reference, optimizer, completions, preferences, rates_in_loss, past, args
+            model, reference, optimizer, completions, preferences, rates_in_loss, policies, args
         )
         refresh(sampler, model)
 

@@ -75,12 +75,12 @@ def calls(monkeypatch) -> list[dict]:
     found = []
     original = nash_preference.update
 
-    def spy(model, reference, optimizer, batch, preferences, rates, past, args):
+    def spy(model, reference, optimizer, batch, preferences, rates, policies, args):
         call = {"weights": flat(model.parameters()), "P": preferences, "rates": rates}
         call["texts"] = [completion.text for completion in batch]
-        call["past"] = [flat(weights) for weights in past]
+        call["policies"] = [flat(weights) for weights in policies]
         found.append(call)
-        return original(model, reference, optimizer, batch, preferences, rates, past, args)
+        return original(model, reference, optimizer, batch, preferences, rates, policies, args)
 
     monkeypatch.setattr(nash_preference, "update", spy)
     return found
@@ -126,8 +126,8 @@ def test_mnpo_remembers_the_policies_before(calls, tmp_path):
     train(nash_preference, tmp_path, **SMALL, method="mnpo", num_policies=3, max_steps=4)
     weights = [call["weights"] for call in calls]
     for step, call in enumerate(calls):
-        assert len(call["past"]) == 2 and call["rates"] is None
-        for back, found in enumerate(call["past"], start=1):
+        assert len(call["policies"]) == 3 and call["rates"] is None
+        for back, found in enumerate(call["policies"]):
             assert torch.equal(found, weights[max(step - back, 0)])
     assert not torch.equal(weights[0], weights[1])
 
@@ -147,9 +147,9 @@ def test_mnpo_averages_log_probabilities(tmp_path, monkeypatch, lora_rank):
     read = []
     add = nash_preference.add_past_logprobs
 
-    def add_and_read(model, parameters, past, batches, args):
+    def add_and_read(model, parameters, policies, batches, args):
         before = flat(parameters)
-        add(model, parameters, past, batches, args)
+        add(model, parameters, policies, batches, args)
         assert torch.equal(flat(parameters), before), "the policy is what it was"
         assert len(batches) == 1
         values = batches[0].past_logprobs[0]
