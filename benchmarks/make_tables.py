@@ -285,6 +285,14 @@ def corrected_errors() -> pd.Series:
     return holm_errors(pd.Series(p_values))
 
 
+def survives(claim: SimpleNamespace) -> bool:
+    """Whether the corrected interval excludes zero, too."""
+    if claim.name not in corrected_errors():
+        return False
+    wider = paired(*scores_of(claim), corrected_errors()[claim.name])
+    return wider.low > 0 or wider.high < 0
+
+
 def judge(claim: SimpleNamespace) -> tuple[str, str]:
     """Result and verdict of a claim."""
     if not claim.study:
@@ -337,12 +345,16 @@ def claims(links: str) -> str:
 
 def tally(links: str) -> str:
     """How many claims got which verdict, and the hours of a thread that their studies took."""
-    said = [judge(claim)[1] for claim in load_rows("claims.csv")]
+    shown = load_rows("claims.csv")
     kinds = "reproduced, opposite, no difference, not settled, values shown, exact, open".split(", ")
-    row = {"claims": len(said)}
+    row = {"claims": len(shown)}
     for kind in kinds:
-        row[kind] = sum(words.startswith(kind) for words in said)
-    row["not run, or one seed"] = len(said) - sum(list(row.values())[1:])
+        found = [claim for claim in shown if judge(claim)[1].startswith(kind)]
+        row[kind] = len(found)
+        if kind in ("reproduced", "opposite"):
+            row[f"{kind}, after correction"] = sum(map(survives, found))
+    counted = sum(count for kind, count in row.items() if kind in kinds)
+    row["not run, or one seed"] = len(shown) - counted
     minutes = [read(path.name).get("minutes", pd.Series(dtype=float)) for path in RESULTS.glob("*.csv")]
     return markdown([row | {"hours of all runs": f"{pd.concat(minutes).sum() / 60:.0f}"}])
 
@@ -360,15 +372,28 @@ def headlines(links: str) -> str:
         means = f"{form[0] * ours.mean():.{form[1]}f} against {form[0] * theirs.mean():.{form[1]}f}"
         row["method against control"] = f"{means} {claim.unit}".strip() + f" ({claim.control})"
         row["difference (95 %)"] = show_interval(found, *form)
-        rows.append(row | {"verdict": judge(claim)[1].partition(" (")[0]})
+        said = judge(claim)[1].partition(" (")[0]
+        if said in ("reproduced", "opposite") and not survives(claim):
+            said += ", not after correction"
+        rows.append(row | {"verdict": said})
     return markdown(rows)
 
 
 def opposites(links: str) -> str:
-    """A sentence of the README: the labelled claims for which the opposite came out."""
-    shown = [claim for claim in load_rows("claims.csv") if claim.plot]
-    found = [f"{c.method} ({c.plot})" for c in shown if judge(c)[1].startswith("opposite")]
-    return f"The opposite of the claim came out for {', '.join(found[:-1])} and {found[-1]}."
+    """Sentences of the README: how many claims survive, and for which labelled ones the opposite came out."""
+    shown = load_rows("claims.csv")
+    found = {kind: [c for c in shown if judge(c)[1].startswith(kind)] for kind in ("reproduced", "opposite")}
+    kept = {kind: sum(map(survives, claims)) for kind, claims in found.items()}
+    public = sum(survives(claim) for claim in found["reproduced"] if "135 M" in claim.scale)
+    text = f"Of {len(found['reproduced'])} reproduced claims {kept['reproduced']} survive the correction"
+    text += f" ({public or 'none'} with the public model of 135 M parameters), and of"
+    text += f" {len(found['opposite'])} opposite ones {kept['opposite']}. "
+    names = []
+    for claim in found["opposite"]:
+        task, _, control = claim.plot.partition("; ")
+        if task:
+            names.append(f"{claim.method} {control} ({task})")
+    return f"{text}The opposite of the claim came out for {', '.join(names[:-1])} and {names[-1]}."
 
 
 def methods(links: str) -> str:
@@ -605,8 +630,7 @@ def forest(ink: str, paper: str):
         color = next(color for word, color in COLORS.items() if said.startswith(word))
         ends = [found.low / unit, found.high / unit]
         axis.plot(ends, [row, row], color=color, linewidth=2, solid_capstyle="butt")
-        wider = paired(ours, theirs, corrected_errors()[claim.name])
-        inside = color if wider.low > 0 or wider.high < 0 else paper
+        inside = color if survives(claim) else paper
         axis.plot(found.mean / unit, row, "o", color=color, markersize=5.5, markerfacecolor=inside)
         new = row == 0 or shown[row - 1].method != claim.method
         text = {"transform": beside, "va": "center", "fontsize": 8, "color": ink}
@@ -628,8 +652,11 @@ def forest(ink: str, paper: str):
     axis.spines[:].set_visible(False)
     axis.tick_params(color=ink)
     axis.grid(axis="x", alpha=0.25)
-    marks = [plt.Line2D([], [], color=color, marker="o", label=word) for word, color in COLORS.items()]
-    place = {"loc": "upper left", "bbox_to_anchor": (0.0, 1.0), "ncols": 4, "frameon": False}
+    marks = [plt.Line2D([], [], color=color, label=word) for word, color in COLORS.items()]
+    for inside, word in ((ink, "after correction, too"), (paper, "not after correction")):
+        marks.append(plt.Line2D([], [], color=ink, marker="o", linewidth=0, markerfacecolor=inside, label=word))
+    place = {"loc": "upper left", "bbox_to_anchor": (0.0, 1.0), "ncols": 6, "frameon": False}
+    place |= {"columnspacing": 1.2, "handlelength": 1.4}
     picture.legend(handles=marks, fontsize=8, labelcolor=ink, **place)
     picture.subplots_adjust(left=0.495, right=0.86, top=0.955, bottom=0.075)
     return picture

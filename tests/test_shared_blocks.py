@@ -35,7 +35,7 @@ BOTH_TERMS = """
 token_weights load_problems logprob_gaps token_logprobs micro_batches
 """  # not in hpt.py, or with a text of its own
 PREFERENCES = """
-group_advantages token_weights load_task model_path report load_problems Completion complete log_completions
+group_advantages token_weights load_task model_path report load_problems Completion complete Packed log_completions
 """  # not in nash_preference.py, or with a text of its own there
 TEACHERS = "load_problems log_completions"  # problems are those that the shipped model cannot solve
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
