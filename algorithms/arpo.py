@@ -12,12 +12,14 @@ al., Agentic Reinforced Policy Optimization, arXiv 2507.19849 (ICLR 2026).
 
 alpha is --branch-probability, and beta is --entropy-weight (--beta is the weight of a KL penalty).
 Each problem has M = --num-generations episodes, of which N = --initial-rollouts begin from the
-prompt. Whenever an episode has read a result and written its next turn, it branches with
-probability P: a copy of it as it was after the result writes this turn anew. If episodes end before
-the other M - N have branched off, the rest begin from the prompt.
+prompt. When an episode has read a result and written its next turn, it branches with probability
+P: a copy is made of it without that turn, and writes the turn anew. The copy itself can branch
+from its next result on. If all episodes have ended before the other M - N have branched off, the
+rest begin from the prompt.
 
 Branching is branch_probability and choose_branches, called by branch in play_turns, and
-Episode.branch_off. The loss is policy_loss, as in grpo.py; update applies it.
+Episode.branch_off; play begins the N and the rest. The loss is policy_loss, as in grpo.py; update
+applies it. Advantages are chosen in step 2 of train.
 
 Differs from igpo.py:
 1. play starts N episodes of each problem, and play_turns lets them branch. generate keeps the
@@ -40,7 +42,7 @@ Differs from the paper:
         --dataset nq_train.jsonl --eval-dataset nq_test.jsonl \
         --retriever-url http://127.0.0.1:8000/retrieve --max-prompt-length 4096 \
         --max-completion-length 512 --gradient-checkpointing --micro-batch-size 4 \
-        --decode-batch-size 64 --eval-steps 50 --num-generations-eval 0
+        --decode-batch-size 64 --max-steps 300 --eval-steps 50 --num-generations-eval 0
 
     torchrun --nproc_per_node 8 algorithms/arpo.py --fsdp ...
 
@@ -49,9 +51,10 @@ On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 1
 Your own tools: `--env FILE.py:ClassName`, see envs/README.md. Your own reward: `--reward
 FILE.py:function`, called as function(problem, episode as text) -> float.
 
-Letters in shapes: P problems, G episodes of each (M above), B = P G (of this process, if not said
-otherwise), T turns (in generate, tokens of a turn), S tokens of a context, W new ones, V
-vocabulary, H hidden size, K reward functions; R packed rows of L tokens, N predicted tokens.
+Letters in shapes, where P, H and N are not those above: P problems, G episodes of each (M above),
+B = P G (of this process, if not said otherwise), T turns (in generate, tokens of a turn), S tokens
+of a context, W new ones, V vocabulary, H hidden size, K reward functions; R packed rows of L
+tokens, N predicted tokens.
 """
 
 import copy
@@ -284,14 +287,14 @@ def prefix_owners(
 
 
 def shared_advantages(advantages: Tensor, prefix_owner: Tensor) -> Tensor:
-    """ARPO's hard estimate: what episodes share gets the mean of their advantages. -> (R,T)
+    """ARPO's hard estimate: what episodes share gets the mean of their advantages. -> (B,T)
 
-    advantages (R,) are those of episodes. prefix_owner (R,T) has, for each turn (or token) of each
+    advantages (B,) are those of episodes. prefix_owner (B,T) has, for each turn (or token) of each
     episode, the episode that wrote it: those with the same owner share it.
     """
     width = prefix_owner.size(1)
-    codes = prefix_owner * width + torch.arange(width, device=prefix_owner.device)  # (R,T)
-    part = codes.unique(return_inverse=True)[1].flatten()  # (R T,) equal where it is shared
+    codes = prefix_owner * width + torch.arange(width, device=prefix_owner.device)  # (B,T)
+    part = codes.unique(return_inverse=True)[1].flatten()  # (B T,) equal where it is shared
     counts = part.bincount()
     values = advantages[:, None].expand(codes.shape).flatten()
     sums = values.new_zeros(len(counts)).index_add(0, part, values)
@@ -1102,14 +1105,14 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, waiting) -> None:
     memory = None
     for turn in range(args.max_turns):
         completions, memory = write_turn(sampler, episodes, args, turn, memory)
-        memory_rows = list(range(len(episodes)))  # of each episode
+        memory_rows = list(range(len(episodes)))  # the row of memory with each episode's context
         if turn > 0 and waiting:
-            parents, new = branch(episodes, completions, turn, waiting, len(tokenizer), args)
-            if new:  # they write this turn anew
-                copied = None if memory is None else memory.select(parents)
+            branching, new = branch(episodes, completions, turn, waiting, len(tokenizer), args)
+            if new:  # copies of the branching episodes, which write this turn anew
+                copied = None if memory is None else memory.select(branching)
                 completions += write_turn(sampler, new, args, turn, copied)[0]
                 episodes = episodes + new
-                memory_rows += parents
+                memory_rows += branching  # a copy has the same context
         for episode, completion in zip(episodes, completions):
             completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
             episode.write(completion)
