@@ -5,11 +5,13 @@
 """ARAC: soft actor-critic for a team on a graph, pulled towards an imperfect reference policy by a
 divergence whose weight beta adapts. Shi et al., arXiv 2511.08412.
 
-    critics    y = r + gamma (1 - d) E_pi[min(Q1, Q2) - alpha log pi]      at the next state
+    critics    y = r + gamma (1 - d) E_pi[min(Q1', Q2') - alpha log pi]    at the next state
     policy     -E_pi[min(Q1, Q2) - alpha log pi] + beta KL(reference | pi)
     beta       rises while the divergence is above its target, else falls; never above its start
 
-The losses are actor_loss, critic_targets and coefficient_loss; update puts them together.
+Q' are copies of the critics, renewed now and then; d is 1 where a game was decided, 0 where it was
+cut off. The losses are actor_loss, critic_targets, temperature_loss (of alpha) and coefficient_loss
+(of beta); update puts them together, and beta itself is current_beta.
 
 A reconstruction: neither the paper's text nor its code was available. Network, pointer and losses
 are those of EPG (arXiv 2511.00811), public code by the same group. Our choices:
@@ -27,12 +29,14 @@ are those of EPG (arXiv 2511.00811), public code by the same group. Our choices:
     python algorithms/arac.py --beta-mode none                    # control: no reference
 
 Copied elsewhere, the script plays pursuit on GraphML files (pip install networkx). Graphs by name,
-perfect play and confrontation are in envs/. Another rule of winning is GraphPursuit.outcome; a
-reward above 0 counts as a game won.
+perfect play and confrontation are in envs/. For another reward change GraphPursuit.outcome, which
+sees the positions after a step. A reward above 0 counts as a game won, so give none before the
+end; the first --alpha takes a win to be worth 1.
 
 Letters in shapes: E games, B transitions of a batch, n nodes, K slots (an agent stays, or goes to a
-neighbour), N agents of the learning team, P players of both teams, d width, h heads. Team 0 stands
-first in every list of players; a removed player has position -1.
+neighbour), N agents of the learning team, P players of both teams, d width, h heads. A game lists
+team 0 first; networks and batches list the learning team last (GraphGame.view). A removed player
+has position -1.
 """
 
 import copy
@@ -60,8 +64,8 @@ ALPHA_LR = 1e-3  # EPG: 1e-4
 MAX_GRAD_NORM = 10.0  # of the policy and of the critics (EPG: 100 and 20,000)
 LOGS = 50  # log points of a run
 MOST_NODES = 10_000  # of a graph, because distances are a matrix
-MOST_LISTED = 10**6  # starts of a game are listed if there are no more candidates than this
-DRAWN_STARTS = 10_000  # else so many random ones are drawn
+MOST_LISTED = 10**6  # starts are chosen from all placements of the players, if these are no more
+DRAWN_STARTS = 10_000  # else from so many random placements
 EVAL_EPISODES = 512  # starts that an evaluation plays at most on each graph
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env_id graph num_agents num_captors num_envs evader asynchronous opponent reference"
@@ -99,7 +103,7 @@ class Args:
     reference: Literal["shortest", "dp", "noisy"] = "shortest"
     """policy to be pulled towards: shortest path, perfect play, or that with each move random with
     chance 1/2 (the entropy of these moves counts as divergence, so raise --beta-target); another
-    one is a branch of GraphPursuit.scripted"""
+    one needs a name here and in GraphPursuit.PURSUERS, and a branch of GraphPursuit.scripted"""
     beta_mode: Literal["dual", "exp", "fixed", "none"] = "dual"
     """how beta changes: by the divergence, by time, not at all; none is learning without a
     reference"""
@@ -108,7 +112,8 @@ class Args:
     beta_target: float = 0.5
     """dual: divergence to hold, in units of that of the uniform policy"""
     beta_lr: float = 5e-3
-    """dual: Adam's learning rate of log beta; exp: beta exp(-beta_lr updates)"""
+    """how far an update moves log beta: dual, up or down by about this (Adam's learning rate);
+    exp, always down by this"""
     alpha: float | None = None
     """first temperature; None: half of that at which endless random play is worth as much as a
     win"""
@@ -184,8 +189,9 @@ def joint_sums(values: Tensor) -> Tensor:
 def soft_value(log_probs: Tensor, q1: Tensor, q2: Tensor, alpha: Tensor | float) -> Tensor:
     """E_pi[min(Q1, Q2) - alpha log pi], what a state is worth. log_probs (B,N,K) -> (B,)
 
-    Critics (B,N,K) are summed over agents: the smaller of two expectations, which is never below
-    the exact form. Critics (B,K^N) are given for each joint action: the exact form.
+    With critics (B,K^N), one value for each joint action, this is exact. With critics (B,N,K),
+    whose values are summed over agents, min(E_pi[Q1], E_pi[Q2]) takes the place of
+    E_pi[min(Q1, Q2)]; it is never below that.
     A padded slot has log-probability -1e8, so it drops out.
     """
     if q1.dim() == 2:
@@ -597,8 +603,8 @@ class GraphPursuit(GraphGame):
     a step. Rules of EPG and R2PS (github.com/Cahemgco/EPG_code; arXiv 2511.17367).
 
     evader: `dp` (most steps to capture against the pursuers' best reply), `maxdist` (most hops to
-    the nearest pursuer), `random`, `stay`, or `learned` (actions
-    come with step; without them it is `dp`). All move at once; `asynchronous` lets the scripted
+    the nearest pursuer), `random`, `stay`, or `learned` (actions come with step; without them it is
+    `dp`). All move at once; `asynchronous` lets the scripted
     evader see the pursuers' new nodes. start: `same` node for all pursuers, `far` (the same, more
     than 5 hops from the evader or else the diameter), `independent` nodes. Nobody is captured at
     the start.
@@ -638,25 +644,24 @@ class GraphPursuit(GraphGame):
         return captured.float(), captured
 
     def find_starts(self, generator: torch.Generator) -> Tensor:
-        """All starts of the rule, if they are not too many to list, else random ones. -> (S,P)"""
+        """Placements that the rule allows: all, or random ones if all are too many. -> (S,P)"""
         n = self.graph.num_nodes
         m = self.teams[0]
-        hops = self.graph.distances[:n, :n]  # (n,n)
-        apart = min(6, self.graph.diameter) if self.start == "far" else 2  # hops, at least
         together = self.start != "independent"
-        if together and n**2 <= MOST_LISTED:
-            pairs = (hops >= apart).nonzero()  # (S,2)
-            return pairs[:, [0] * m + [1]]
-        if not together and n ** (m + 1) <= MOST_LISTED:
-            states = torch.cartesian_prod(*[torch.arange(n)] * (m + 1))  # (n^P,P)
-            return states[~self.outcome(states)[1]]
-        evaders = torch.randint(n, (DRAWN_STARTS, 1), generator=generator)  # (S,1)
-        gaps = hops[evaders[:, 0]].clamp(max=apart)  # (S,n): the largest are the nodes far enough
-        pursuers = []
-        for _ in range(1 if together else m):  # any one of the largest
-            noise = torch.rand(gaps.shape, generator=generator)
-            pursuers.append((gaps + noise).argmax(1, keepdim=True))  # (S,1)
-        return torch.cat([torch.cat(pursuers, 1).expand(-1, m), evaders], 1)
+        places = 2 if together else m + 1  # nodes to choose, that of the evader last
+        if n**places <= MOST_LISTED:
+            states = torch.cartesian_prod(*[torch.arange(n)] * places)  # (M,places)
+        else:
+            states = torch.randint(n, (DRAWN_STARTS, places), generator=generator)
+        if together:
+            states = states[:, [0] * m + [1]]  # (M,P)
+        allowed = ~self.outcome(states)[1]  # (M,)
+        if self.start == "far":
+            hops = self.graph.distances[states[:, 0], states[:, -1]]  # (M,)
+            allowed &= hops >= min(6, self.graph.diameter)
+        if not allowed.any():
+            raise ValueError(f"{self.graph.name}: no start fits --start {self.start}")
+        return states[allowed]
 
     def answer(self, moved: Tensor) -> Tensor:
         """Slots (E,1) of the scripted evader, when the pursuers move to `moved` (E,m)."""
@@ -726,7 +731,8 @@ def make_games(args: Args, names: tuple[str, ...], device) -> list:
                     horizon=args.horizon,
                 )
             game.reset(1, args.seed)
-            game.step(game.scripted(args.reference, game.positions))  # refuses what cannot work
+            # A trial step, so that what cannot work ends here.
+            game.step(game.scripted(args.reference, game.positions))
             games.append(game)
     except ValueError as error:
         sys.exit(str(error))
@@ -1056,9 +1062,9 @@ def train(args: Args) -> dict:
     learners = [Learner(games, 0, args)]
     if args.env_id == "graph_pursuit" and args.evader == "learned":
         learners.append(Learner(games, 1, args))
-    sides = learners  # who moves; a scripted team moves by itself
+    movers = learners  # who moves; a scripted team moves by itself
     if args.env_id == "graph_confrontation" and args.opponent == "self":
-        sides = [learners[0], learners[0]]  # one learner plays both teams
+        movers = [learners[0], learners[0]]  # one learner plays both teams
 
     run_dir = open_run(args, games[0].graph.name)
     progress = {"step": 0, "updates": 0}
@@ -1108,9 +1114,9 @@ def train(args: Args) -> dict:
         game = games[turn]
         before = game.positions  # (E,P)
         lengths = game.steps + 1  # (E,)
-        actions = [act(learner.policy, game, side) for side, learner in enumerate(sides)]  # (E,N)
+        actions = [act(learner.policy, game, side) for side, learner in enumerate(movers)]  # (E,N)
         rewards, terminated, truncated, after = game.step(*actions)
-        for side, learner in enumerate(sides):
+        for side, learner in enumerate(movers):
             rows = {
                 "positions": game.view(before, side),
                 "actions": actions[side],
