@@ -29,7 +29,6 @@ The rollout and its normalization are those of unimodal_poisson.py, our PPO.
     python algorithms/mdpo.py --method off_policy --total-timesteps 50000
     python algorithms/mdpo.py --method off_policy --kl-coef 0.2       # SAC's actor loss
 
-It runs on one CPU core.
 Shapes: T steps, N environments, B rows of a batch, O numbers of an observation, A action
 dimensions.
 """
@@ -192,9 +191,8 @@ class Agent(nn.Module):
 
     def __init__(self, envs, args):
         super().__init__()
-        space = envs.single_action_space
-        self.low = torch.from_numpy(space.low)  # (A,)
-        self.high = torch.from_numpy(space.high)
+        self.low = torch.from_numpy(envs.single_action_space.low)  # (A,)
+        self.high = torch.from_numpy(envs.single_action_space.high)
         self.off_policy = args.method == "off_policy"
         seen = envs.single_observation_space.shape[0]
         size = len(self.low)
@@ -286,9 +284,8 @@ def make_envs(args, num_envs):
             sys.exit(f"--env-id {args.env_id}: {error}")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id {args.env_id}: its metadata needs autoreset_mode SAME_STEP")
-    space = envs.single_action_space
-    if not isinstance(space, gym.spaces.Box):
-        sys.exit(f"--env-id {args.env_id}: actions must be a Box, not {space}")
+    if not isinstance(envs.single_action_space, gym.spaces.Box):
+        sys.exit(f"--env-id {args.env_id}: actions must be a Box, not {envs.single_action_space}")
     return envs
 
 
@@ -344,7 +341,7 @@ def act(envs, agent, unfinished, args):
             episodes.append((unfinished.returns[n], unfinished.lengths[n]))
         unfinished.returns *= ~dones
         unfinished.lengths *= ~dones
-        happened = observations, actions, rewards, terminated, dones, next_observations
+        happened = observations, actions.numpy(), rewards, terminated, dones, next_observations
         steps.append([np.array(values) for values in happened])
     return [np.stack(values) for values in zip(*steps)], episodes
 
