@@ -245,7 +245,7 @@ class Agent(nn.Module):
         return self.critic(observations)[..., 0]
 
     def q_values(self, observations, actions):
-        """Of both networks; actions in [-1, 1]. (B,O), (B,A) -> two of (B,)"""
+        """Of both networks; actions in [-1, 1]. (B,O), (B,A) -> list of two (B,)"""
         inputs = torch.cat([observations, actions], -1)
         return [network(inputs)[..., 0] for network in self.q_networks]
 
@@ -364,7 +364,7 @@ def learning_batch(rollout, agent, unfinished, args):
     observations, actions, rewards, terminated, dones, next_observations = rollout
     rewards = scale_rewards(rewards, dones, agent, unfinished, args)
     observations = agent.normalize(observations)  # (T,N,O)
-    values = agent.values(observations).cpu()  # (T,N); gae is a loop over steps, faster there
+    values = agent.values(observations).cpu()  # (T,N), there because gae is a loop
     next_values = agent.values(agent.normalize(next_observations)).cpu()
     rewards += args.gamma * (dones & ~terminated) * next_values.numpy()  # at the time limit
     advantages, returns = gae(
@@ -693,7 +693,7 @@ def parse_args():
         saved = Args(**json.loads(path.read_text()))
         args = tyro.cli(Args, default=saved)
         if replace(args, resume=None, device=saved.device) != saved:
-            sys.exit(f"--resume {args.resume}: flags but --device cannot change; leave them out")
+            sys.exit(f"--resume {args.resume}: flags cannot change, only --device; leave out others")
     return args
 
 
