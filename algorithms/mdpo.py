@@ -693,7 +693,9 @@ def parse_args():
         saved = Args(**json.loads(path.read_text()))
         args = tyro.cli(Args, default=saved)
         if replace(args, resume=None, device=saved.device) != saved:
-            sys.exit(f"--resume {args.resume}: flags cannot change, only --device; leave out others")
+            sys.exit(
+                f"--resume {args.resume}: flags cannot change but for --device; leave out the others"
+            )
     return args
 
 
