@@ -694,7 +694,7 @@ def parse_args():
         args = tyro.cli(Args, default=saved)
         if replace(args, resume=None, device=saved.device) != saved:
             sys.exit(
-                f"--resume {args.resume}: flags cannot change but for --device; leave out the others"
+                f"--resume {args.resume}: flags cannot change but for --device; leave out others"
             )
     return args
 
