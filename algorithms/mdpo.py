@@ -29,7 +29,6 @@ The rollout and its normalization are those of unimodal_poisson.py, our PPO.
     python algorithms/mdpo.py --method off_policy --total-timesteps 50000
     python algorithms/mdpo.py --method off_policy --kl-coef 0.2       # SAC's actor loss
 
-It runs on one CPU core.
 Shapes: T steps, N environments, B rows of a batch, O numbers of an observation, A action
 dimensions.
 """
@@ -99,6 +98,8 @@ class Args:
     # bookkeeping
     seed: int = 1
     """seed of environments, networks and sampling"""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """device of the networks and the replay buffer; auto takes a GPU if there is one"""
     eval_episodes: int = 10
     """episodes of the evaluation at the end, with the likeliest actions; 0 leaves it out"""
     save_steps: int = 5_120
@@ -147,13 +148,6 @@ def actor_loss(log_probs, old_log_probs, q_values, kl_coef, ent_coef, tsallis_q)
     return (penalty - q_values).mean()
 
 
-@torch.no_grad()
-def critic_targets(rewards, terminated, next_values, q_values, log_probs, gamma, ent_coef):
-    """What Q and V shall be. q_values (2,B) and log_probs of sampled actions -> (B,) each"""
-    q_targets = rewards + gamma * (1 - terminated) * next_values
-    return q_targets, q_values.min(0).values - ent_coef * log_probs
-
-
 def log_density(x, mean, log_std):
     """Of a Gaussian, in each dimension. (B,A) each -> (B,A)"""
     errors = (x - mean) * (-log_std).exp()  # in stds
@@ -197,55 +191,63 @@ class Agent(nn.Module):
 
     def __init__(self, envs, args):
         super().__init__()
-        space = envs.single_action_space
-        self.low = torch.from_numpy(space.low)  # (A,)
-        self.high = torch.from_numpy(space.high)
+        self.low = torch.from_numpy(envs.single_action_space.low)  # (A,)
+        self.high = torch.from_numpy(envs.single_action_space.high)
         self.off_policy = args.method == "off_policy"
         seen = envs.single_observation_space.shape[0]
         size = len(self.low)
-        self.observation_stats = RunningMeanStd(shape=seen)
-        self.return_stats = RunningMeanStd()
-        self.statistics = self.observation_stats, self.return_stats
+        self.statistics = RunningMeanStd(shape=seen), RunningMeanStd()
+        self.observation_stats, self.return_stats = self.statistics
         self.actor = mlp(seen, size * (1 + self.off_policy), self.off_policy, 0.01)
         self.critic = mlp(seen, 1, self.off_policy)
         if self.off_policy:
             self.q_networks = nn.ModuleList(mlp(seen + size, 1, True) for _ in range(2))
             self.old_actor = copy.deepcopy(self.actor)
             self.target_critic = copy.deepcopy(self.critic)
-            transitions = torch.zeros(args.total_timesteps, 2 * seen + size + 2)
-            self.register_buffer("transitions", transitions)
+            self.columns = [seen, size, 1, 1, seen]  # see transitions()
+            self.register_buffer(
+                "transitions", torch.zeros(args.total_timesteps, sum(self.columns))
+            )
         else:
             self.log_std = nn.Parameter(torch.zeros(size))
 
+    @property
+    def device(self) -> torch.device:
+        return self.actor[0].weight.device
+
     def normalize(self, observations):
-        """(...,O) of the environment -> tensor (...,O)"""
+        """(...,O) of the environment -> (...,O) on the device"""
         if not self.off_policy:
             stats = self.observation_stats
             observations = (observations - stats.mean) / np.sqrt(stats.var + 1e-8)
             observations = observations.clip(-10, 10)
-        return torch.from_numpy(np.float32(observations))
+        return torch.from_numpy(np.float32(observations)).to(self.device)
 
-    def gaussian(self, observations, actor):
-        """Mean and log-std, of the actor or the old one. (...,O) -> (...,A) each"""
-        outputs = actor(observations)
+    def gaussian(self, observations, actor=None):
+        """Mean and log-std of the policy, or of the old actor. (...,O) -> (...,A) each"""
+        outputs = (actor or self.actor)(observations)
         if not self.off_policy:
             return outputs, self.log_std.expand_as(outputs)
         mean, log_std = outputs.chunk(2, -1)
         return mean, log_std.clamp(-20, 2)
 
+    @torch.no_grad()
     def choose(self, observations, is_sampled=True):
-        """Actions before clipping or tanh; or the likeliest ones. (N,O) of the task -> (N,A)"""
-        mean, log_std = self.gaussian(self.normalize(observations), self.actor)
-        return mean + is_sampled * log_std.exp() * torch.randn_like(mean)
+        """Actions before clipping or tanh; or the likeliest ones. (N,O) of the task -> (N,A)
+
+        They are on the CPU, as the environments are.
+        """
+        mean, log_std = self.gaussian(self.normalize(observations))
+        return (mean + is_sampled * log_std.exp() * torch.randn_like(mean)).cpu()
 
     def values(self, observations):
         """(...,O) -> (...)"""
         return self.critic(observations)[..., 0]
 
     def q_values(self, observations, actions):
-        """Of both networks; actions in [-1, 1]. (B,O), (B,A) -> (2,B)"""
+        """Of both networks; actions in [-1, 1]. (B,O), (B,A) -> list of two (B,)"""
         inputs = torch.cat([observations, actions], -1)
-        return torch.stack([network(inputs)[..., 0] for network in self.q_networks])
+        return [network(inputs)[..., 0] for network in self.q_networks]
 
     def to_env(self, actions):
         """(N,A) -> what the environments' step() takes"""
@@ -282,9 +284,8 @@ def make_envs(args, num_envs):
             sys.exit(f"--env-id {args.env_id}: {error}")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id {args.env_id}: its metadata needs autoreset_mode SAME_STEP")
-    space = envs.single_action_space
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-        sys.exit(f"--env-id {args.env_id}: actions must be a Box of 1-D, not {space}")
+    if not isinstance(envs.single_action_space, gym.spaces.Box):
+        sys.exit(f"--env-id {args.env_id}: actions must be a Box, not {envs.single_action_space}")
     return envs
 
 
@@ -317,7 +318,6 @@ def start_episodes(envs: VectorEnv, seed: int) -> Unfinished:
     return Unfinished(np.array(observations), zeros.copy(), zeros.copy(), zeros.copy())
 
 
-@torch.no_grad()
 def act(envs, agent, unfinished, args):
     """T steps of N environments with sampled actions.
 
@@ -339,8 +339,8 @@ def act(envs, agent, unfinished, args):
         for n in np.flatnonzero(dones):
             next_observations[n] = info["final_obs"][n]
             episodes.append((unfinished.returns[n], unfinished.lengths[n]))
-            unfinished.returns[n] = 0
-            unfinished.lengths[n] = 0
+        unfinished.returns *= ~dones
+        unfinished.lengths *= ~dones
         happened = observations, actions.numpy(), rewards, terminated, dones, next_observations
         steps.append([np.array(values) for values in happened])
     return [np.stack(values) for values in zip(*steps)], episodes
@@ -364,8 +364,8 @@ def learning_batch(rollout, agent, unfinished, args):
     observations, actions, rewards, terminated, dones, next_observations = rollout
     rewards = scale_rewards(rewards, dones, agent, unfinished, args)
     observations = agent.normalize(observations)  # (T,N,O)
-    values = agent.values(observations)  # (T,N)
-    next_values = agent.values(agent.normalize(next_observations))
+    values = agent.values(observations).cpu()  # (T,N), there because gae is a loop
+    next_values = agent.values(agent.normalize(next_observations)).cpu()
     rewards += args.gamma * (dones & ~terminated) * next_values.numpy()  # at the time limit
     advantages, returns = gae(
         torch.from_numpy(rewards).float(),
@@ -376,7 +376,7 @@ def learning_batch(rollout, agent, unfinished, args):
         args.gae_lambda,
     )
     std, average = torch.std_mean(advantages, correction=0)
-    mean, log_std = agent.gaussian(observations, agent.actor)
+    mean, log_std = agent.gaussian(observations)
     rows = {
         "observations": observations,
         "actions": torch.from_numpy(actions),
@@ -386,14 +386,14 @@ def learning_batch(rollout, agent, unfinished, args):
         "advantages": (advantages - average) / (std + 1e-8),
         "returns": returns,
     }
-    return {name: values.flatten(0, 1) for name, values in rows.items()}
+    return {name: values.flatten(0, 1).to(agent.device) for name, values in rows.items()}
 
 
 def transitions(rollout):
     """Rows of the replay buffer: (T N, O + A + 2 + O)"""
     observations, actions, rewards, terminated, _, following = rollout
-    columns = [observations, np.tanh(actions), rewards[..., None], terminated[..., None], following]
-    return torch.from_numpy(np.concatenate(columns, -1)).flatten(0, 1)
+    columns = [observations, np.tanh(actions), rewards, terminated, following]
+    return torch.from_numpy(np.dstack(columns)).flatten(0, 1)
 
 
 # --- Learning -----------------------------------------------------------------------------------
@@ -426,24 +426,18 @@ def gae(
 
 def rollout_loss(agent, batch, step_size, args):
     """On-policy loss of a whole rollout, and the mean divergence from the policy that acted."""
-    mean, log_std = agent.gaussian(batch["observations"], agent.actor)
+    new = agent.gaussian(batch["observations"])
     old = batch["mean"], batch["log_std"]
     actions = batch["actions"]
-    logprobs = log_density(actions, mean, log_std).sum(-1)
+    logprobs = log_density(actions, *new).sum(-1)
     old_logprobs = log_density(actions, *old).sum(-1)
     if args.tsallis_q == 1:
-        kl = gaussian_kl(mean, log_std, *old)
+        kl = gaussian_kl(*new, *old)
     else:  # an estimate from the actions of the old policy
         q = 2 - args.tsallis_q
         kl = tsallis_log(logprobs.exp(), q) - tsallis_log(old_logprobs.exp(), q)
     ratio = (logprobs - old_logprobs).exp()
     return mdpo_loss(ratio, batch["advantages"], kl, step_size), kl.mean()
-
-
-def clipped_value_loss(values, old_values, returns, clip):
-    """Mean squared error, in which a value moves by at most clip. (B,) each -> scalar"""
-    clipped = old_values + (values - old_values).clamp(-clip, clip)
-    return torch.max((values - returns).square(), (clipped - returns).square()).mean()
 
 
 def update_on_policy(agent, optimizer, batch, step_size, args):
@@ -457,14 +451,16 @@ def update_on_policy(agent, optimizer, batch, step_size, args):
         loss.backward()
         nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
         optimizer.step()
-    with torch.no_grad():
-        policy_loss, kl = rollout_loss(agent, batch, step_size, args)
+    policy_loss, kl = rollout_loss(agent, batch, step_size, args)  # after the last step
 
     clip = 0.2 * step_size
     for _ in range(5):
-        for rows in torch.randperm(len(batch["values"])).split(128):
+        for rows in torch.randperm(len(batch["values"]), device=agent.device).split(128):
             values = agent.values(batch["observations"][rows])
-            loss = clipped_value_loss(values, batch["values"][rows], batch["returns"][rows], clip)
+            old_values = batch["values"][rows]
+            returns = batch["returns"][rows]
+            clipped = old_values + (values - old_values).clamp(-clip, clip)
+            loss = torch.max((values - returns).square(), (clipped - returns).square()).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -479,34 +475,26 @@ def update_target(target: nn.Module, online: nn.Module, tau: float) -> None:
 
 def update_off_policy(agent, optimizer, rows, args):
     """One gradient step of all networks with rows of the replay buffer. -> metrics"""
-    seen = len(agent.observation_stats.mean)
-    observations, actions, rewards, terminated, next_observations = rows.split(
-        [seen, len(agent.low), 1, 1, seen], -1
-    )
+    observations, actions, rewards, terminated, next_observations = rows.split(agent.columns, -1)
 
     # the policy; gradients flow back through the sampled actions, also from Q and the old policy
-    mean, log_std = agent.gaussian(observations, agent.actor)
+    mean, log_std = agent.gaussian(observations)
     x = mean + log_std.exp() * torch.randn_like(mean)
     log_probs = squashed_log(x, mean, log_std, args.tsallis_q)
-    old_mean, old_log_std = agent.gaussian(observations, agent.old_actor)
-    old_log_probs = squashed_log(x, old_mean, old_log_std, args.tsallis_q)
-    q_values = agent.q_values(observations, x.tanh())  # (2,B)
+    old = agent.gaussian(observations, agent.old_actor)
+    old_log_probs = squashed_log(x, *old, args.tsallis_q)
+    q_values = agent.q_values(observations, x.tanh())
     policy_loss = actor_loss(
         log_probs, old_log_probs, q_values[0], args.kl_coef, args.ent_coef, args.tsallis_q
     )
     policy_loss += 1e-3 * (mean.square() + log_std.square()).mean()
 
     # the values
-    q_targets, value_targets = critic_targets(
-        rewards[:, 0],
-        terminated[:, 0],
-        agent.target_critic(next_observations)[:, 0],
-        q_values,
-        log_probs,
-        args.gamma,
-        args.ent_coef,
-    )
-    q_errors = agent.q_values(observations, actions) - q_targets  # (2,B)
+    with torch.no_grad():
+        next_values = agent.target_critic(next_observations)
+        q_targets = (rewards + args.gamma * (1 - terminated) * next_values)[:, 0]  # (B,)
+        value_targets = torch.minimum(*q_values) - args.ent_coef * log_probs
+    q_errors = torch.stack(agent.q_values(observations, actions)) - q_targets  # (2,B)
     v_errors = agent.values(observations) - value_targets  # (B,)
     value_loss = 0.5 * (q_errors.square().sum(0) + v_errors.square()).mean()
 
@@ -523,6 +511,15 @@ def update_off_policy(agent, optimizer, rows, args):
 
 
 # --- Plumbing: seeds, checkpoints, logs ---------------------------------------------------------
+
+
+def setup(args: Args) -> torch.device:
+    """The device. One thread: small networks are slower with more of them."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device cuda: torch finds no CUDA device here; use --device auto or cpu")
+    torch.set_num_threads(1)
+    use_cuda = args.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if use_cuda else "cpu")
 
 
 def random_seed(*names) -> int:
@@ -591,13 +588,12 @@ def report(step: int, last_step: int, metrics: dict[str, float]) -> None:
 # --- Evaluation and training --------------------------------------------------------------------
 
 
-@torch.no_grad()
 def evaluate(agent, args):
     """Returns of whole episodes with the likeliest actions, in the task's own unit."""
     envs = make_envs(args, args.eval_episodes)
     observations, _ = envs.reset(seed=args.seed + 10_000)
     returns = np.zeros(envs.num_envs)
-    running = np.ones(envs.num_envs, dtype=bool)
+    running = np.full(envs.num_envs, True)
     while running.any():
         actions = agent.to_env(agent.choose(observations, False))
         observations, rewards, terminated, truncated, _ = envs.step(actions)
@@ -609,29 +605,29 @@ def evaluate(agent, args):
 
 def train(args):
     """Train as the flags say."""
-    torch.set_num_threads(1)
+    device = setup(args)
     off_policy = args.method == "off_policy"
     args.sgd_steps = args.sgd_steps or (1000 if off_policy else 10)
     args.num_steps = args.num_steps or (16 if off_policy else 256)
     args.learning_rate = args.learning_rate or (3e-4 if off_policy else 3e-3)
     rollout_size = args.num_envs * args.num_steps
-    num_iterations = args.total_timesteps // rollout_size
-    last_step = num_iterations * rollout_size
+    last_step = args.total_timesteps // rollout_size * rollout_size
     if last_step == 0:
         sys.exit(f"--total-timesteps: fewer than the {rollout_size} steps of one rollout")
     torch.manual_seed(args.seed)
     envs = make_envs(args, args.num_envs)
-    agent = Agent(envs, args)
+    agent = Agent(envs, args).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
     step = 0
-    if args.resume and checkpoints(run_dir):
-        state = torch.load(checkpoints(run_dir)[-1], weights_only=True)
+    found = checkpoints(run_dir)  # none in a new run
+    if found:
+        state = torch.load(found[-1], map_location=device)
         step = state["step"]
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
     board = SummaryWriter(run_dir, purge_step=step + 1)
-    print(run_dir)
+    print(f"{run_dir}: {args.method}, {args.num_envs} x {args.num_steps} steps, {device}")
 
     start_anew = True
     while step < last_step:
@@ -648,7 +644,7 @@ def train(args):
         losses = {}
         if not off_policy:
             # t_k of the authors' code: for iterations k from 0, 1 - (k - 1) / their number
-            step_size = 1 - (step // rollout_size - 1) / num_iterations
+            step_size = 1 - (step - rollout_size) / last_step
             batch = learning_batch(rollout, agent, unfinished, args)
             agent.observation_stats.update(np.concatenate(rollout[0]))
             optimizer.param_groups[0]["lr"] = args.learning_rate * step_size
@@ -660,7 +656,7 @@ def train(args):
             agent.transitions[step:num_filled] = transitions(rollout)
             for i in range(step, num_filled):
                 if step >= args.learning_starts:
-                    rows = agent.transitions[torch.randint(num_filled, (256,))]
+                    rows = agent.transitions[torch.randint(num_filled, (256,), device=device)]
                     losses = update_off_policy(agent, optimizer, rows, args)
                 if i % args.sgd_steps == 0:
                     update_target(agent.old_actor, agent.actor, 1.0)
@@ -679,8 +675,7 @@ def train(args):
         report(step, last_step, metrics)
         interval = args.save_steps * args.num_envs
         if interval and (step == last_step or step % interval < rollout_size):
-            state = {"step": step, "agent": agent.state_dict()}
-            state["optimizer"] = optimizer.state_dict()
+            state = {"step": step, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             save_checkpoint(run_dir, step, state)
             start_anew = True
 
@@ -697,8 +692,10 @@ def parse_args():
             sys.exit(f"{args.resume}: no args.json, so not a run folder")
         saved = Args(**json.loads(path.read_text()))
         args = tyro.cli(Args, default=saved)
-        if replace(args, resume=None) != saved:
-            sys.exit(f"--resume {args.resume}: flags cannot change; leave out the others")
+        if replace(args, resume=None, device=saved.device) != saved:
+            sys.exit(
+                f"--resume {args.resume}: flags cannot change but for --device; leave out others"
+            )
     return args
 
 

@@ -52,7 +52,7 @@ SHAPES = {
 }
 LANGUAGE = ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "dr_mas", "igpo", "empg", "arpo")
 LANGUAGE += ("spiral_rae", "pi_play")
-CONTROL = ("unimodal_poisson", "fm3q", "arac")
+CONTROL = ("unimodal_poisson", "fm3q", "arac", "mdpo")
 BARE = "--eval-steps 0 --save-steps 0"
 LARGEST_GAP = 0.02  # nats between the probabilities of sampler and learner
 FOUND = "gpu.py found "  # begins the line that `child` prints last
@@ -100,7 +100,10 @@ def runs_of(part: str, device: str, small: bool) -> list[Run]:
         return [Run(f"{name}{bf16}", name, flags + bf16) for bf16 in both for name in LANGUAGE]
     if part == "control":
         flags = f"--total-timesteps {8192 if small else 40960} --device {device}"
-        return [Run(script, script, flags) for script in CONTROL]
+        off_policy = f"--total-timesteps {2048 if small else 20480} --device {device}"
+        off_policy += " --method off_policy --learning-starts 1024"
+        runs = [Run(script, script, flags) for script in CONTROL]
+        return [*runs, Run("mdpo off-policy", "mdpo", off_policy)]
     if part in ("lora", "vllm"):
         added = {"lora": "--lora-rank 16", "vllm": "--vllm"}[part]
         flags = f"--max-steps {2 if small else 4} {BARE} {added}"

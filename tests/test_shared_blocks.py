@@ -70,7 +70,7 @@ FAMILIES = [
     (["grpo", "spiral_rae"], without(GAMES, f"{SHARED} {ONE_TURN}")),
     (["unimodal_poisson", "fm3q", "arac"], CONTROL.split()),
     (["fm3q", "arac"], OFF_POLICY.split()),
-    (["unimodal_poisson", "mdpo"], PPO.split()),
+    (["unimodal_poisson", "mdpo"], ["setup", *PPO.split()]),
     (["fm3q", "mdpo"], ["update_target"]),
     (["grpo", "unimodal_poisson"], ["log"]),
 ]

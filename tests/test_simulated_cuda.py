@@ -40,10 +40,15 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "pi_play": GROUPS + "--num-documents-per-step 2 --num-answers 2 --examiner-steps 1 "
     "--student-steps 1 --max-turns 2 --hops 1 --max-steps 2 --seed 2",
     "unimodal_poisson": "--env-id Pendulum-v1 --num-envs 2 --num-steps 110 --num-minibatches 4 "
-    "--update-epochs 1 --eval-episodes 1 --total-timesteps 660 --save-steps 440",
+    "--update-epochs 1 --eval-episodes 1 --total-timesteps 660 --save-steps 220",
+    "mdpo": "--env-id Pendulum-v1 --num-envs 2 --num-steps 110 --sgd-steps 3 --eval-episodes 1 "
+    "--total-timesteps 660 --save-steps 220",
+    "mdpo_off_policy": "--method off_policy --env-id Pendulum-v1 --num-envs 2 --num-steps 8 --sgd-steps 20 "
+    "--learning-starts 0 --eval-episodes 1 --total-timesteps 64 --save-steps 16",
     "fm3q": TEAMS + "--hidden-size 8 --embed-dim 4 --total-timesteps 100 --save-steps 60",
     "arac": TEAMS + "--embed-dim 8 --horizon 4 --total-timesteps 60 --save-steps 40",
 }
+SCRIPTS = {"mdpo_off_policy": "mdpo"}  # other names are those of scripts
 LANGUAGE = [name for name in FIRST if "--max-steps" in FIRST[name]]
 CONTROL = [name for name in FIRST if name not in LANGUAGE]
 SHORT = "--max-completion-length 9 "
@@ -62,6 +67,8 @@ CONTINUED = {  # flags with which one more step is made
 }
 OTHERS = {  # flags of runs that go other ways
     "unimodal_poisson": FIRST["unimodal_poisson"] + " --policy beta --eval-episodes 0",
+    "mdpo": FIRST["mdpo"] + " --tsallis-q 1.5 --eval-episodes 0",
+    "mdpo_off_policy": FIRST["mdpo_off_policy"] + " --tsallis-q 1.5 --eval-episodes 0",
     "fm3q": FIRST["fm3q"] + " --env-id pong --num-pro 1 --eval-games 1",
     "arac": FIRST["arac"] + " --env-id graph_confrontation --graph grid_3x3 --opponent self --beta-mode exp",
 }
@@ -79,6 +86,8 @@ STEPS = {  # how many of the steps that waits.csv names are in a call
     "spiral_rae": {"8 tokens": 0, "optimizer step": 2},
     "pi_play": {"8 tokens": 2, "further turn": 1},
     "unimodal_poisson": {"environment step": 110, "rollout": 3, "evaluation step": 200},
+    "mdpo": {"environment step": 110, "rollout": 3},
+    "mdpo_off_policy": {"environment step": 8, "rollout": 4},
     "fm3q": {"logged line": 25},
     "arac": {"logged line": 15, "evaluation step": 4},
 }
@@ -92,7 +101,7 @@ def on_device(name: str, *words) -> str:
     """Output of a script that runs on the pretend device."""
     if name in CONTROL:
         words = [*words, "--device", "cuda"]
-    process = fork(SIMULATED, name, *words)
+    process = fork(SIMULATED, SCRIPTS.get(name, name), *words)
     assert process.returncode == 0, process.stdout + process.stderr
     assert " on cuda" in process.stdout or ", cuda" in process.stdout
     return process.stdout
@@ -101,7 +110,7 @@ def on_device(name: str, *words) -> str:
 def on_cpu(name: str, *words) -> None:
     if name in CONTROL:
         words = [*words, "--device", "cpu"]
-    process = fork(ROOT / "algorithms" / f"{name}.py", *words)
+    process = fork(ROOT / "algorithms" / f"{SCRIPTS.get(name, name)}.py", *words)
     assert process.returncode == 0, process.stdout + process.stderr
 
 
@@ -125,7 +134,8 @@ def test_metrics_are_those_of_the_cpu(name, runs):
     folder, _ = runs(name)
     found = results(folder / "device")
     assert_close(found, results(folder / "cpu"))
-    assert max(value for (_, tag), value in found.items() if "grad_norm" in tag) > 0
+    moved = [value for (_, tag), value in found.items() if "grad_norm" in tag or tag == "losses/kl"]
+    assert max(map(abs, moved)) > 0
 
 
 @pytest.mark.parametrize("name", CONTINUED)
@@ -148,7 +158,7 @@ def test_other_paths(name, tmp_path):
     assert all(map(math.isfinite, results(tmp_path).values()))
 
 
-@pytest.mark.parametrize("name", ["grpo", "unimodal_poisson", "arac"])
+@pytest.mark.parametrize("name", ["grpo", "unimodal_poisson", "mdpo", "mdpo_off_policy", "arac"])
 def test_a_checkpoint_continues_on_the_other_device(name, runs, tmp_path):
     """A language script makes one more step, a control script those after its first checkpoint."""
     folder, _ = runs(name)
