@@ -8,11 +8,14 @@
 divergence from the policy that gathered the data, by several gradient steps. No ratio is clipped:
 the divergence keeps the new policy near the old one.
 
-Tomar, Shani, Efroni & Ghavamzadeh, Mirror Descent Policy Optimization, arXiv 2005.09814, with the
-details of the authors' code.
+Tomar, Shani, Efroni & Ghavamzadeh, Mirror Descent Policy Optimization, arXiv 2005.09814, after the
+authors' code; the text was not available.
 
-On-policy, the method is mdpo_loss and gaussian_kl, and update_on_policy takes its gradient steps.
-Off-policy it is SAC with one more term, in actor_loss. tsallis_log is for both.
+On-policy, rollout_loss joins mdpo_loss and gaussian_kl, and update_on_policy takes the steps.
+Off-policy it is the first form of SAC, with a network for V and a fixed weight of the entropy, and
+with one more term in actor_loss; the old policy is a copy that is replaced now and then.
+tsallis_log is for both. Another divergence is another kl in rollout_loss, or squashed_log and the
+term of the old policy in actor_loss; networks are made by mlp.
 
 Differs from the authors' code:
 1. Off-policy training acts with sampled actions. Their loop takes the likeliest one, without noise.
@@ -21,7 +24,7 @@ Differs from the authors' code:
 4. 8 environments. Off-policy, T steps of all N are followed by N T gradient steps.
 5. Off-policy networks begin with orthogonal weights, and the first 10,000 actions are those of the
    first policy, which are nearly uniform. Theirs are uniform.
-6. The default learning rate on-policy. The page has details that are smaller.
+6. The default learning rate on-policy. mdpo.md lists smaller differences.
 The rollout and its normalization are those of unimodal_poisson.py, our PPO.
 
     python algorithms/mdpo.py                                # HalfCheetah-v5, CPU, 1 minute
@@ -73,8 +76,8 @@ class Args:
     sgd_steps: int | None = None
     """m, gradient steps until the old policy is replaced; None is 10, or 1000 off-policy"""
     tsallis_q: float = 1.0
-    """1 is the KL divergence; above 1, up to 2, the authors' Tsallis form, which on-policy also
-    pushes towards entropy, and counts joint densities below 1e-6 as 1e-6"""
+    """1 is the KL divergence; above 1, up to 2, the authors' Tsallis form. On-policy that is no
+    divergence and holds nothing near the old policy, see mdpo.md"""
     kl_coef: float = 1.0
     """off-policy: c, which is --ent-coef + 1 / t, where t is the step size of mirror descent; equal
     to --ent-coef: SAC's actor loss. Both go with the size of rewards, which are not scaled"""
@@ -204,10 +207,8 @@ class Agent(nn.Module):
             self.q_networks = nn.ModuleList(mlp(seen + size, 1, True) for _ in range(2))
             self.old_actor = copy.deepcopy(self.actor)
             self.target_critic = copy.deepcopy(self.critic)
-            self.columns = [seen, size, 1, 1, seen]  # see transitions()
-            self.register_buffer(
-                "transitions", torch.zeros(args.total_timesteps, sum(self.columns))
-            )
+            self.widths = [seen, size, 1, 1, seen]  # see transitions()
+            self.register_buffer("transitions", torch.zeros(args.total_timesteps, sum(self.widths)))
         else:
             self.log_std = nn.Parameter(torch.zeros(size))
 
@@ -322,7 +323,7 @@ def act(envs, agent, unfinished, args):
     """T steps of N environments with sampled actions.
 
     Returns what happened, (T,N,...) each, and (return, length) of each episode that ended. The
-    next observation of its last step is its own last one.
+    next observation of an episode's last step is the one before the reset.
     """
     steps = []
     episodes = []
@@ -475,7 +476,7 @@ def update_target(target: nn.Module, online: nn.Module, tau: float) -> None:
 
 def update_off_policy(agent, optimizer, rows, args):
     """One gradient step of all networks with rows of the replay buffer. -> metrics"""
-    observations, actions, rewards, terminated, next_observations = rows.split(agent.columns, -1)
+    observations, actions, rewards, terminated, next_observations = rows.split(agent.widths, -1)
 
     # the policy; gradients flow back through the sampled actions, also from Q and the old policy
     mean, log_std = agent.gaussian(observations)
@@ -487,6 +488,7 @@ def update_off_policy(agent, optimizer, rows, args):
     policy_loss = actor_loss(
         log_probs, old_log_probs, q_values[0], args.kl_coef, args.ent_coef, args.tsallis_q
     )
+    # the authors keep means and log-stds small, apart from the method
     policy_loss += 1e-3 * (mean.square() + log_std.square()).mean()
 
     # the values
@@ -622,19 +624,18 @@ def train(args):
     step = 0
     found = checkpoints(run_dir)  # none in a new run
     if found:
-        state = torch.load(found[-1], map_location=device)
+        state = torch.load(found[-1], map_location="cpu")
         step = state["step"]
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
     board = SummaryWriter(run_dir, purge_step=step + 1)
     print(f"{run_dir}: {args.method}, {args.num_envs} x {args.num_steps} steps, {device}")
 
-    start_anew = True
+    unfinished = None
     while step < last_step:
-        if start_anew:  # at the beginning and after each checkpoint, see save_checkpoint
+        if not unfinished:  # at the beginning and after each checkpoint, see save_checkpoint
             torch.manual_seed(random_seed(args.seed, step))
             unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step) % 2**31)
-            start_anew = False
 
         # 1. act
         began = time.perf_counter()
@@ -643,7 +644,7 @@ def train(args):
         # 2. learn on-policy from this rollout: first the policy, then the values
         losses = {}
         if not off_policy:
-            # t_k of the authors' code: for iterations k from 0, 1 - (k - 1) / their number
+            # t_k = 1 - (k - 1) / K, as in the authors' code, in iteration k of 0, ..., K - 1
             step_size = 1 - (step - rollout_size) / last_step
             batch = learning_batch(rollout, agent, unfinished, args)
             agent.observation_stats.update(np.concatenate(rollout[0]))
@@ -677,7 +678,7 @@ def train(args):
         if interval and (step == last_step or step % interval < rollout_size):
             state = {"step": step, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             save_checkpoint(run_dir, step, state)
-            start_anew = True
+            unfinished = None
 
     if args.eval_episodes:
         log(run_dir, board, step, evaluate(agent, args))

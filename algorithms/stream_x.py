@@ -20,7 +20,7 @@ Differs from the authors' code:
 2. Each episode starts from a seed made of --seed and the step, so that a resumed run is the same.
 3. At the end, the policy is evaluated with frozen statistics of observations.
 
-    python algorithms/stream_x.py                                    # Hopper-v5, CPU, 2 minutes
+    python algorithms/stream_x.py                                    # Hopper-v5, CPU, a minute
     python algorithms/stream_x.py --env-id HalfCheetah-v5 --total-timesteps 2000000
     python algorithms/stream_x.py --algorithm q --env-id CartPole-v1 --hidden-size 32
     python algorithms/stream_x.py --optimizer sgd --lr 1e-3          # the same without the bound
@@ -55,7 +55,7 @@ class Args:
     env_id: str = "Hopper-v5"
     """gymnasium task, with a time limit; my_tasks:Reach-v0 imports my_tasks first"""
     algorithm: Literal["ac", "q"] = "ac"
-    """stream AC(lambda), or stream Q(lambda) for discrete actions"""
+    """ac: stream AC(lambda), Box or discrete actions; q: stream Q(lambda), discrete ones only"""
     total_timesteps: int = 50_000
     """environment steps (paper: 2,000,000 for MuJoCo)"""
     lr: float = 1.0
@@ -109,7 +109,7 @@ class ObGD:
     """
 
     adaptive = False
-    trace = 0  # z, a vector as long as the weights
+    trace = 0  # z, the eligibility trace; 0 while empty, else a vector as long as the weights
     square = 0  # v of AdaptiveObGD
     power = 1.0  # 0.999 to the power of the number of steps
 
@@ -336,7 +336,8 @@ class Agent:
         values = self.critic(torch.cat([self.observation, next_observation]))
         now, then = values.tolist()  # of this and of the next state; stream AC has one value each
         delta = reward + self.args.gamma * (1 - done) * max(then) - now[self.chosen]
-        reset = done or self.is_q and now.index(max(now)) != self.chosen
+        # Stream Q also empties its trace after an action that was not the best one.
+        reset = done or (self.is_q and now.index(max(now)) != self.chosen)
         value = values[0, self.chosen]  # the next values stay constants
         for param in self.critic.optimizer.params + self.actor.optimizer.params:
             param.grad = None

@@ -75,7 +75,7 @@ def test_reference_off_policy_step(case, monkeypatch):
     """A step of the script: loss, gradients, and the targets of V and Q. The authors add 1e-6 to the std. Its networks
     say what the reference's said; for the actions of the buffer both Q say 1 too much, which adds 1 to the loss."""
     mu, log_std = leaves = [case["mu"].requires_grad_(), case["log_std"].requires_grad_()]
-    agent = SimpleNamespace(columns=[1, 2, 1, 1, 1], critic=None)
+    agent = SimpleNamespace(widths=[1, 2, 1, 1, 1], critic=None)
     agent.actor, agent.old_actor = SimpleNamespace(parameters=lambda: leaves), "old"
     agent.gaussian = lambda _, actor=None: (case["old_mu"], case["old_log_std"]) if actor == "old" else leaves
     agent.values = lambda _: case["value_fn"].clone().requires_grad_()
