@@ -571,7 +571,7 @@ def test_two_steps_equal_those_of_the_loss_written_out(model, batch, method):
         learner = copy.deepcopy(model)
         optimizer = torch.optim.SGD(learner.parameters(), lr=rate)
         used = None if method == "inpo" else rates
-        metrics = nash_preference.update(learner, reference, optimizer, batch, P, used, args)
+        metrics = nash_preference.update(learner, reference, optimizer, batch, P, used, [], args)
         assert relative(flat(learner.parameters()) - start, expected) < 1e-3, micro_batch
         assert metrics["grad_norm"] == pytest.approx(norms[1], rel=1e-3)
         assert metrics["kl"] > 0 and metrics["sampling/logprob_difference/max"] < 1e-4
@@ -583,7 +583,7 @@ def test_equal_answers_have_no_gradient(model, batch):
     """All preferences 1/2, and a policy that is the initial one."""
     recorder = Recorder(model)
     half = torch.full((6, 4, 4), 0.5)
-    nash_preference.update(model, copy.deepcopy(model), recorder, batch, half, None, BASE)
+    nash_preference.update(model, copy.deepcopy(model), recorder, batch, half, None, [], BASE)
     assert recorder.gradient.abs().max() < 1e-5
 
 

@@ -48,7 +48,7 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "fm3q": TEAMS + "--hidden-size 8 --embed-dim 4 --total-timesteps 100 --save-steps 60",
     "arac": TEAMS + "--embed-dim 8 --horizon 4 --total-timesteps 60 --save-steps 40",
 }
-SCRIPTS = {"mdpo_off_policy": "mdpo"}  # other names are those of scripts
+SCRIPTS = {"mdpo_off_policy": "mdpo", "nash_preference_grpo": "nash_preference"}  # other names are those of scripts
 LANGUAGE = [name for name in FIRST if "--max-steps" in FIRST[name]]
 CONTROL = [name for name in FIRST if name not in LANGUAGE]
 SHORT = "--max-completion-length 9 "
@@ -57,7 +57,7 @@ CONTINUED = {  # flags with which one more step is made
     "gdpo": SHORT + "--max-steps 2 --advantage grpo_batch_norm",
     "hpt": "--max-steps 2 --gate 1",
     "ampo": "--max-steps 2 --rule v2 --loss-type paper",
-    "nash_preference": SHORT + "--max-steps 2 --method grpo",
+    "nash_preference": SHORT + "--max-steps 2",
     "dr_mas": SHORT + "--max-steps 2 --normalization global",
     "igpo": "--max-steps 2 --normalization joint --information-gain prob",
     "empg": "--max-steps 2 --zeta 0",
@@ -66,6 +66,8 @@ CONTINUED = {  # flags with which one more step is made
     "pi_play": SHORT + "--max-steps 3 --divergence forward_kl --distill-top-k 4",
 }
 OTHERS = {  # flags of runs that go other ways
+    "nash_preference": GROUPS + SHORT + "--num-generations-eval 2 --method mnpo --max-steps 2 --bf16",
+    "nash_preference_grpo": GROUPS + SHORT + "--num-generations-eval 2 --method grpo --beta 0.04",
     "unimodal_poisson": FIRST["unimodal_poisson"] + " --policy beta --eval-episodes 0",
     "mdpo": FIRST["mdpo"] + " --tsallis-q 1.5 --eval-episodes 0",
     "mdpo_off_policy": FIRST["mdpo_off_policy"] + " --tsallis-q 1.5 --eval-episodes 0",
