@@ -307,14 +307,26 @@ STUDIES = {
         command="",
         tasks={name: f"--env-id {name} --total-timesteps 200000" for name in MUJOCO},
         arms={
-            "stream": Arm("algorithms/stream_x.py"),
-            "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4"),
+            "stream": Arm("algorithms/stream_x.py", seeds=TWENTY),
+            "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4", TWENTY),
             "ppo_batch_1": Arm(PPO_BATCH_1, ("1e-6", "3e-6", "1e-5", *CONTROL), "3e-5"),
         },
         scores={name: RETURNS[name] for name in ("train_return", "eval_sampled")},
         curves=("charts/episodic_return",),
         best="train_return",
         minutes=4.0,
+    ),
+    "stream_million": Study(
+        command="",
+        tasks={name: f"--env-id {name} --total-timesteps 1000000" for name in MUJOCO},
+        arms={
+            "stream": Arm("algorithms/stream_x.py"),
+            "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4"),
+        },
+        scores={name: RETURNS[name] for name in ("train_return", "eval_sampled")},
+        curves=("charts/episodic_return",),
+        best="train_return",
+        minutes=7.0,
     ),
     "mdpo": Study(
         command="",
