@@ -95,6 +95,9 @@ TWO_NUMBERS = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task 
  --system-prompt "Think briefly, then end with the answer."
  --num-prompts-per-step 8 --max-completion-length 48 --micro-batch-size 16
  --max-steps 40 --eval-steps 20 --eval-problems 100 --num-generations-eval 2"""
+TIMES_TABLE = """--bf16 --env reasoning_gym --task products
+ --system-prompt "Think briefly, then end with the answer." --max-completion-length 32 --num-generations-eval 8
+ --task-config '{{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": {}}}'"""
 THREE_HOPS = """--model-name-or-path runs/search_start/final --hops 3 --max-turns 6 --reward-weights 1 0 0 0
  --max-steps 40 --eval-steps 10"""
 GOALS = ("right", "short", "well_formed")
@@ -137,6 +140,17 @@ STUDIES = {
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
         best="mean_at_2",
         minutes=8.0,
+    ),
+    "products_135m": Study(
+        command=f"algorithms/grpo.py --model-name-or-path smollm2 {TIMES_TABLE.format(1)}"
+        " --num-prompts-per-step 8 --micro-batch-size 16 --max-steps 40 --eval-steps 10",
+        arms={"grpo": Arm("", LADDER, "4e-5")},
+        scores=MEAN_AT_8
+        | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")}
+        | {"train_late": ("train/rewards/correctness/mean", "late")},
+        curves=("eval/greedy", "eval/mean_at_8", "train/rewards/correctness/mean"),
+        best="train_late",
+        minutes=3.0,
     ),
     "grpo_vllm": Study(  # these two run in the environment with vLLM, of which the page says how it is made
         command="algorithms/grpo.py",
