@@ -721,6 +721,10 @@ class Episode:
         """Results that it has read, without those that it has from its parent."""
         return len(self.texts) // 2 - self.shared_turns
 
+    def entropy_change(self) -> float:
+        """Sum, over its turns after a result, of their entropy minus that of its first turn."""
+        return sum(self.entropies) - len(self.entropies) * self.entropies[0]
+
 
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
@@ -1657,10 +1661,11 @@ def train(args: Args) -> dict[str, float]:
                 sum(episode.logprobs),
                 (episode.parent, episode.shared_turns, len(episode.entropies)),
                 (episode.tool_calls(), episode.new_tokens()),
+                episode.entropy_change(),
             )
             for episode in episodes
         ]
-        rewards, lengths, ended, logprobs, paths, costs = zip(*gather(table))
+        rewards, lengths, ended, logprobs, paths, costs, changes = zip(*gather(table))
         rewards = torch.tensor(rewards)  # (B,K)
         totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
         parents, shared_turns, turns = zip(*paths)
@@ -1693,6 +1698,7 @@ def train(args: Args) -> dict[str, float]:
             "arpo/branched": sum(parent >= 0 for parent in parents) / len(parents),
             "arpo/tool_calls": sum(tool_calls),
             "arpo/sampled_tokens": sum(new_tokens),
+            "arpo/entropy_change": sum(changes) / max(1, sum(turns) - len(turns)),  # nats
             "entropy": -sum(logprobs) / sum(lengths),  # an estimate
             "completions/mean_length": sum(lengths) / len(lengths),
             "completions/clipped_ratio": 1 - sum(ended) / len(ended),

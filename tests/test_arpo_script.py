@@ -48,6 +48,9 @@ def test_what_the_update_gets_is_what_completions_show(whole):
         calls = sum(len(row["turns"]) // 2 - row["shared_turns"] for row in batch)
         assert found[step, "train/arpo/tool_calls"] == calls
         assert found[step, "train/arpo/branched"] == sum(row["parent"] >= 0 for row in batch) / 8
+        changes = [after - row["entropies"][0] for row in batch for after in row["entropies"][1:]]
+        change = sum(changes) / len(changes)
+        assert found[step, "train/arpo/entropy_change"] == pytest.approx(change, abs=1e-3)
         tokens += found[step, "train/arpo/sampled_tokens"]
         assert found[step, "train/num_tokens"] == tokens
     assert any(row["parent"] >= 0 for row in rows)
