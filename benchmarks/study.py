@@ -66,6 +66,7 @@ class Study:
     scores: dict[str, tuple[str, str]] = field(default_factory=dict)  # column: (tag, which value)
     curves: tuple[str, ...] | list[str] = ()  # tags
     best: str = ""  # column that the sweep goes by
+    sweep: str = ""  # flags of the sweep alone: problems of its own
     lowest: bool = False  # whether the best is the lowest
     minutes: float = 3.0  # of a run, about
 
@@ -247,6 +248,18 @@ STUDIES = {
         curves=("eval/mean_at_8", "train/rewards/exact_match/mean", "train/frac_reward_zero_std"),
         best="train_late",  # of training problems, which are new at every step
         minutes=2.5,
+    ),
+    "pi_play_teacher": Study(
+        command="algorithms/pi_play.py --max-steps 60 --eval-steps 5",
+        arms={
+            "teacher": Arm("", TINY, "4e-4"),
+            "none": Arm("--privileged-context none", TINY, "2e-4"),
+        },
+        scores=MEAN_AT_8
+        | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
+        curves=("eval/greedy", "eval/mean_at_8", "train/frac_reward_zero_std"),
+        best="mean_at_8",
+        sweep="--env benchmarks/sweep_problems.py:SweepQuestions --model-name-or-path envs/tiny_lm/search_qa",
     ),
     "hpt": Study(
         command="algorithms/hpt.py --max-steps 60 --eval-steps 30",
@@ -534,6 +547,7 @@ def command_of(name: str, run: Run) -> str:
     command = f"{study.command} {study.arms[run.arm].flags} {study.tasks[run.task]}"
     if run.learning_rate:
         command += f" --learning-rate {run.learning_rate}"
+        command += f" {study.sweep}" if run.seed == SWEEP_SEED else ""
     return command.replace("{arm}", run.arm).replace("{seed}", str(run.seed))
 
 
