@@ -37,6 +37,7 @@ SWEEP_SEED = 1
 THREE = (2, 3, 4)
 FIVE = (2, 3, 4, 5, 6)
 EIGHT = tuple(range(2, 10))
+TEN = tuple(range(2, 12))
 TWENTY = tuple(range(2, 22))
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
 HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
@@ -106,7 +107,7 @@ REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOA
 PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
  --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
 BASELINES = {"role": "", "none": "--baseline none", "global": "--baseline global"}
-FIXED = [(name, *run) for name in ("role", "none") for run in (("1e-5", (2, 5, 6)), ("4e-5", FIVE))]
+FIXED = [(name, *run) for name in ("role", "none") for run in (("1e-5", (2, 5, 6)), ("4e-5", TEN))]
 FIXED.append(("global", "4e-5", THREE))
 VARIANTS = {"ig": "--advantage ig", "log_joint": "--normalization joint"}
 VARIANTS |= {"prob_separate": "--information-gain prob"}
@@ -372,7 +373,7 @@ STUDIES = {
         command="algorithms/fm3q.py --env-id arat_random --num-pro 3 --num-ant 3 --num-states 50"
         " --total-timesteps 50000 --eval-steps 2500",
         tasks={"arat_random": "--game-seed {seed}"},
-        arms={name: Arm(flags, CONTROL, "3e-3", tuple(range(2, 12))) for name, flags in TEAMS.items()},
+        arms={name: Arm(flags, CONTROL, "3e-3", TEN) for name, flags in TEAMS.items()},
         scores={"nash_conv": ("eval/nash_conv_mean", "last"), "late_nash_conv": ("eval/nash_conv_mean", "late")}
         | {"value_error": ("eval/value_error_max", "last")},
         curves=("eval/nash_conv_mean",),
