@@ -97,9 +97,8 @@ TWO_NUMBERS = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task 
  --system-prompt "Think briefly, then end with the answer."
  --num-prompts-per-step 8 --max-completion-length 48 --micro-batch-size 16
  --max-steps 40 --eval-steps 20 --eval-problems 100 --num-generations-eval 2"""
-TIMES_TABLE = """--bf16 --env reasoning_gym --task products
- --system-prompt "Think briefly, then end with the answer." --max-completion-length 32 --num-generations-eval 8
- --task-config '{{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": {}}}'"""
+PRODUCTS = """algorithms/grpo.py --bf16 --system-prompt "Think briefly, then end with the answer."
+ --max-completion-length 32 --num-generations-eval 8"""
 THREE_HOPS = """--model-name-or-path runs/search_start/final --hops 3 --max-turns 6 --reward-weights 1 0 0 0
  --max-steps 40 --eval-steps 10"""
 GOALS = ("right", "short", "well_formed")
@@ -144,7 +143,8 @@ STUDIES = {
         minutes=8.0,
     ),
     "products_135m": Study(
-        command=f"algorithms/grpo.py --model-name-or-path smollm2 {TIMES_TABLE.format(1)}"
+        command=f"{PRODUCTS} --model-name-or-path smollm2 --env reasoning_gym --task products"
+        """ --task-config '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'"""
         " --num-prompts-per-step 8 --micro-batch-size 16 --max-steps 40 --eval-steps 10",
         arms={"grpo": Arm("", LADDER, "4e-5")},
         scores=MEAN_AT_8
@@ -153,6 +153,16 @@ STUDIES = {
         curves=("eval/greedy", "eval/mean_at_8", "train/rewards/correctness/mean"),
         best="train_late",
         minutes=3.0,
+    ),
+    "products_harder": Study(  # of one digit and two: the models that products_135m made with --keep runs/products
+        command=f"{PRODUCTS} --eval-dataset benchmarks/two_digit_products.jsonl --max-steps 0"
+        " --reward envs/examples/arithmetic_rewards.py:right --model-name-or-path",
+        arms={
+            "before": Arm("smollm2", seeds=(2,)),
+            "after": Arm("runs/products/grpo_{seed}_2e-5/final"),
+        },
+        scores=MEAN_AT_8,
+        minutes=1.5,
     ),
     "grpo_vllm": Study(  # these two run in the environment with vLLM, of which the page says how it is made
         command="algorithms/grpo.py",
