@@ -161,7 +161,7 @@ STUDIES = {
             "before": Arm("smollm2", seeds=(2,)),
             "after": Arm("runs/products/grpo_{seed}_2e-5/final"),
         },
-        scores=MEAN_AT_8,
+        scores={name: (f"eval/{name}", "last") for name in ("greedy", "mean_at_8", "pass_at_8")},
         minutes=1.5,
     ),
     "grpo_vllm": Study(  # these two run in the environment with vLLM, of which the page says how it is made
