@@ -2,11 +2,12 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
-"""AMPO: where a model fails, solutions of teachers take the place of some of its answers, namely
-those that it follows best. Yuan et al., More Than One Teacher, arXiv 2510.02227.
+"""AMPO: where a model fails, solutions of teachers replace some of its answers. The solutions are
+those that the model follows best. Yuan et al., More Than One Teacher, arXiv 2510.02227.
 
     no rollout is right         min(--num-replaced, teachers) of them are replaced by solutions
-    which solutions             largest mean probability of the answer's tokens after the reasoning
+    which solutions             those whose answers have the highest mean probability of a token,
+                                given the prompt and the solution's reasoning
     loss of a teacher's token   -A * p / (p + 0.1) with the token's probability p, as in LUFFY
 
 A rollout is right if its first reward is exactly 1. A is grpo.py's advantage, in the group that has
@@ -21,8 +22,8 @@ Differs from the paper; 1 to 3 are as in the authors' code of v1, if not said ot
 2. Advantages are not divided by the std, and all tokens weigh the same. The paper's equations are
    `--scale-rewards group --loss-type paper`.
 3. The score of a solution is the arithmetic mean of the probabilities; `--comprehension geometric`
-   is the paper's. It is of the answer written in the solution; the code scores the known
-   answer there, and adds a part for the format.
+   is the paper's. The probabilities are those at --temperature of the answer in the solution,
+   tokenized by itself; the code puts the known answer there, and adds a part for the format.
 4. The last wrong rollouts are replaced and not random ones, which comes to the same, because the
    rollouts of a question are drawn independently.
 5. Left out: the code's entropy bonus, its penalty for repetition, and its bound on the loss of a
@@ -31,7 +32,7 @@ Differs from the paper; 1 to 3 are as in the authors' code of v1, if not said ot
 Differs from hpt.py:
 1. Solutions replace rollouts, so a question has G rows and not G + 1, and all are in one loss.
 2. A line of data may have several demonstrations. Those that are too long are not used, but the
-   question stays. One without any is GRPO's.
+   question stays. One without any is trained as in GRPO.
 3. Tokens are averaged as in grpo.py (`--loss-type`).
 
 Two shortcuts do not change the gradient: the answers of a group share the computation of their
@@ -136,10 +137,10 @@ class Args:
     method: Literal["ampo", "grpo", "one_teacher", "random"] = "ampo"
     """controls: grpo has no teachers, one_teacher only the first one, random chooses among them"""
     rule: Literal["v1", "v2"] = "v1"
-    """v1: replace rollouts where none is right, and raise a solution's total reward to at least 1;
-    v2: where less than half are right, until half are, with the reward that a solution gets"""
+    """v1: replace rollouts where none is right, and raise a solution's first reward to at least 1;
+    v2: where less than half are right, until half are, with the rewards that a solution gets"""
     num_replaced: int = 2
-    """v1: rollouts to replace, if there are so many teachers"""
+    """v1: rollouts to replace; fewer if there are fewer teachers"""
     comprehension: Literal["arithmetic", "geometric"] = "arithmetic"
     """mean of the answer's probabilities by which solutions are chosen; the paper's is geometric"""
     scale_rewards: Literal["group", "batch", "none"] = "none"
@@ -335,11 +336,11 @@ def ampo_loss(
     is_teacher: Tensor,
     **rl,
 ) -> Tensor:
-    """Sum of the losses of all tokens, AMPO eq. 6, each times its mask. (B,T) each -> scalar
+    """Sum of the losses of all tokens, AMPO eq. 6, each times its mask. (N,) or (B,T) each -> scalar
 
-    The mask is 0 for padding, else the weight of the token; is_teacher may be (B,). The loss of a
+    The mask is the weight of the token, and 0 for padding; is_teacher may be (B,). The loss of a
     teacher's token is LUFFY's (arXiv 2504.14945): not clipped, without the teacher's probability,
-    which counts as 1. rl are settings of policy_loss, which has the loss of the others.
+    which counts as 1. rl is passed to policy_loss, which gives the losses of the other tokens.
     """
     if is_teacher.dim() < logprobs.dim():
         is_teacher = is_teacher[:, None]
@@ -1015,11 +1016,13 @@ def replace_failures(
             order.sort(key=lambda n: (-pool_scores[n].item(), len(pool[n].ids)))
         group = range(i * group_size, (i + 1) * group_size)
         wrong = [row for row in group if not solved[row]]
-        for n, row in zip(order[: counts[i]], reversed(wrong)):  # any choice is a random one
-            rewards = []
-            for function in task.reward_functions.values():
-                rewards.append(float(function(problems[i], pool[n].text)))
-            rows[row] = replace(pool[n], rewards=tuple(rewards))
+        # Rollouts are independent of each other, so the last ones are as good as random ones.
+        for n, row in zip(order[: counts[i]], reversed(wrong)):
+            text = pool[n].text
+            rewards = [function(problems[i], text) for function in task.reward_functions.values()]
+            if any(reward is None or not math.isfinite(reward) for reward in rewards):
+                sys.exit(f"reward functions: returned {rewards} for a teacher's {text!r:.200}")
+            rows[row] = replace(pool[n], rewards=tuple(map(float, rewards)))
             chosen_scores.append(pool_scores[n].item())
     return rows, chosen_scores
 
@@ -1534,14 +1537,16 @@ def train(args: Args) -> dict[str, float]:
 
         # 2. teachers' solutions replace failed rollouts, and each row is compared with its group
         if args.vllm:
-            sampler.sleep()  # already here, because the policy scores solutions
-        rows, found = replace_failures(model, tokenizer, task, problems, completions, seeds, args)
+            sampler.sleep()  # before the policy scores solutions, which needs its memory
+        rows, scores_of_solutions = replace_failures(
+            model, tokenizer, task, problems, completions, seeds, args
+        )
         own_is_teacher = torch.tensor([row is not c for row, c in zip(rows, completions)])
         is_teacher = torch.tensor(gather(own_is_teacher.tolist()))  # (B,), of all processes
         row_rewards = torch.tensor(gather([row.rewards for row in rows]))  # (B,K)
+        if args.rule == "v1":  # solutions are right, whatever the first reward says
+            row_rewards[is_teacher, 0] = row_rewards[is_teacher, 0].clamp(min=1.0)
         row_totals = (row_rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
-        if args.rule == "v1":
-            row_totals = torch.where(is_teacher, row_totals.clamp(min=1.0), row_totals)
         advantages = group_advantages(row_totals, args.num_generations, args.scale_rewards)
         own_advantages = advantages.chunk(world_size)[rank]
 
@@ -1558,9 +1563,9 @@ def train(args: Args) -> dict[str, float]:
         rewards = torch.tensor(rewards)  # (B,K), of the rollouts, also of those that were replaced
         totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
         groups = totals.view(-1, args.num_generations)  # (P,G)
-        found = gather(found)  # how well each solution is followed
-        if found:
-            metrics["comprehension"] = sum(found) / len(found)
+        scores_of_solutions = gather(scores_of_solutions)
+        if scores_of_solutions:
+            metrics["comprehension"] = sum(scores_of_solutions) / len(scores_of_solutions)
         progress["num_tokens"] += sum(lengths)
         progress["num_demonstration_tokens"] += metrics.pop("num_teacher_tokens")
         for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):

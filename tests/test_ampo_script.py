@@ -23,7 +23,13 @@ from algorithms.ampo import Args
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 train_here = partial(train, ampo, **SMALL)
-REWARD = "def score(problem, completion):\n    return float('9' in completion) / problem.get('worth', 1)\n"
+REWARD = """
+def score(problem, completion):
+    return float('9' in completion) / problem.get('worth', 1)
+
+def length(problem, completion):
+    return None if problem.get('broken') and 'and 9.' in completion else len(completion) % 3
+"""
 
 
 def solutions_of(n: int) -> list[str]:
@@ -121,21 +127,34 @@ def test_its_control_is_grpo(tmp_path, own_data, loss_type):
 
 
 def test_rewards_of_teachers(tmp_path, own_data):
-    """v1 raises them to 1, v2 takes them as they are."""
+    """v1 raises the first one to 1, v2 takes them as they are; both add the others."""
+    flags = own_data | {"reward": (*own_data["reward"], f"{tmp_path}/own.py:length")}
     path = tmp_path / "own.jsonl"
     lines = [json.loads(line) | {"worth": 4} for line in path.read_text().splitlines()]
     path.write_text("\n".join(map(json.dumps, lines)))
     for rule, reward in (("v1", 1.0), ("v2", 0.25)):
         with spy(ampo) as given:
-            train_here(tmp_path / rule, **own_data, rule=rule)
+            train_here(tmp_path / rule, **flags, rule=rule)
         _, _, _, rows, advantages, is_teacher, _ = given[0]
         group = slice(*(4 * (is_teacher.nonzero()[0].item() // 4) + end for end in (0, 4)))
         totals = [
-            reward if by_teacher else row.rewards[0]
+            (reward if by_teacher else row.rewards[0]) + row.rewards[1]
             for row, by_teacher in zip(rows[group], is_teacher[group])
         ]
         assert advantages[group].tolist() == pytest.approx(
             [total - sum(totals) / 4 for total in totals]
+        )
+
+
+def test_a_reward_that_cannot_score_a_solution(tmp_path, own_data):
+    path = tmp_path / "own.jsonl"
+    lines = [json.loads(line) | {"broken": True} for line in path.read_text().splitlines()]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(SystemExit, match=r"returned \[1.0, None\] for a teacher's '.* and 9.'"):
+        train_here(
+            tmp_path / "run",
+            **own_data | {"reward": (*own_data["reward"], f"{tmp_path}/own.py:length")},
+            eval_steps=0,
         )
 
 
