@@ -393,7 +393,8 @@ def opposites(links: str) -> str:
         task, _, control = claim.plot.partition("; ")
         if task:
             names.append(f"{claim.method} {control} ({task})")
-    return f"{text}The opposite of the claim came out for {', '.join(names[:-1])} and {names[-1]}."
+    text += "All are in the [table of claims](benchmarks/README.md#claims). "
+    return f"{text}Of the claims in the picture the opposite came out for {', '.join(names[:-1])} and {names[-1]}."
 
 
 def methods(links: str) -> str:
