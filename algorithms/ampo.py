@@ -336,7 +336,7 @@ def ampo_loss(
     is_teacher: Tensor,
     **rl,
 ) -> Tensor:
-    """Sum of the losses of all tokens, AMPO eq. 6, each times its mask. (N,) or (B,T) each -> scalar
+    """Sum of the losses of all tokens, AMPO eq. 6, each times its mask. (N,) or (B,T) -> scalar
 
     The mask is the weight of the token, and 0 for padding; is_teacher may be (B,). The loss of a
     teacher's token is LUFFY's (arXiv 2504.14945): not clipped, without the teacher's probability,
