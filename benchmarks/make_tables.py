@@ -388,13 +388,9 @@ def opposites(links: str) -> str:
     text = f"Of {len(found['reproduced'])} reproduced claims {kept['reproduced']} survive the correction"
     text += f" ({public or 'none'} with the public model of 135 M parameters), and of"
     text += f" {len(found['opposite'])} opposite ones {kept['opposite']}. "
-    names = []
-    for claim in found["opposite"]:
-        task, _, control = claim.plot.partition("; ")
-        if task:
-            names.append(f"{claim.method} {control} ({task})")
-    text += "All are in the [table of claims](benchmarks/README.md#claims). "
-    return f"{text}Of the claims in the picture the opposite came out for {', '.join(names[:-1])} and {names[-1]}."
+    found_opposite = [(claim.method, *claim.plot.partition("; ")[::2]) for claim in found["opposite"]]
+    names = [f"{method} {control} ({task.partition(',')[0]})" for method, task, control in found_opposite if task]
+    return f"{text}In the picture the opposite came out for {'; '.join(names)}."
 
 
 def methods(links: str) -> str:
