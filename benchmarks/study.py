@@ -451,7 +451,7 @@ STUDIES = {
     ),
     "poisson_humanoid": Study(
         command="algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 500000",
-        arms={name: Arm(f"--policy {name}", CONTROL, "3e-4", seeds=THREE) for name in ("poisson", "gaussian")},
+        arms={name: Arm(f"--policy {name}", CONTROL, "3e-4") for name in ("poisson", "gaussian")},
         scores=RETURNS,
         curves=("charts/episodic_return",),
         best="train_return",
