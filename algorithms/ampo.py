@@ -10,29 +10,29 @@ those that the model follows best. Yuan et al., More Than One Teacher, arXiv 251
                                 given the prompt and the solution's reasoning
     loss of a teacher's token   -A * p / (p + 0.1) with the token's probability p, as in LUFFY
 
-A rollout is right if its first reward is exactly 1. A is grpo.py's advantage, in the group that has
-the solutions in it, and tokens of rollouts have grpo.py's loss. num_replaced decides how many are
+A rollout is right if its first reward is exactly 1. A is the reward minus the mean of the group,
+solutions included, and tokens of rollouts have grpo.py's loss. num_replaced decides how many are
 replaced and comprehension by which, both called by replace_failures in step 2 of train; ampo_loss
 is called in update. `--rule v2`, of the authors' later code, replaces wrong rollouts until half of
-the group is right.
+the group is right, if there are enough solutions.
 
 Differs from the paper; 1 to 3 are as in the authors' code of v1, if not said otherwise:
 1. A teacher's token has no clipping and no KL penalty, and its probability under the teacher counts
    as 1.
-2. Advantages are not divided by the std, and all tokens weigh the same. The paper's equations are
-   `--scale-rewards group --loss-type paper`.
+2. Advantages are not divided by the std, and all tokens of a step weigh the same (in the code, all
+   of a micro-batch). The paper's equations are `--scale-rewards group --loss-type paper`.
 3. The score of a solution is the arithmetic mean of the probabilities; `--comprehension geometric`
    is the paper's. The probabilities are those at --temperature of the answer in the solution,
    tokenized by itself; the code puts the known answer there, and adds a part for the format.
 4. The last wrong rollouts are replaced and not random ones, which comes to the same, because the
    rollouts of a question are drawn independently.
-5. Left out: the code's entropy bonus, its penalty for repetition, and its bound on the loss of a
-   wrong token, which acts only with several steps on a batch.
+5. Left out: the code's entropy bonus, its penalty for repetition, and its bounds on ratios and on
+   the loss of a wrong token, which act only with several steps on a batch.
 
 Differs from hpt.py:
 1. Solutions replace rollouts, so a question has G rows and not G + 1, and all are in one loss.
 2. A line of data may have several demonstrations. Those that are too long are not used, but the
-   question stays. One without any is trained as in GRPO.
+   question stays. A question without solutions is trained as in GRPO.
 3. Tokens are averaged as in grpo.py (`--loss-type`).
 
 Two shortcuts do not change the gradient: the answers of a group share the computation of their
@@ -368,7 +368,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
     if not args.model_name_or_path and not os.path.isdir(model_path(args)):
         sys.exit(f"--env {args.env}: needs --model-name-or-path")
-    if args.num_replaced >= args.num_generations and args.method != "grpo":
+    if args.num_replaced >= args.num_generations and args.method != "grpo" and args.rule == "v1":
         sys.exit("--num-replaced: must be below --num-generations, to leave a rollout to compare")
     try:
         json.loads(args.chat_template_kwargs)
@@ -992,8 +992,8 @@ def replace_failures(
     """The completions, some wrong ones replaced by solutions of teachers, and the comprehension of
     each of these solutions."""
     group_size = args.num_generations
-    solved = [completion.rewards[0] == 1 for completion in completions]
-    num_correct = torch.tensor(solved).view(-1, group_size).sum(1)  # (P,)
+    solved = torch.tensor([completion.rewards[0] for completion in completions]) == 1  # (B,)
+    num_correct = solved.view(-1, group_size).sum(1)  # (P,)
     pools = []
     for i, problem in enumerate(problems):
         pools.append(solutions(problem, completions[i * group_size].prompt, tokenizer, args))
@@ -1170,7 +1170,9 @@ def update(
     if args.beta == 0 and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
-        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one at least, for sampling_metrics
+        rows = advantages.nonzero()[:, 0].tolist()
+        if is_teacher[rows].all():  # sampling_metrics need a rollout, and the first row is one
+            rows = [0, *rows]
     weights = weights.to(device)
     advantages = advantages.to(device)
     is_teacher = is_teacher.to(device)

@@ -249,8 +249,8 @@ def branch_probability(
 
     Both entropies are in nats: sums over the first tokens of the turn after the result, and of the
     first turn. Dividing their difference by log(vocab_size) is what the official code does. That
-    code never branches if alpha < 0 and always if alpha >= 1, whatever the entropy; here, as in the
-    paper, the sum alone is clipped.
+    code never branches if alpha < 0 and always if alpha >= 1, whatever the entropy; here the sum
+    alone is clipped to 0 and 1.
     """
     change = (entropy_now - entropy_initial) / math.log(vocab_size)
     return torch.as_tensor(alpha + beta * change, dtype=torch.float64).clamp(0, 1)

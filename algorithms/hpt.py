@@ -13,8 +13,8 @@ at once, is `--method srft`.
 
 Differs from the papers:
 1. HPT's loss is s * mean over SFT tokens + (1 - s) * mean over RL tokens, where s is the share of
-   questions that use their demonstration, and advantages are not divided by std. The sums of
-   HPT's code are `--normalizer length`; its entropy bonus is left out.
+   questions that use their demonstration, and advantages are not divided by std. The scaling of
+   HPT's code is `--normalizer length`; its entropy bonus is left out.
 2. SRFT's authors published no code. Both of its terms are means over tokens, and its entropy is
    the mean over a row, as in HPT's code.
 
@@ -255,7 +255,8 @@ def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: flo
 def route(num_solved: Tensor, gate: int, gate_off: int | None = None) -> Tensor:
     """HPT eq. 10: 1, learn from the demonstration, for at most `gate` right rollouts, else 0.
 
-    -1, above gate and up to gate_off, is off-policy RL on the demonstration; no script uses it.
+    -1, above gate and up to gate_off, is off-policy RL on the demonstration, which
+    no script of the authors uses.
     (P,) -> (P,)
     """
     off_policy = num_solved <= (gate if gate_off is None else gate_off)
@@ -544,10 +545,10 @@ def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
 def demonstration(problem, tokenizer) -> list[int]:
     """Token ids of the demonstration of a problem, with the end token."""
     text = problem.get("demonstration") if isinstance(problem, dict) else problem.demonstration
-    if not text:
-        sys.exit(f"no `demonstration` (the text of a right answer) in {problem!r:.200}")
     if isinstance(text, list):  # several, for ampo.py
-        text = text[0]
+        text = text[0] if text else None
+    if not text or not text.strip():
+        sys.exit(f"no `demonstration` (the text of a right answer) in {problem!r:.200}")
     return tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
 
 

@@ -12,8 +12,8 @@ Tomar, Shani, Efroni & Ghavamzadeh, Mirror Descent Policy Optimization, arXiv 20
 authors' code; the text was not available.
 
 On-policy, rollout_loss joins mdpo_loss and gaussian_kl, and update_on_policy takes the steps.
-Off-policy it is the first form of SAC, with a network for V and a fixed weight of the entropy, and
-with one more term in actor_loss; the old policy is a copy that is replaced now and then.
+Off-policy it is SAC with a network for V, a fixed weight of the entropy, and one more term in
+actor_loss; the old policy is a copy that is replaced every m steps.
 tsallis_log is for both. Another divergence is another kl in rollout_loss, or squashed_log and the
 term of the old policy in actor_loss; networks are made by mlp.
 
@@ -23,7 +23,7 @@ Differs from the authors' code:
 3. The value of the last state is added where the time limit cut off an episode.
 4. 8 environments. Off-policy, T steps of all N are followed by N T gradient steps.
 5. Off-policy networks begin with orthogonal weights, and the first 10,000 actions are those of the
-   first policy, which are nearly uniform. Theirs are uniform.
+   first policy, tanh of nearly a standard normal. Theirs are uniform.
 6. The default learning rate on-policy. mdpo.md lists smaller differences.
 The rollout and its normalization are those of unimodal_poisson.py, our PPO.
 
@@ -79,8 +79,8 @@ class Args:
     """1 is the KL divergence; above 1, up to 2, the authors' Tsallis form. On-policy that is no
     divergence and holds nothing near the old policy, see mdpo.md"""
     kl_coef: float = 1.0
-    """off-policy: c, which is --ent-coef + 1 / t, where t is the step size of mirror descent; equal
-    to --ent-coef: SAC's actor loss. Both go with the size of rewards, which are not scaled"""
+    """off-policy: c = --ent-coef + 1 / t, with the step size t of mirror descent; c = --ent-coef is
+    SAC's actor loss. Rewards are not scaled, so scale both with them"""
     ent_coef: float = 0.2
     """off-policy: lambda, weight of the entropy"""
     total_timesteps: int = 500_000
@@ -121,7 +121,7 @@ def mdpo_loss(ratio, advantages, kl, step_size):
     """On-policy loss, the negated objective of an iteration. (B,) each, and a number -> scalar
 
     ratio is the action's probability, new over old; kl is KL(new || old). At the old policy the
-    ratio is 1 and the gradient of kl is 0: the first step follows the policy gradient.
+    ratio is 1 and the gradient of a KL is 0: the first step follows the policy gradient.
     """
     return kl.mean() / step_size - (ratio * advantages).mean()
 

@@ -292,6 +292,7 @@ def group_losses(
 ) -> Tensor:
     """Mean loss of the pairs of each group. (P,G) each, preferences (P,G,G) -> (P,)
 
+    An answer with itself counts as a pair, which multiplies the gradient by (G - 1) / G.
     rates (P,G) are win rates against another opponent than the group, for Nash-MP's second half.
     None: INPO's loss, which compares the two answers of a pair with each other.
     """
@@ -300,7 +301,7 @@ def group_losses(
         for values in (logprobs, ref, last):
             pairs += [values[:, :, None], values[:, None, :]]  # chosen, rejected
         losses = inpo_loss(*pairs, eta=args.tau / args.alpha, tau_eta_ratio=args.alpha)  # (P,G,G)
-        return 2 * (preferences * losses).mean((1, 2))  # 2: a pair is in both orders
+        return 2 * (preferences * losses).mean((1, 2))  # 2: a pair's loss is the sum of both orders
     eta = args.alpha / (1 - args.alpha)
     errors = logprobs - nash_mp_target(last, ref, rates, beta=args.tau, eta=eta)  # (P,G)
     return (errors[:, :, None] - errors[:, None, :]).square().mean((1, 2))

@@ -10,9 +10,9 @@ when it happens, and then forgets it.
 
 Elsayed, Vasan & Mahmood, Streaming Deep Reinforcement Learning Finally Works, arXiv 2410.14606.
 
-Four parts keep this from diverging: an optimizer that bounds its step (ObGD), sparse initial
-weights (sparse_init_), layer normalization (Network), and running normalization of observations
-and rewards (Stream). Agent.learn computes the TD error of both methods and makes the update.
+Four parts are meant to keep this from diverging: an optimizer that bounds its step (ObGD), sparse
+initial weights (sparse_init_), layer normalization (Network), and running normalization of
+observations and rewards (Stream). Agent.learn computes the TD error and makes the update.
 
 Differs from the authors' code:
 1. The policy acts and learns with one forward pass, and both values of a transition are computed
@@ -57,7 +57,7 @@ class Args:
     algorithm: Literal["ac", "q"] = "ac"
     """ac: stream AC(lambda), Box or discrete actions; q: stream Q(lambda), discrete ones only"""
     total_timesteps: int = 50_000
-    """environment steps (paper: 2,000,000 for MuJoCo)"""
+    """environment steps (authors: 2,000,000 for MuJoCo)"""
     lr: float = 1.0
     """alpha, the step size; it cancels while the bound is active"""
     gamma: float = 0.99
@@ -349,7 +349,8 @@ class Agent:
             # the entropy after good and bad surprises alike.
             by_logprob, by_entropy, entropy = self.derivatives
             metrics["losses/entropy"] = entropy.item()
-            by_outputs = by_logprob + math.copysign(self.args.entropy_coef, delta) * by_entropy
+            sign = (delta > 0) - (delta < 0)
+            by_outputs = by_logprob + sign * self.args.entropy_coef * by_entropy
             torch.autograd.backward(
                 [value, self.outputs], [None, torch.from_numpy(by_outputs[None])]
             )

@@ -385,12 +385,14 @@ def opposites(links: str) -> str:
     found = {kind: [c for c in shown if judge(c)[1].startswith(kind)] for kind in ("reproduced", "opposite")}
     kept = {kind: sum(map(survives, claims)) for kind, claims in found.items()}
     public = sum(survives(claim) for claim in found["reproduced"] if "135 M" in claim.scale)
-    text = f"Of {len(found['reproduced'])} reproduced claims {kept['reproduced']} survive the correction"
-    text += f" ({public or 'none'} with the public model of 135 M parameters), and of"
-    text += f" {len(found['opposite'])} opposite ones {kept['opposite']}. "
-    found_opposite = [(claim.method, *claim.plot.partition("; ")[::2]) for claim in found["opposite"]]
-    names = [f"{method} {control} ({task.partition(',')[0]})" for method, task, control in found_opposite if task]
-    return f"{text}In the picture the opposite came out for {'; '.join(names)}."
+    text = f"The picture has {sum(bool(c.plot) for c in shown)} of {len(shown)} claims. Of all, "
+    text += f"{len(found['reproduced'])} are reproduced, {kept['reproduced']} of them also after the correction"
+    text += f" ({public or 'none'} with the public model of 135 M parameters). The opposite came out for "
+    names = {True: [], False: []}
+    for claim in found["opposite"]:
+        task, _, control = claim.plot.partition("; ")
+        names[survives(claim)].append(f"{claim.method} {control} ({task.partition(',')[0]})")
+    return f"{text}{'; '.join(names[True])}. Only before the correction, it did for {'; '.join(names[False])}."
 
 
 def methods(links: str) -> str:

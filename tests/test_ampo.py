@@ -277,13 +277,14 @@ class Task:
 
 
 POOL = ["a\n11", "b\n11", "a\n2", "long\n22", "much too long for this test", "  "]
+RIGHT = 0.7 + 0.2 + 0.1  # 1 - 1e-16, which is 1 in single precision
 PROBLEMS = [{"demonstration": POOL}, {"demonstration": "c\n3"}, {}, {"demonstration": POOL[:2]}]
 
 
 def replaced(model, args: Args, right: tuple = (0, 0, 0, 1)):
     """Rows, rollouts and scores of four questions with so many right rollouts."""
     rollouts = [
-        Completion(PROMPTS[i], [7, 8], [-1.0, -1.0], True, "x", (float(g < count), 0.0))
+        Completion(PROMPTS[i], [7, 8], [-1.0, -1.0], True, "x", (RIGHT * (g < count), 0.0))
         for i, count in enumerate(right)
         for g in range(G)
     ]
@@ -332,7 +333,7 @@ def test_v2_replaces_until_half_is_right_and_only_wrong_ones(model):
         for i in range(0, 4 * G, G)
     ]
     assert taught == [G // 2 - 1, 0, 0, min(2, G // 2)]
-    assert all(row is rollout for row, rollout in zip(rows, rollouts) if rollout.rewards[0] == 1)
+    assert all(row is rollout for row, rollout in zip(rows, rollouts) if rollout.rewards[0] > 0)
 
 
 def test_controls(model):
@@ -471,6 +472,17 @@ def test_groups_without_advantage_and_teachers_leave_no_gradient(model, batch):
     rows, advantages, is_teacher = batch
     found, _ = updated_gradient(model, (rows, torch.zeros_like(advantages), is_teacher), BASE)
     assert found.abs().max() == 0
+
+
+def test_solutions_alone_can_have_advantages(model, batch):
+    """On policy the gradient is linear in the advantages."""
+    rows, advantages, is_teacher = batch
+    parts = [
+        updated_gradient(model, (rows, advantages * of, is_teacher), BASE)[0]
+        for of in (is_teacher, ~is_teacher)
+    ]
+    assert parts[0].abs().max() > 0
+    assert_close(sum(parts), updated_gradient(model, batch, BASE)[0].tolist(), 1e-5)
 
 
 def test_policy_loss_is_grpos():

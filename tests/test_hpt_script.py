@@ -101,10 +101,11 @@ def test_tags_are_those_of_the_page(tmp_path):
 
 
 @pytest.mark.quick
-def test_a_line_without_demonstration_gets_one_sentence(tmp_path, own_data):
+@pytest.mark.parametrize("rest", ["", ', "demonstration": [" "]'])
+def test_a_line_without_demonstration_gets_one_sentence(tmp_path, own_data, rest):
     with open(own_data["dataset"], "a") as file:
-        file.write('\n{"question": "Say 99."}\n')
-    with pytest.raises(SystemExit, match="^no `demonstration` .* in {'question': 'Say 99.'}"):
+        file.write(f'\n{{"question": "Say 99."{rest}}}\n')
+    with pytest.raises(SystemExit, match="^no `demonstration` .* in {'question': 'Say 99.'"):
         hpt.train(Args(**SMALL | own_data))
 
 

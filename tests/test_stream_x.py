@@ -284,6 +284,21 @@ def test_entropy_grows_whatever_the_sign_of_the_error(reward):
     assert agent.derivatives[2] > before + 0.01
 
 
+def test_without_an_error_entropy_adds_nothing_to_the_trace():
+    traces = []
+    for entropy_coef in (0.0, 1e4):
+        args = Args(env_id="test/Given-v0", hidden_size=16, entropy_coef=entropy_coef)
+        torch.manual_seed(0)
+        agent = Agent(Stream(args), args)
+        with torch.no_grad():
+            for param in agent.critic.optimizer.params:  # every value is 0
+                param.zero_()
+        agent.act(torch.ones(1, 3), 0)
+        agent.learn(0.0, torch.ones(1, 3), False)
+        traces.append(agent.actor.optimizer.trace)
+    assert traces[0].abs().max() > 0 and torch.equal(*traces)
+
+
 def q_agent(**values):
     args = Args(env_id="CartPole-v1", algorithm="q", hidden_size=16, sparse_init=False, **values)
     torch.manual_seed(0)
