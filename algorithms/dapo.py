@@ -10,7 +10,7 @@ Differs from grpo.py:
 1. Clip-higher: the clip range is wider above than below, so unlikely tokens can become likely. On
    the first optimizer step of a batch the ratio is 1, so this acts from the second of
    --num-iterations on.
-2. Dynamic sampling: a group whose answers are all right or all wrong does not tell them apart.
+2. Dynamic sampling: in a group of right or of wrong answers only, every advantage is 0.
    More prompts are drawn until P groups have answers that differ in the first reward function.
 3. The loss is a mean over all tokens of a step, so long answers weigh more.
 4. Answers close to the length limit lose reward (soft overlong punishment), or answers that reach
@@ -19,8 +19,8 @@ Differs from grpo.py:
 
 Differs from the paper:
 1. Every optimizer step uses the whole batch; the paper makes 16 steps, each on a part of it.
-2. Dynamic sampling stops after 10 rounds and fills the batch with groups of advantage 0;
-   verl 0.9 stops with an error then. Useful groups beyond the batch are thrown away, as in verl.
+2. Dynamic sampling stops after 10 rounds and fills the batch with groups of advantage 0; verl 0.9
+   goes on sampling by default. Useful groups beyond the batch are thrown away, as in verl.
 3. Tokens are averaged over the whole step, as in TRL and verl; eq. 8 averages over one group.
 
 It has no --advantage flag, because its controls are these four: --epsilon-high 0.2,
@@ -275,7 +275,7 @@ def token_weights(
         return ones / (lengths.clamp(min=1) * num_rows)
     if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
         return ones / (num_rows * max_completion_length)
-    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
+    return ones / num_tokens  # mean over all tokens of the step
 
 
 def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int) -> Tensor:
@@ -1063,7 +1063,8 @@ def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, fl
     """How far the sampler is from the learner, over the trained tokens of all processes."""
     gaps = log_ratios.abs()
     ratios = log_ratios.exp()
-    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), gaps.max()]
+    largest = F.pad(gaps, (0, 1)).max()  # 0 in a process without a token
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), largest]
     table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
     gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
     if args.vllm and gap > 0.5:

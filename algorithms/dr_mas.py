@@ -18,8 +18,8 @@ Differs from grpo.py:
 3. Every agent has a model of its own, or all share one (--share-model).
 
 Differs from the paper:
-1. The paper does not say how std is computed, nor what an agent's only call in a group gets. Here,
-   as in its code, std is that of a sample, and a lone call keeps its score as advantage.
+1. The paper's std is that of a population, and it does not say what an agent's only call in a group
+   gets. Here, as in its code, std is that of a sample, and a lone call keeps its score.
 2. One update on all calls of a step. Its code makes five for search, and copies calls at random
    until batches divide evenly.
 3. No entropy bonus (its code: 0.001 for search).
@@ -240,7 +240,7 @@ def agent_advantages(
     call           all calls of the group, whoever made them; not in the paper
 
     Where std is 0, advantages are exactly 0. An agent's only call in a group keeps its score, or
-    gets 0 with lone_call zero. Trajectories of different groups have different ids.
+    gets 0 with lone_call zero (not with global and call). Ids of trajectories are unique.
     """
     values = scores.double()
     once = torch.ones_like(values)
@@ -331,7 +331,7 @@ def token_weights(
         return ones / (lengths.clamp(min=1) * num_rows)
     if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
         return ones / (num_rows * max_completion_length)
-    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
+    return ones / num_tokens  # mean over all tokens of the step
 
 
 # --- Processes, problems, model -----------------------------------------------------------------
@@ -1103,7 +1103,8 @@ def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, fl
     """How far the sampler is from the learner, over the trained tokens of all processes."""
     gaps = log_ratios.abs()
     ratios = log_ratios.exp()
-    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), gaps.max()]
+    largest = F.pad(gaps, (0, 1)).max()  # 0 in a process without a token
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), largest]
     table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
     gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
     if args.vllm and gap > 0.5:

@@ -16,14 +16,14 @@ token has the advantage of its turn.
 
 Differs from igpo.py:
 1. modulate_advantages replaces turn_advantages. Its control, --advantage grpo, is GRPO on the
-   outcome. --zeta 0 leaves out the bonus, and --k 0 the scaling; the mean is always subtracted.
+   outcome. --zeta 0 leaves out the bonus and --k 0 the scaling; the mean is still subtracted.
 2. No answer is scored during the rollout; it keeps the entropy of each turn, which is free. vLLM
    does not tell it, so there the policy computes it in another pass (measure_entropies).
 
-Differs from the paper (parts are reconstructed: only one function of its code was published):
-1. The entropy is that of the distribution that was sampled from, at --temperature; the paper does
-   not say at which temperature.
-2. The turns are those of the rollout. The published function finds them by special tokens.
+Differs from the paper (parts are reconstructed, because we could read only parts of its code):
+1. The entropy is that of the distribution that was sampled from, at --temperature; at which one
+   the paper takes it was not found.
+2. The turns are those of the rollout. The published code finds them by special tokens.
 
     python algorithms/empg.py                                # tiny model, CPU, offline
 
@@ -308,7 +308,7 @@ def token_weights(
         return ones / (lengths.clamp(min=1) * num_rows)
     if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
         return ones / (num_rows * max_completion_length)
-    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
+    return ones / num_tokens  # mean over all tokens of the step
 
 
 # --- Processes, problems, model -----------------------------------------------------------------
@@ -1227,7 +1227,8 @@ def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, fl
     """How far the sampler is from the learner, over the trained tokens of all processes."""
     gaps = log_ratios.abs()
     ratios = log_ratios.exp()
-    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), gaps.max()]
+    largest = F.pad(gaps, (0, 1)).max()  # 0 in a process without a token
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), largest]
     table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
     gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
     if args.vllm and gap > 0.5:

@@ -923,23 +923,23 @@ def train(args: Args) -> dict[str, float]:
 
     # The steps between two log points, and all steps: whole numbers of steps of all games. The
     # learning rate is 0 from --total-timesteps to the end of the run.
-    size = math.ceil(args.total_timesteps / LOGS / args.num_envs) * args.num_envs
-    end = math.ceil(args.total_timesteps / size) * size
+    interval = math.ceil(args.total_timesteps / LOGS / args.num_envs) * args.num_envs
+    end = math.ceil(args.total_timesteps / interval) * interval
     if end <= args.learning_starts:
         print(
             f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
         )
-    starting = True
+    begin_anew = True
     scores = {}
     while True:
         last = step >= end
-        if starting:
+        if begin_anew:
             torch.manual_seed(random_seed(args.seed, step))
             game.reset(random_seed(args.seed, "games", step))
             results = torch.zeros(2, device=device)  # returns and number of games that ended
             returns = torch.zeros(args.num_envs, device=device)  # of games that go on
-            starting = False
-        if last or is_due(args.eval_steps, step, size):
+            begin_anew = False
+        if last or is_due(args.eval_steps, step, interval):
             scores = evaluate(learner.online, args, device)
             if last and args.exploiter_steps:
                 scores |= exploit(learner.online, args, device)
@@ -951,7 +951,7 @@ def train(args: Args) -> dict[str, float]:
 
         began = time.perf_counter()
         learned = []
-        for now in range(step, step + size, args.num_envs):
+        for now in range(step, step + interval, args.num_envs):
             # 1. act
             epsilon = exploration(args, now)
             rewards, over = learner.collect(game, act(learner.online, game, epsilon))
@@ -968,8 +968,8 @@ def train(args: Args) -> dict[str, float]:
                 learned.append(learner.gradient_step(loss, update))
 
         # 3. log and save
-        step += size
-        speed = size / (time.perf_counter() - began)
+        step += interval
+        speed = interval / (time.perf_counter() - began)
         metrics = {
             "charts/epsilon": epsilon,
             "charts/learning_rate": rate,
@@ -990,12 +990,12 @@ def train(args: Args) -> dict[str, float]:
         log(run_dir, board, step, metrics)
         left = round((end - step) / speed)
         print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
-        if args.save_steps and (step >= end or is_due(args.save_steps, step, size)):
+        if args.save_steps and (step >= end or is_due(args.save_steps, step, interval)):
             state = {name: part.state_dict() for name, part in parts.items()}
             state["columns"] = learner.buffer.columns
             state["count"] = learner.buffer.count
             save_checkpoint(run_dir, step, state | {"step": step})
-            starting = True
+            begin_anew = True
     board.close()
     return scores
 

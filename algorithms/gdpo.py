@@ -11,8 +11,8 @@ added, so that none drowns the others by its size. Liu et al., arXiv 2601.05242.
 
 Differs from grpo.py:
 1. The advantages, --advantage gdpo. Its controls: gdpo_no_batch_norm leaves out the last line;
-   grpo, grpo_no_std and grpo_batch_norm compare the sum of the rewards with its group: as in
-   GRPO, without dividing by std, and with the last line.
+   grpo adds the rewards up first; grpo_no_std also leaves out the std, and grpo_batch_norm adds
+   the last line to grpo.
 2. --conditioned-rewards names rewards that are 0 where the first reward is below 1.
 3. Evaluations log every reward.
 4. The default task is tool calls, as in the paper.
@@ -21,7 +21,7 @@ Differs from the paper:
 1. The paper has no epsilon beside the group's std and does not say how std is computed. Here, both
    are the sample std plus 1e-4, as in TRL 1.16.
 2. Every optimizer step uses the whole batch; the paper cuts it into 4 (tool calls) or 8 (math).
-3. Tokens are averaged as in its eq. 3; its own scripts have `--loss-type dapo` and a small KL.
+3. Tokens are averaged as in its eq. 3; its own scripts average over the tokens of a micro-batch.
 
     python algorithms/gdpo.py                                # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/gdpo.py --fsdp ...
@@ -307,7 +307,7 @@ def token_weights(
         return ones / (lengths.clamp(min=1) * num_rows)
     if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
         return ones / (num_rows * max_completion_length)
-    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
+    return ones / num_tokens  # mean over all tokens of the step
 
 
 # --- Processes, problems, model -----------------------------------------------------------------
@@ -1079,7 +1079,8 @@ def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, fl
     """How far the sampler is from the learner, over the trained tokens of all processes."""
     gaps = log_ratios.abs()
     ratios = log_ratios.exp()
-    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), gaps.max()]
+    largest = F.pad(gaps, (0, 1)).max()  # 0 in a process without a token
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), largest]
     table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
     gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
     if args.vllm and gap > 0.5:

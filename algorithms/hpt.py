@@ -1162,7 +1162,8 @@ def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, fl
     """How far the sampler is from the learner, over the trained tokens of all processes."""
     gaps = log_ratios.abs()
     ratios = log_ratios.exp()
-    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), gaps.max()]
+    largest = F.pad(gaps, (0, 1)).max()  # 0 in a process without a token
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), largest]
     table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
     gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
     if args.vllm and gap > 0.5:

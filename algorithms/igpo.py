@@ -19,7 +19,7 @@ Differs from grpo.py:
 2. The log-probability of the right answer is taken at the start of every turn, by the sampler or,
    with --vllm, by the policy (not under --fsdp, where processes would wait for each other).
 3. turn_advantages replaces group_advantages. Its controls are --advantage f1, which is GRPO on the
-   outcome alone, and --advantage ig, the gains alone.
+   outcome alone (with the std of a population), and --advantage ig, the gains alone.
 
 Differs from the paper:
 1. No KL penalty by default (paper: 0.001) and no entropy bonus (its code: 0.001).
@@ -312,7 +312,7 @@ def token_weights(
         return ones / (lengths.clamp(min=1) * num_rows)
     if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
         return ones / (num_rows * max_completion_length)
-    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
+    return ones / num_tokens  # mean over all tokens of the step
 
 
 # --- Processes, problems, model -----------------------------------------------------------------
@@ -1260,7 +1260,8 @@ def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, fl
     """How far the sampler is from the learner, over the trained tokens of all processes."""
     gaps = log_ratios.abs()
     ratios = log_ratios.exp()
-    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), gaps.max()]
+    largest = F.pad(gaps, (0, 1)).max()  # 0 in a process without a token
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), largest]
     table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
     gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
     if args.vllm and gap > 0.5:
@@ -1498,6 +1499,8 @@ def train(args: Args) -> dict[str, float]:
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
     if args.vllm and args.fsdp:
         sys.exit("--vllm: not with --fsdp, because the policy scores answers between turns")
+    if args.normalization == "joint" and args.advantage != "f1ig":
+        sys.exit("--normalization joint: needs gains and outcomes, --advantage f1ig")
     rank, world_size, device = setup(args)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)

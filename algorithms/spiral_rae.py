@@ -228,7 +228,8 @@ def game_advantages(results: list[Result], baseline: RoleBaseline, kind: str) ->
 
     An average moves after every game in which the policy plays the role, even if it had no turn.
     global has one average for both roles, so it moves twice a game. MARSHAL's baseline (arXiv
-    2510.15414) is the mean over all turns of the role; its code also whitens.
+    2510.15414) is the mean over all turns of the role; its code takes the mean of distinct values,
+    and whitens before and after.
     """
     at_turns = {}  # (game, role): the result, once for each turn
     for result in results:
@@ -307,7 +308,7 @@ def token_weights(
         return ones / (lengths.clamp(min=1) * num_rows)
     if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
         return ones / (num_rows * max_completion_length)
-    return ones / num_tokens  # mean over all tokens (DAPO eq. 8)
+    return ones / num_tokens  # mean over all tokens of the step
 
 
 # --- Processes and model ------------------------------------------------------------------------
@@ -1108,7 +1109,8 @@ def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, fl
     """How far the sampler is from the learner, over the trained tokens of all processes."""
     gaps = log_ratios.abs()
     ratios = log_ratios.exp()
-    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), gaps.max()]
+    largest = F.pad(gaps, (0, 1)).max()  # 0 in a process without a token
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), largest]
     table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
     gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
     if args.vllm and gap > 0.5:

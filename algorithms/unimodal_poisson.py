@@ -16,12 +16,11 @@ the details of CleanRL's ppo_continuous_action.py.
 The method is poisson_logits and the class PoissonHead. Other policies are heads beside it; PPO is
 in gae, ppo_loss and update. A task with discrete actions gets a softmax over them.
 
-Differs from the paper:
-1. The policy is softmax(log-PMF / temperature), which is unimodal as the title says. The authors'
-   released code puts it through another transform, after which it is not unimodal: that is
-   --policy poisson_repo.
+Differs from the authors' released code (of the paper we could read only the abstract):
+1. The policy is softmax(log-PMF / temperature), which is unimodal as the title says. The code puts
+   it through another transform, after which it is not unimodal: that is --policy poisson_repo.
 2. The temperature is 1 and the first rate (K + 1) / 2, so that actions start in the middle. With
-   the released code's 2.5 and ln 2, this policy starts wide and near the lowest atom.
+   the code's 2.5 and ln 2, this policy starts near the lowest atom.
 3. Network and learning rate are the same for all policies, and are CleanRL's.
 4. The value of the last state is added where the time limit cut off an episode.
 Differs from CleanRL: 8 environments, statistics that are updated after each rollout, and
@@ -469,7 +468,7 @@ class Agent(nn.Module):
     def to_env(self, actions: Tensor) -> np.ndarray:
         """(N,A) -> what the environments' step() takes: (N,A), or whole numbers (N,)"""
         values = self.head.to_env(actions).cpu().numpy()
-        return values[:, 0].astype(np.int64) if self.is_discrete else values
+        return values[:, 0].round().astype(np.int64) if self.is_discrete else values
 
 
 # --- Environments and rollout -------------------------------------------------------------------
@@ -937,11 +936,14 @@ def train(args: Args) -> dict[str, float]:
     if args.policy is None:
         args.policy = "categorical" if is_discrete(envs) else "poisson"
     is_poisson = args.policy == "poisson"
-    if is_poisson and (args.temperature or 1) < 1 and (args.rate_init or 1) < 1:
-        sys.exit(
-            f"--temperature {args.temperature} with --rate-init {args.rate_init}: nearly all mass "
-            "is at the lowest atom, so nothing else is tried; leave --rate-init out"
-        )
+    if is_poisson and args.rate_init:
+        rate = torch.tensor(args.rate_init)
+        first = poisson_logits(rate, args.num_atoms, args.temperature or 1).softmax(-1)[0].item()
+        if first > 0.9:
+            sys.exit(
+                f"--rate-init {args.rate_init}: begins with {100 * first:.0f} % of the probability "
+                "at the lowest atom, so nothing else is tried; leave --rate-init out"
+            )
     agent = Agent(envs, args).to(device)
     vector = as_vector(agent)
     optimizer = torch.optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True)

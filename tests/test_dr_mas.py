@@ -188,3 +188,15 @@ def test_gradient_of_calls_in_any_order():
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
     (packed,) = dr_mas.micro_batches(batch, list(range(len(batch))), replace(args, micro_batch_size=100), model.device)
     assert len(packed.input_ids) == len({tuple(call.prompt) for call in batch}) < len(batch) / 2
+
+
+def test_a_process_may_have_no_call_of_an_agent(monkeypatch):
+    """The other process has one of 3 tokens, which are 0.1 nats off in the mean and 0.2 at most."""
+    others = iter([[3], [[0.0, 0.0, 0.0]], [[3, 0.3, 3.0, 0.0, 0.2]]])
+    monkeypatch.setattr(dr_mas, "gather", lambda items: items + next(others))
+    model = test_grpo.tiny_model(0)
+    recorder = Recorder(model)
+    metrics = update(model, None, recorder, [], torch.zeros(0), replace(BASE, num_iterations=1))
+    assert recorder.gradient.abs().max() == 0
+    assert metrics["sampling/logprob_difference/mean"] == pytest.approx(0.1)
+    assert metrics["sampling/logprob_difference/max"] == pytest.approx(0.2)
