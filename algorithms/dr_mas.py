@@ -161,7 +161,7 @@ class Args:
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
+    # memory and speed; results change by rounding only, which the loss corrects for with --bf16
     decode_batch_size: int = 256
     """episodes played at once"""
     micro_batch_size: int = 32
@@ -443,7 +443,7 @@ def model_path(args: Args) -> str:
 
 
 def load_model(args: Args):
-    """The policy in float32 and its tokenizer."""
+    """The policy in float32, in evaluation mode (no dropout), and its tokenizer."""
     path = model_path(args)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -570,7 +570,7 @@ def add_methods(model) -> None:
 
     logits_from_hidden is the model with its layers left out, so what remains is the head, with
     Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
-    both follow copy.deepcopy and FSDP.
+    copy.deepcopy and FSDP take both along.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -1030,7 +1030,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     if args.beta == 0 and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
-        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one to compare
+        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # for sampling_metrics
     advantages = advantages.to(device)
     batches = micro_batches(completions, rows, args, device)
     idle = None
@@ -1135,7 +1135,7 @@ def add_adapters(model, args: Args) -> None:
 
 @contextmanager
 def adapters_off(model, args: Args):
-    """The initial model, as reference: with LoRA, the policy without adapters is that."""
+    """Inside, a LoRA policy has its adapters off, so that it is the initial model."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if args.lora_rank:
         model.disable_adapters()

@@ -7,9 +7,10 @@ is compared with the mean reward of its group. Shao et al., DeepSeekMath, arXiv 
 
     advantage of an answer   A = (reward - mean of its group) / (std of its group + 1e-4)
     loss of one token        -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A)
-                             with ratio = probability now / that before the first step on the batch
+                             with ratio = probability now / probability before the batch
 
-The method is group_advantages, called in step 2 of train, and policy_loss, called in update.
+The method is group_advantages, called in step 2 of train, and policy_loss and token_weights,
+called in update.
 Dr. GRPO (arXiv 2503.20783) is `--loss-type dr_grpo --scale-rewards none`. DAPO is dapo.py.
 
 Differs from the paper:
@@ -143,7 +144,7 @@ class Args:
     """training steps, one batch of completions each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
+    # memory and speed; results change by rounding only, which the loss corrects for with --bf16
     decode_batch_size: int = 256
     """completions sampled at once"""
     micro_batch_size: int = 32
@@ -199,7 +200,7 @@ def group_advantages(
         advantages = advantages / (groups.std(1, keepdim=True, correction=ddof) + std_epsilon)
     elif scale_rewards == "batch":
         advantages = advantages / (groups.std(correction=ddof) + std_epsilon)
-    # With equal rewards, a rounding error divided by a tiny std would not be 0.
+    # The mean of equal rewards can be off by rounding, which a tiny std would enlarge.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)  # (P,1)
     return advantages.masked_fill(equal, 0.0).flatten()
 
@@ -356,7 +357,8 @@ def epoch_order(size: int, epoch: int, seed: int) -> list[int]:
 
 
 def load_problems(args: Args, dataset: str | None):
-    """An object with the methods of JsonLines, and with reward_functions and reward_weights."""
+    """An object with the methods and rows of JsonLines; without --reward, also with
+    reward_functions and reward_weights."""
     try:
         if dataset and args.env == "reasoning_gym":
             sys.exit("--dataset: reasoning_gym generates its own problems")
@@ -402,10 +404,11 @@ def load_task(args: Args):
     if args.eval_dataset and not args.dataset and args.max_steps > 0:
         sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
     task = load_problems(args, args.dataset or args.eval_dataset)
-    problems = task.evaluation_problems(args.eval_problems)
     if args.eval_dataset:
-        problems = load_problems(args, args.eval_dataset).rows
+        problems = (load_problems(args, args.eval_dataset) if args.dataset else task).rows
         task.train_rows = task.rows  # nothing has to be held out
+    else:
+        problems = task.evaluation_problems(args.eval_problems)
     names = [name.rpartition(":")[2] for name in args.reward]
     if len(set(names)) < len(names):
         sys.exit(f"--reward: functions need different names, found {names}")
@@ -427,7 +430,7 @@ def model_path(args: Args) -> str:
 
 
 def load_model(args: Args):
-    """The policy in float32 and its tokenizer."""
+    """The policy in float32, in evaluation mode (no dropout), and its tokenizer."""
     path = model_path(args)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -547,7 +550,7 @@ def add_methods(model) -> None:
 
     logits_from_hidden is the model with its layers left out, so what remains is the head, with
     Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
-    both follow copy.deepcopy and FSDP.
+    copy.deepcopy and FSDP take both along.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -970,7 +973,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     if args.beta == 0 and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
-        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one to compare
+        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # for sampling_metrics
     advantages = advantages.to(device)
     batches = micro_batches(completions, rows, args, device)
 
@@ -1065,7 +1068,7 @@ def add_adapters(model, args: Args) -> None:
 
 @contextmanager
 def adapters_off(model, args: Args):
-    """The initial model, as reference: with LoRA, the policy without adapters is that."""
+    """Inside, a LoRA policy has its adapters off, so that it is the initial model."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if args.lora_rank:
         model.disable_adapters()
@@ -1151,7 +1154,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # trained_state would count a step of a new AdamW
+        return  # trained_state makes a new AdamW take a step, which would count
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     only_trained = states.StateDictOptions(strict=False)

@@ -234,7 +234,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def choose(self, observations, is_sampled=True):
-        """Actions before clipping or tanh; or the likeliest ones. (N,O) of the task -> (N,A)
+        """Actions before clipping or tanh, sampled or the mean. (N,O) of the task -> (N,A)
 
         They are on the CPU, as the environments are.
         """
@@ -392,8 +392,8 @@ def learning_batch(rollout, agent, unfinished, args):
 
 def transitions(rollout):
     """Rows of the replay buffer: (T N, O + A + 2 + O)"""
-    observations, actions, rewards, terminated, _, following = rollout
-    columns = [observations, np.tanh(actions), rewards, terminated, following]
+    observations, actions, rewards, terminated, _, next_observations = rollout
+    columns = [observations, np.tanh(actions), rewards, terminated, next_observations]
     return torch.from_numpy(np.dstack(columns)).flatten(0, 1)
 
 
@@ -452,7 +452,8 @@ def update_on_policy(agent, optimizer, batch, step_size, args):
         loss.backward()
         nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
         optimizer.step()
-    policy_loss, kl = rollout_loss(agent, batch, step_size, args)  # after the last step
+    with torch.no_grad():  # after the last step
+        policy_loss, kl = rollout_loss(agent, batch, step_size, args)
 
     clip = 0.2 * step_size
     for _ in range(5):

@@ -10,9 +10,9 @@ Nash policy, which no other policy beats. Zhang et al., arXiv 2407.00617; Wu et 
     win rate    w(y) = mean of P(y, z) over the answers z of an opponent
     INPO        log new(y) = (1 - alpha) log last(y) + alpha (log initial(y) + w(y) / tau) + const
                 where the opponent is last, the policy at the beginning of the step
-    MNPO        the same, but in place of log last(y) stands its mean over --num-policies policies:
-                this one and those of the steps before
-    Nash-MP     INPO gives a half step; then once more from last, with the half step as opponent
+    MNPO        the same, but log last(y) is replaced by the mean log-probability under the newest
+                --num-policies policies, of which last is one
+    Nash-MP     a trial step of INPO; then, again from last, a step against the policy it reached
     SPO         policy gradient with the advantage w(y) - 1/2, where the opponent is last
 
 INPO, MNPO and Nash-MP have one fixed point, the regularised Nash policy: it is proportional to
@@ -29,8 +29,8 @@ Differs from the papers:
 2. INPO draws the winner of a pair with probability P. Here both orders are in the loss, weighted by
    P and 1 - P, which has the same mean and less noise.
 3. The Nash-MP paper fits its steps by policy gradients against a moving average of the policy. This
-   one is a reconstruction from its equations: least squares, and weights that go back after half a
-   step. AdamW's moments do not go back.
+   one is a reconstruction from its equations: least squares, and weights that go back after the
+   trial step. AdamW's moments do not go back.
 4. SPO compares with a queue of trajectories in continuous control; here with the answer's group.
 
 Differs from grpo.py:
@@ -38,7 +38,8 @@ Differs from grpo.py:
 2. Evaluations play against the initial model's answers, and count kinds of answers.
 3. A micro-batch holds whole groups.
 4. The control, --method grpo, has the initial model as opponent: its win rates are rewards, whose
-   group mean is subtracted. --beta pulls it towards the initial model, near there as --tau does.
+   group mean is subtracted. --beta pulls it towards the initial model; close to that model it acts
+   like --tau.
 
     python algorithms/nash_preference.py                     # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/nash_preference.py --fsdp ...
@@ -136,8 +137,8 @@ class Args:
     method: Literal["inpo", "mnpo", "nash_mp", "spo", "grpo"] = "inpo"
     """the control, grpo, has the win rate against the initial model as reward"""
     tau: float = 0.1
-    """inpo, mnpo, nash_mp: how strongly the initial model attracts, of which a copy is kept; and
-    for all methods the Nash policy of eval/nash_distance"""
+    """inpo, mnpo, nash_mp: regularisation towards the initial model, of which a copy is kept; all
+    methods: tau of the Nash policy in eval/nash_distance"""
     alpha: float = 0.2
     """inpo, mnpo, nash_mp: size of a step, between 0 and 1; INPO's eta is tau / alpha"""
     num_policies: int = 2
@@ -297,6 +298,8 @@ def group_losses(
     None: INPO's loss, which compares the two answers of a pair with each other.
     """
     if rates is None:
+        # The preferences P and 1 - P weigh the gaps +1 / (2 eta) and -1 / (2 eta), so that a pair's
+        # best gap is (P - 1/2) / eta. By least squares the group gets the mean, w / eta + constant.
         pairs = []
         for values in (logprobs, ref, last):
             pairs += [values[:, :, None], values[:, None, :]]  # chosen, rejected
@@ -474,7 +477,7 @@ def model_path(args: Args) -> str:
 
 
 def load_model(args: Args):
-    """The policy in float32 and its tokenizer."""
+    """The policy in float32, in evaluation mode (no dropout), and its tokenizer."""
     path = model_path(args)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -594,7 +597,7 @@ def add_methods(model) -> None:
 
     logits_from_hidden is the model with its layers left out, so what remains is the head, with
     Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
-    both follow copy.deepcopy and FSDP.
+    copy.deepcopy and FSDP take both along.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -1115,9 +1118,9 @@ def update(
                 for values in (logprobs, batch.last_logprobs, batch.ref_logprobs):
                     sequences.append(sum_tokens(values, batch, len(rows), args.num_generations))
                 losses = group_losses(*sequences, preferences, rates, args)  # (P,)
-                ones = torch.ones_like(logprobs)
-                lengths = sum_tokens(ones, batch, len(rows), args.num_generations)
-                loss = (losses * (lengths[:, 0] > 0)).sum() / args.num_prompts_per_step
+                # Groups outside the micro-batch have sums of 0, but not a loss of 0.
+                inside = (batch.completion_index // args.num_generations).unique()
+                loss = losses[inside].sum() / args.num_prompts_per_step
             sums[0] += loss.detach()
             if reference is not None:
                 sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
@@ -1181,7 +1184,7 @@ def add_adapters(model, args: Args) -> None:
 
 @contextmanager
 def adapters_off(model, args: Args):
-    """The initial model, as reference: with LoRA, the policy without adapters is that."""
+    """Inside, a LoRA policy has its adapters off, so that it is the initial model."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if args.lora_rank:
         model.disable_adapters()
@@ -1267,7 +1270,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # trained_state would count a step of a new AdamW
+        return  # trained_state makes a new AdamW take a step, which would count
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     only_trained = states.StateDictOptions(strict=False)
@@ -1522,7 +1525,7 @@ def train(args: Args) -> dict[str, float]:
             rates = win_rates(preferences)
         if args.vllm:
             sampler.sleep()
-        if args.method == "nash_mp":  # the policy after half a step, which is then undone
+        if args.method == "nash_mp":  # the policy after a trial step, which is then undone
             start = clone_weights(trained)
             update(model, reference, optimizer, completions, preferences, None, [], args)
             refresh(sampler, model)

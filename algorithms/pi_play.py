@@ -9,20 +9,20 @@ for every token of the student what it would have written. Zhang et al., arXiv 2
     loss of the student      policy gradient of GRPO + lambda * divergence
     divergence               KL(student || teacher) of the next-token distributions, mean over the
                              tokens of an episode, then over episodes
-    reward of the examiner   (n - k) / (n - 1) if 0 < k < n of n answers of the student are right,
-                             else 0, plus half of the score of its format
+    reward of the examiner   difficulty + half of the format score; difficulty is (n - k) / (n - 1)
+                             if 0 < k < n of n answers of the student are right, else 0
     teacher                  (1 - tau) teacher + tau student, after each step of the student
 
-A round is --examiner-steps, then --student-steps. No questions are needed: the reward of the
-student is that its answer is the examiner's. `--privileged-context none` is the control, the same
-self-play without a teacher.
+A round is --examiner-steps, then --student-steps. No questions are needed: the student is rewarded
+if its answer equals the examiner's. `--privileged-context none` is the control, the same self-play
+without a teacher.
 
 Differs from grpo.py:
 1. Two policies take turns; each step trains one of them. The teacher is a moving average.
 2. An episode has several turns. What the model reads in between, results of its searches, gets no
    gradient. The cache of a turn's keys and values is used again in the next turn.
-3. The examiner's questions are compared with those of as many hops (hop_advantages); epsilon is
-   added to the variance, under the root.
+3. The examiner's advantages are taken among questions of as many hops (hop_advantages), divided by
+   sqrt(variance + epsilon).
 4. By default losses are averaged over all tokens of the step, as in DAPO.
 5. No FSDP: student, examiner and teacher must fit on every GPU.
 
@@ -82,7 +82,7 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
-DRAWS = (1, 2, 4, 8, 16)  # of a question in one round, until one is well-formed
+DRAWS = (1, 2, 4, 8, 16)  # drafts of a missing question, try by try, until one is well-formed
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length"
 FIXED += " system_prompt chat_template_kwargs model_name_or_path num_prompts_per_step"
@@ -162,7 +162,7 @@ class Args:
     """training steps of both policies; 0 only evaluates"""
     seed: int = 1
     """seed of documents and sampling"""
-    # memory and speed; results change by rounding only; with --bf16 the loss corrects for it
+    # memory and speed; results change by rounding only, which the loss corrects for with --bf16
     decode_batch_size: int = 256
     """episodes sampled at once"""
     micro_batch_size: int = 32
@@ -427,10 +427,11 @@ def load_task(args: Args):
     if args.eval_dataset and not args.dataset and args.max_steps > 0:
         sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
     task = load_problems(args, args.dataset or args.eval_dataset)
-    problems = task.evaluation_problems(args.eval_problems)
     if args.eval_dataset:
-        problems = load_problems(args, args.eval_dataset).rows
+        problems = (load_problems(args, args.eval_dataset) if args.dataset else task).rows
         task.train_rows = task.rows  # nothing has to be held out
+    else:
+        problems = task.evaluation_problems(args.eval_problems)
     return task, problems
 
 
@@ -440,7 +441,7 @@ def model_path(args: Args) -> str:
 
 
 def load_model(args: Args):
-    """The policy in float32 and its tokenizer."""
+    """The policy in float32, in evaluation mode (no dropout), and its tokenizer."""
     path = model_path(args)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -560,7 +561,7 @@ def add_methods(model) -> None:
 
     logits_from_hidden is the model with its layers left out, so what remains is the head, with
     Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
-    both follow copy.deepcopy and FSDP.
+    copy.deepcopy and FSDP take both along.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -1062,7 +1063,7 @@ def examiner_rollout(policies: dict, tokenizer, task, numbers: range, args: Args
     asked = [questions[row] for row in rows]
     answer_seeds = [random_seed(seeds[row], "answers") for row in rows]
     answers = answer(policies["student"], tokenizer, task, asked, n, args, answer_seeds)
-    num_correct = torch.zeros(len(episodes))
+    num_correct = torch.zeros(len(episodes))  # rewards are 0 or 1
     for place, row in enumerate(rows):
         group = answers[place * n : (place + 1) * n]
         num_correct[row] = sum(episode.reward for episode in group)
@@ -1279,7 +1280,8 @@ def micro_batches(
         private = None
         if taught:
             private = pack(privileged, some, device)
-            # Prompts of another length may lead to another order of the same tokens.
+            # pack may split longer prompts elsewhere, so bring predicting into the order of packed;
+            # the teacher's other fields are not used for tokens.
             places = packed.completion_index.argsort(stable=True).argsort()
             order = private.completion_index.argsort(stable=True)[places]
             private.predicting = private.predicting[order]
@@ -1401,7 +1403,7 @@ def add_adapters(model, args: Args) -> None:
 
 @contextmanager
 def adapters_off(model, args: Args):
-    """The initial model, as reference: with LoRA, the policy without adapters is that."""
+    """Inside, a LoRA policy has its adapters off, so that it is the initial model."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if args.lora_rank:
         model.disable_adapters()
@@ -1491,7 +1493,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # trained_state would count a step of a new AdamW
+        return  # trained_state makes a new AdamW take a step, which would count
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     only_trained = states.StateDictOptions(strict=False)
@@ -1627,7 +1629,7 @@ def start_gate(
     seeds = [random_seed("gate", i) for i in range(rank, args.eval_problems, world_size)]
     problems = task.traced_problems(args.eval_problems)[rank::world_size]
     if not problems:
-        questions = examine(policy, tokenizer, task, seeds, args)[2]
+        _, _, questions = examine(policy, tokenizer, task, seeds, args)
         problems = [question for question in questions if question is not None]
     kind = args.privileged_context
     shown = [task.with_privilege(p, kind, str(seed)) for p, seed in zip(problems, seeds)]
@@ -1741,7 +1743,7 @@ def train(args: Args) -> dict[str, float]:
         if args.vllm:
             policies[role].sampler.sleep()
         if args.beta > 0 and args.lora_rank:
-            reference = model
+            reference = model  # without adapters, either policy is the initial model
         metrics = update(
             model, reference, teacher, optimizer, episodes, own_advantages, weight, args
         )
@@ -1757,7 +1759,9 @@ def train(args: Args) -> dict[str, float]:
         table = gather([facts(episode) for episode in episodes])
         for tag in table[0]:
             metrics[tag] = sum(row[tag] for row in table) / len(table)
-        metrics["entropy"] /= metrics["completions/mean_length"]
+        metrics["entropy"] /= metrics[
+            "completions/mean_length"
+        ]  # sums of episodes: nats of a token
         progress["num_tokens"] += sum(row["completions/mean_length"] for row in table)
         unequal = {pool for pool, value in zip(pools, advantages.tolist()) if value != 0}
         metrics |= {
@@ -1770,8 +1774,8 @@ def train(args: Args) -> dict[str, float]:
         if rank == 0:
             report(step, role, metrics, args)
             if role == "examiner":
-                tags = [tag.removeprefix("pi_play/") for tag in metrics]
-                metrics = {f"pi_play/examiner/{t}": x for t, x in zip(tags, metrics.values())}
+                name = "pi_play/examiner/"
+                metrics = {name + tag.removeprefix("pi_play/"): x for tag, x in metrics.items()}
             log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
             log_completions(run_dir, step, role, episodes, own_advantages, tokenizer, args)
         if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):

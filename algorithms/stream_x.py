@@ -12,7 +12,8 @@ Elsayed, Vasan & Mahmood, Streaming Deep Reinforcement Learning Finally Works, a
 
 Four parts are meant to keep this from diverging: an optimizer that bounds its step (ObGD), sparse
 initial weights (sparse_init_), layer normalization (Network), and running normalization of
-observations and rewards (Stream). Agent.learn computes the TD error and makes the update.
+observations and rewards (Stream). There is no loss: Agent.learn gives gradients of objectives, and
+ObGD.step multiplies them by the TD error.
 
 Differs from the authors' code:
 1. The policy acts and learns with one forward pass, and both values of a transition are computed
@@ -330,8 +331,8 @@ class Agent:
     def learn(self, reward, next_observation, done):
         """One step of each network, for the last action. -> metrics
 
-        The critic's objective is V(s) or Q(s, a), the actor's ln pi(a|s) + tau sign(delta) H(s)
-        with the entropy H; ObGD multiplies their gradients by delta.
+        The critic's objective is V(s) or Q(s, a), the actor's ln pi(a|s) + c sign(delta) H(s)
+        with the entropy H and c = --entropy-coef; ObGD multiplies their gradients by delta.
         """
         values = self.critic(torch.cat([self.observation, next_observation]))
         now, then = values.tolist()  # of this and of the next state; stream AC has one value each

@@ -169,8 +169,8 @@ def poisson_logits(rate: Tensor, num_atoms: int, temperature: float) -> Tensor:
 
     Atom i stands for the count k = i + 1. The softmax over K atoms truncates the distribution, and
     cancels the PMF's constant term -rate, which is left out. The ratio of neighbouring
-    probabilities is (rate / k) ** (1 / temperature). It falls with k, so there is one mode, at the
-    count floor(rate) within 1 to K; if the rate is a whole number, the count below it is as likely.
+    probabilities P(k) / P(k - 1) is (rate / k) ** (1 / temperature). It falls with k, so there is
+    one mode, floor(rate) clipped to 1..K; at a whole rate the count below it is as likely.
     """
     counts = torch.arange(1, num_atoms + 1, device=rate.device, dtype=rate.dtype)  # (K,)
     log_rate = rate.clamp(min=1e-30).log()  # softplus underflows to 0
@@ -204,9 +204,12 @@ def ordinal_logits(scores: Tensor) -> Tensor:
 
 
 class Head(nn.Module):
-    """Base class of policy heads. A head has the range of actions (A,), num_outputs and first_bias
-    of the network, mode, sample, log_prob and entropy of its outputs, and to_env, which turns
-    actions into the environment's units."""
+    """Base class of policies. To add one, subclass it and add it to HEADS and Args.policy.
+
+    The network gives num_outputs numbers for each action dimension, and first_bias is its last bias
+    before training. Of these outputs (B,A,num_outputs), mode and sample make actions (B,A), and
+    log_prob and entropy are summed over dimensions, (B,). to_env gives the environment's units.
+    """
 
     num_outputs = 1  # for each action dimension
 
@@ -567,7 +570,7 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> di
             episodes.append((unfinished.returns[n], unfinished.lengths[n]))
             unfinished.returns[n] = 0
             unfinished.lengths[n] = 0
-            if args.bootstrap_truncation and not terminated[n]:
+            if args.bootstrap_truncation and not terminated[n]:  # a time limit is not the end
                 last_observations[t, n] = np.array(info["final_obs"][n])
     raw_observations, observations, actions, rewards, dones = zip(*steps)
     return {
@@ -693,7 +696,7 @@ def ppo_loss(
             "policy_loss": policy_loss.detach(),
             "value_loss": value_loss.detach(),
             "entropy": entropy.detach(),
-            "approx_kl": (ratio - 1 - log_ratio).mean(),  # k3
+            "approx_kl": (ratio - 1 - log_ratio).mean(),  # as in CleanRL
             "clipfrac": (ratio != clipped_ratio).to(ratio.dtype).mean(),
         }
     return loss, metrics
@@ -938,11 +941,11 @@ def train(args: Args) -> dict[str, float]:
     is_poisson = args.policy == "poisson"
     if is_poisson and args.rate_init:
         rate = torch.tensor(args.rate_init)
-        first = poisson_logits(rate, args.num_atoms, args.temperature or 1).softmax(-1)[0].item()
-        if first > 0.9:
+        mass = poisson_logits(rate, args.num_atoms, args.temperature or 1).softmax(-1).max().item()
+        if mass > 0.9:
             sys.exit(
-                f"--rate-init {args.rate_init}: begins with {100 * first:.0f} % of the probability "
-                "at the lowest atom, so nothing else is tried; leave --rate-init out"
+                f"--rate-init {args.rate_init}: one atom begins with {100 * mass:.0f} % of the "
+                "probability, so nothing else is tried; leave --rate-init out"
             )
     agent = Agent(envs, args).to(device)
     vector = as_vector(agent)
