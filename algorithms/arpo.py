@@ -34,6 +34,7 @@ Differs from the paper:
 1. The paper branches where P is above a threshold. As in its code, a random draw decides instead.
 2. The paper divides by V, its code by log V, as here. Its code measures the turn that called the
    tool, one turn earlier; the text, and this script, the turn that follows the result.
+3. Rewards are IGPO's: word F1, or -2 if the format is wrong (paper: -1, and +0.1 for two tools).
 
     python algorithms/arpo.py                                # tiny model, CPU, offline
 
