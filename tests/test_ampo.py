@@ -30,7 +30,6 @@ from algorithms.ampo import (
     group_advantages,
     num_replaced,
     paper_weights,
-    policy_loss,
     split_solution,
     token_weights,
 )
@@ -159,30 +158,6 @@ def random_rows():
     advantages = torch.randn(6, 1, generator=generator).expand(6, 5)
     mask = (torch.arange(5) < torch.tensor([[5], [2], [1], [4], [5], [3]])).float()
     return logprobs, old, advantages, mask, torch.tensor([False, False, True, False, False, True])
-
-
-def test_masked_tokens_count_nothing():
-    logprobs, old, advantages, mask, is_teacher = random_rows()
-    changed = torch.where(mask > 0, logprobs, -9.0)
-    words = (advantages, mask, is_teacher)
-    assert ampo_loss(changed, old, *words) == ampo_loss(logprobs, old, *words)
-    leaf = logprobs.clone().requires_grad_()
-    ampo_loss(leaf, leaf.detach(), *words).backward()
-    assert ((leaf.grad != 0) == (mask > 0)).all()
-
-
-def test_order_of_rows_and_kind_of_mask_change_nothing():
-    logprobs, old, advantages, mask, is_teacher = random_rows()
-    expected = ampo_loss(logprobs, old, advantages, mask, is_teacher)
-    order = torch.tensor([3, 5, 0, 1, 4, 2])
-    found = ampo_loss(
-        logprobs[order], old[order], advantages[order], mask[order], is_teacher[order]
-    )
-    assert_close(found, expected, 1e-6)
-    by_token = is_teacher[:, None].expand(6, 5)
-    assert ampo_loss(logprobs, old, advantages, mask, by_token) == expected
-    one_row = [x.flatten() for x in (logprobs, old, advantages, mask, by_token)]
-    assert_close(ampo_loss(*one_row), expected, 1e-6)
 
 
 def test_without_teachers_it_is_the_loss_of_grpo():
@@ -439,35 +414,6 @@ def test_update_has_the_gradient_of_the_loss_of_the_whole_batch(model, batch, lo
     assert metrics["sampling/logprob_difference/max"] < 1e-4, "solutions were not sampled"
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_without_teachers_the_update_is_that_of_grpo(model, loss_type, beta):
-    values = {
-        "temperature": 0.9,
-        "num_generations": G,
-        "loss_type": loss_type,
-        "beta": beta,
-        "max_grad_norm": math.inf,
-    }
-    rows, advantages = (
-        some_batch(model),
-        torch.randn(6 * G, generator=torch.Generator().manual_seed(5)),
-    )
-    advantages = advantages[: len(rows)]
-    gradients, losses = [], []
-    for script, more in ((grpo, ()), (ampo, (torch.zeros(len(rows), dtype=torch.bool),))):
-        script.add_methods(model)
-        recorder = Recorder(model)
-        args = script.Args(**values, max_completion_length=T)
-        metrics = script.update(
-            model, model if beta else None, recorder, rows, advantages, *more, args
-        )
-        gradients.append(recorder.gradient)
-        losses.append(metrics["loss"])
-    ampo.add_methods(model)
-    assert torch.equal(*gradients) and losses[0] == losses[1]
-
-
 def test_groups_without_advantage_and_teachers_leave_no_gradient(model, batch):
     rows, advantages, is_teacher = batch
     found, _ = updated_gradient(model, (rows, torch.zeros_like(advantages), is_teacher), BASE)
@@ -483,7 +429,3 @@ def test_solutions_alone_can_have_advantages(model, batch):
     ]
     assert parts[0].abs().max() > 0
     assert_close(sum(parts), updated_gradient(model, batch, BASE)[0].tolist(), 1e-5)
-
-
-def test_policy_loss_is_grpos():
-    assert policy_loss(*random_rows()[:3])[0].equal(grpo.policy_loss(*random_rows()[:3])[0])

@@ -116,6 +116,7 @@ def test_its_control_is_grpo(tmp_path, own_data, loss_type):
         SMALL
         | own_data
         | {"max_steps": 2, "loss_type": loss_type, "learning_rate": 1e-3, "scale_rewards": "group"}
+        | {"beta": 0.04}
     )
     expected = train(grpo, tmp_path / "grpo", **values)
     found = train(ampo, tmp_path / "ampo", **values, method="grpo")

@@ -14,7 +14,7 @@ from algorithms.arpo import group_advantages, prefix_owners, shared_advantages
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SMALL, CALCULATOR = language_runs.SMALL, language_runs.CALCULATOR
+SMALL = language_runs.SMALL
 LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04}
 BRANCHES = {"initial_rollouts": 1, "branch_probability": 0.8, "hops": (1, 3)}
 train_here = partial(train, arpo, **SMALL)
@@ -89,9 +89,3 @@ def test_a_killed_run_continues(whole, tmp_path):
 def test_two_processes_equal_one(tmp_path):
     """Parents are numbered in their groups, which lie at other places of a process."""
     two_processes_equal_one(arpo, tmp_path, **SMALL | BRANCHES, max_steps=2, advantage="hard")
-
-
-def test_own_tools(tmp_path):
-    """The example of envs/README.md; ARPO does not need its right answer."""
-    found = train_here(tmp_path, **CALCULATOR, eval_steps=1, learning_rate=1e-4)
-    assert all(map(math.isfinite, found.values())) and (1, "eval/rewards/right") in found

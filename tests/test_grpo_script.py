@@ -297,17 +297,6 @@ def test_long_prompts_are_left_out_and_counted(data, tmp_path, capsys):
     assert max(len(row["prompt"]) for row in completions(tmp_path / "run")) < 100
 
 
-def test_one_file_is_enough(data, tmp_path):
-    """Copied alone into an empty folder it runs with a model, a data set and a reward."""
-    (tmp_path / "deep" / "alone").mkdir(parents=True)
-    script = shutil.copy(SCRIPT, tmp_path / "deep" / "alone")
-    words = as_flags(SMALL | {"max_steps": 1, "model_name_or_path": TINY_MODEL})
-    words += ["--dataset", data / "train.jsonl", "--reward", f"{data}/rewards.py:ones"]
-    process = fork(script, *words, "--output-dir", tmp_path / "run")
-    assert process.returncode == 0, process.stderr
-    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
-
-
 def test_learning(data, tmp_path):
     """To write more ones: with seeds 1, 2, 3 all of it is in the end; with the sign turned, none."""
     values = {"dataset": str(data / "train.jsonl"), "reward": (f"{data}/rewards.py:ones",)}

@@ -177,27 +177,6 @@ def test_terms_weigh_as_much_as_their_questions():
     assert_close(weights[SOLVED.index(0)], [0.0] * G + [1 / 3], 1e-6)
 
 
-@pytest.mark.parametrize("loss", ["hpt", "srft"])
-def test_masked_tokens_count_nothing(loss):
-    generator = torch.Generator().manual_seed(4)
-    logprobs, entropy = (-torch.rand(2, 6, 5, generator=generator)).unbind()
-    start = logprobs.clone()
-    advantages = torch.randn(6, 1, generator=generator).expand(6, 5)
-    mask = (torch.arange(5) < torch.tensor([[5], [2], [1], [4], [5], [3]])).float()
-    is_demonstration = torch.tensor([False, False, True, False, False, True])
-
-    def value(logprobs, entropy):
-        if loss == "hpt":
-            return hpt_loss(logprobs, start, advantages, mask, is_demonstration, normalizer="tokens")
-        return srft_loss(logprobs, advantages, entropy, mask, is_demonstration, normalizer="tokens")
-
-    changed = torch.where(mask > 0, logprobs, -9.0)
-    assert value(changed, torch.where(mask > 0, -entropy, 7.0)) == value(logprobs, -entropy)
-    leaf = logprobs.clone().requires_grad_()
-    value(leaf, -entropy).backward()
-    assert ((leaf.grad != 0) == (mask > 0)).all()
-
-
 # --- The update -------------------------------------------------------------------------------------------------------
 
 BASE = Args(temperature=0.9, num_generations=G, num_prompts_per_step=6, max_completion_length=T, max_grad_norm=math.inf)

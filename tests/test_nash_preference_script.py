@@ -2,13 +2,12 @@
 
 import json
 import math
-import shutil
 
 import language_runs
 import pytest
 import torch
 from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
-from processes import ROOT, as_flags, fork
+from processes import ROOT
 from run_folders import assert_tags_of_pages, begin, tags
 from test_grpo import flat
 
@@ -280,7 +279,7 @@ def test_every_method_learns_what_a_judge_prefers(own, tmp_path, method):
     and at most 0.19 with the judge turned around."""
     values = SMALL | own | {"max_steps": 8, "warmup_steps": 1, "num_generations_eval": 8}
     found = train(nash_preference, tmp_path / "run", **values, method=method, tau=0.02)
-    assert found[8, "eval/win_rate"] > 0.85
+    assert found[8, "eval/win_rate"] > 0.85 and (8, "eval/exploitability") not in found
 
 
 def test_own_kinds(own, tmp_path):
@@ -288,17 +287,6 @@ def test_own_kinds(own, tmp_path):
     found = train(nash_preference, tmp_path / "run", **values | {"eval_steps": 1})
     assert found[1, "eval/kind/odd"] + found[1, "eval/kind/even"] == pytest.approx(1)
     assert found[1, "train/kind/odd"] + found[1, "train/kind/even"] == pytest.approx(1)
-
-
-def test_one_file_is_enough(own, tmp_path):
-    """Copied alone into an empty folder it runs with a model, a data set and a judge."""
-    (tmp_path / "deep" / "alone").mkdir(parents=True)
-    script = shutil.copy(ROOT / "algorithms" / "nash_preference.py", tmp_path / "deep" / "alone")
-    words = as_flags(SMALL | own | {"max_steps": 1, "model_name_or_path": TINY_MODEL})
-    process = fork(script, *words, "--output-dir", tmp_path / "run")
-    assert process.returncode == 0, process.stderr
-    found = numbers(tmp_path / "run")
-    assert (1, "eval/win_rate") in found and (1, "eval/exploitability") not in found
 
 
 def test_kinds_that_the_initial_model_never_wrote_count_as_ties(monkeypatch):

@@ -160,40 +160,6 @@ def test_reference_updates_of_actor_and_critic(monkeypatch):
 # --- The optimizer -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("delta", [-7.0, -0.3, 0.3, 7.0])
-def test_a_step_is_bounded(delta):
-    """The sum of changes is |delta| / (kappa max(|delta|, 1)) while the bound is active, for any learning rate."""
-    for lr in (1.0, 10.0):
-        params = parameters()
-        before = flat(params)
-        optimizer = ObGD(params, lr=lr, kappa=2.0)
-        set_gradients(params)
-        optimizer.step(delta, False)
-        expected = abs(delta) / (2 * max(abs(delta), 1))
-        assert (flat(params) - before).abs().sum().item() == pytest.approx(expected, rel=1e-4)
-
-
-def test_without_an_error_only_the_trace_moves_and_reset_comes_after_the_step():
-    params = parameters()
-    optimizer = ObGD(params)
-    before = flat(params)
-    set_gradients(params)
-    optimizer.step(0.0, False)
-    assert torch.equal(flat(params), before)
-    expected = 0.99 * 0.8 * optimizer.trace.clone()
-    set_gradients(params)
-    optimizer.step(1.0, True)  # the old trace still counts in this step
-    expected += torch.cat([param.grad.flatten() for param in params])
-    direction = flat(params) - before
-    torch.testing.assert_close(direction / direction.norm(), expected / expected.norm())
-    before = flat(params)
-    set_gradients(params)
-    optimizer.step(1.0, False)  # and in the next one it does not
-    direction = flat(params) - before
-    gradient = torch.cat([param.grad.flatten() for param in params])
-    torch.testing.assert_close(direction / direction.norm(), gradient / gradient.norm(), rtol=1e-3, atol=1e-5)
-
-
 def test_kappa_zero_is_sgd_with_traces():
     params = parameters()
     before = flat(params)

@@ -530,20 +530,6 @@ def test_probe_action(policy, tmp_path):
         assert agent.head.to_env(actions).item() == pytest.approx(best * sign, abs=allowed)
 
 
-def test_discrete_actions_are_a_softmax():
-    """Against torch.distributions; the environment gets whole numbers, counted from the space's own start."""
-    agent = agent_of(env_id="test/match-v0", policy="categorical", num_atoms=11)
-    assert agent.actor.last.out_features == 3
-    logits = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
-    outputs, expected = logits[:, None], Categorical(logits=logits)
-    actions = agent.head.sample(outputs)
-    assert_close(agent.head.log_prob(outputs, actions), expected.log_prob(actions[:, 0]), 1e-6)
-    assert_close(agent.head.entropy(outputs), expected.entropy(), 1e-6)
-    for chosen, index in ((actions, actions[:, 0]), (agent.head.mode(outputs), logits.argmax(-1))):
-        found = agent.to_env(chosen)
-        assert found.dtype == np.int64 and found.tolist() == (index - 1).tolist()
-
-
 @pytest.mark.parametrize("num_actions", [2, 17, 1000])
 def test_the_number_of_an_action_is_not_rounded(num_actions):
     envs = unimodal_poisson.make_envs(Args(env_id="test/match-v0"), 1)
