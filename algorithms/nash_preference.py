@@ -1555,7 +1555,10 @@ def train(args: Args) -> dict[str, float]:
         lengths, ended, logprobs = zip(*table)
         groups = torch.tensor(gather(rates.tolist()))  # (P,G) of all processes
         progress["num_tokens"] += sum(lengths) + sum(gather([len(c.ids) for c in opponents]))
-        for name, count in Counter(gather(kinds)).items():
+        counts = Counter(gather(kinds))
+        if args.eval_steps:  # 0 for kinds of the initial model that do not occur any more
+            counts.update(dict.fromkeys(initial.kinds, 0))
+        for name, count in counts.items():
             metrics[f"kind/{name}"] = count / len(lengths)
         metrics |= {
             "win_rate/mean": groups.mean().item(),

@@ -126,8 +126,7 @@ def paired(ours: pd.Series, theirs: pd.Series, error: float = 0.05) -> Interval:
     mean = float(difference.mean())
     if count < PAIRS:
         return Interval(mean)
-    half = stats.t.isf(error / 2, count - 1) * difference.std() / count**0.5
-    return Interval(mean, mean - half, mean + half)
+    return Interval(mean, *stats.ttest_1samp(difference, 0).confidence_interval(1 - error))
 
 
 def verdict(found: Interval, better: str, margin: float) -> str:
@@ -252,7 +251,7 @@ def scores_of(claim: SimpleNamespace) -> tuple[pd.Series, pd.Series]:
     runs = runs[runs.task == claim.task].set_index("seed")
     ours = runs[runs.arm == claim.ours][claim.column]
     theirs = runs[runs.arm == claim.theirs][claim.other_column or claim.column]
-    common = ours.index.intersection(theirs.index)
+    common = ours.dropna().index.intersection(theirs.dropna().index)
     if len(common) < int(claim.seeds):
         raise Unfinished(f"{claim.study}: not {claim.seeds} seeds of {claim.ours}, {claim.theirs}")
     return ours[common], theirs[common]
@@ -390,7 +389,7 @@ def opposites(links: str) -> str:
     text += f"{len(found['reproduced'])} are reproduced, {kept['reproduced']} of them also after the correction"
     text += f" ({public or 'none'} with the public model of 135 M parameters). The opposite came out for "
     names = {True: [], False: []}
-    for claim in found["opposite"]:
+    for claim in filter(lambda claim: claim.plot, found["opposite"]):
         task, _, control = claim.plot.partition("; ")
         names[survives(claim)].append(f"{claim.method} {control} ({task.partition(',')[0]})")
     return f"{text}{'; '.join(names[True])}. Only before the correction, it did for {'; '.join(names[False])}."

@@ -43,7 +43,7 @@ class Args:
     model: str | None = None
     """Hugging Face model; None is the shipped one of 0.8 M parameters"""
     contenders: tuple[str, ...] = ("ours", "vllm", "generate")
-    """who takes part; ours always does"""
+    """who takes part; ours must, because ratios are to it"""
     prompts: int = 8
     """prompts, each with 8 completions"""
     tokens: tuple[int, ...] = (16, 48, 256)

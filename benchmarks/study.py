@@ -681,7 +681,9 @@ def repeat(args: Args) -> None:
             ours = found[found.arm == claim.ours].set_index("seed")[claim.column]
             theirs = found[found.arm == claim.theirs].set_index("seed")[claim.other_column or claim.column]
             difference = tables.paired(ours, theirs)
-            said = tables.verdict(difference, claim.better, tables.margin_of(claim, theirs))
+            margin = tables.margin_of(claim, theirs)
+            said = tables.verdict(difference, claim.better, margin)
+            said += f" {margin:.3g}" * said.startswith("no difference")
             low, high = (f"{x:.4g}" if x is not None else "-" for x in (difference.low, difference.high))
             print(f"  {when} {difference.mean:.4g} ({low} to {high}): {said}", flush=True)
 

@@ -11,7 +11,6 @@ class SweepQuestions(SearchQA):
 
     def __init__(self, dataset: str | None = None):
         super().__init__(dataset, hops=(1, 2))
-        self.rows = self.train_rows + self.evaluation_rows
 
     def evaluation_problems(self, count: int) -> list:
         """The `count` held-out questions that follow the first `count`."""

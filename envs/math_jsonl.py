@@ -10,7 +10,7 @@ import hashlib
 import json
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 
@@ -149,6 +149,8 @@ class MathJsonl:
                 rows = [read_line(raw, f"{path}, line {i}") for i, raw in enumerate(file, 1) if raw.strip()]
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error.strerror}), expected a JSON-lines file") from None
+        if style == "gsm8k":  # its rewards ask for an integer without commas
+            rows = [replace(row, answer=row.answer.replace(",", "")) for row in rows]
         self.rows = rows  # all, in the order of the file
         by_hash = {}  # in [0, 1): the rows that share a question
         for row in rows:

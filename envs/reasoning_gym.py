@@ -19,7 +19,8 @@ LEFT_OUT = {
     "its verifier runs what the model wrote as Python": "binary_matrix countdown n_queens puzzle24 "
     "intermediate_integration polynomial_multiplication simple_integration spiral_matrix "
     "string_insertion",
-    "its verifier gives the full score to wrong answers": "complex_arithmetic game_of_life_halting",
+    "its verifier gives the full score to wrong answers": "coin_flip complex_arithmetic game_of_life_halting "
+    "gsm_symbolic",
     "its problems differ from process to process": "isomorphic_strings list_functions ransom_note",
     "it is a mixture of tasks": "composite",
 }

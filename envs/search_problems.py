@@ -18,8 +18,8 @@ class Problem:
 
     @property
     def place(self) -> tuple[int, str]:
-        """A hash of the question and the question: equal for copies, and no order of lines matters."""
-        key = " ".join(self.question.lower().split())
+        """A hash of the question and the question: equal for copies, whatever the order of lines."""
+        key = " ".join(self.question.lower().split()).rstrip(" .?!") + "?"
         return zlib.crc32(key.encode("utf-8", "replace")), key
 
     @property

@@ -27,11 +27,6 @@ def parse_turn(text: str) -> tuple[str | None, str]:
     return min(found)[1:] if found else (None, "")
 
 
-def searches(texts: list[str]) -> list[str]:
-    """The queries of an episode, whose texts are what was written and what was read, in turn."""
-    return [query for tag, query in map(parse_turn, texts[::2]) if tag == "search"]
-
-
 def extract_answer(text: str, tag: str = "answer") -> str | None:
     """Text inside the last <answer> </answer> pair, or None."""
     end = text.rfind(f"</{tag}>")

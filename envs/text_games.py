@@ -12,8 +12,8 @@ does. Rules, texts and rewards follow that code too (spiral-rl/spiral at a02d0ed
 0.6.4), except that Kuhn poker is by default the standard game of one hand. Every random choice
 comes from the `random.Random` that is passed in. No dependencies.
 
-make_game also takes the games of the package textarena (envs/textarena_games.py) and your own
-(envs/game.py says what it needs, envs/examples/nim.py is one).
+make_game also takes the games of the package textarena (envs/textarena_games.py); spiral_rae.py
+loads your own (envs/game.py says what it needs, envs/examples/nim.py is one).
 """
 
 import functools

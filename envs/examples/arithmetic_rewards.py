@@ -10,8 +10,9 @@ import re
 
 def right(problem: dict, completion: str) -> float:
     """1.0 if the last number of the completion is the answer, else 0.0."""
-    numbers = re.findall(r"-?[0-9]+(?:,[0-9]{3})*", completion)  # also 1,234
-    return float(bool(numbers) and numbers[-1].replace(",", "") == problem["answer"])
+    number = r"(?:(?<![0-9])-)?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?"  # -5, 1,234, 3.5; the minus of 8-5 is no sign
+    numbers = re.findall(number, completion)
+    return float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(problem["answer"]))
 
 
 def short(problem: dict, completion: str) -> float:
