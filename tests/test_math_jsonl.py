@@ -62,6 +62,13 @@ def test_length_counts_only_the_text_before_the_answer(before, short):
     assert math_jsonl.length(Problem("?", "1"), "x" * before + "<answer>" + "1" * 5000 + "</answer>") == short
 
 
+def test_commas_of_gsm8k(tmp_path):
+    """Its rewards ask for digits only, so that is how the answers of the file are kept."""
+    lines = [{"question": f"{n}?", "answer": f"so\n#### 1,00{n}"} for n in range(2)]
+    (tmp_path / "file.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert {row.answer for row in MathJsonl(tmp_path / "file.jsonl", "gsm8k").rows} == {"1000", "1001"}
+
+
 @pytest.mark.parametrize("vector", GSM8K, ids=lambda vector: vector["id"])
 def test_reference_gsm8k_rewards(vector):
     problem = Problem("?", vector["inputs"]["answer"])

@@ -163,6 +163,8 @@ def test_arithmetic_rewards():
     assert [arithmetic_rewards.short(problem, text) for text in texts] == [26.0, 31.0, 27.0]
     assert [arithmetic_rewards.well_formed(problem, text) for text in texts] == [0.1, 0.0, 0.1]
     assert arithmetic_rewards.right({"answer": "1234"}, "= 1,234") == 1.0
+    five = ["It is 3.5", "8-5", "= 5.0", "-5"]
+    assert [arithmetic_rewards.right({"answer": "5"}, text) for text in five] == [0.0, 1.0, 1.0, 0.0]
 
 
 def test_the_calculator_never_trains_on_what_it_evaluates():

@@ -203,6 +203,12 @@ def test_prompts_show_what_the_role_may_see():
     assert f"{document}\nSearches: 2\n" in task.prompt(search_qa.Request(document, 2))[0]["content"]
 
 
+def test_punctuation_makes_no_new_question():
+    """pi-Play's examiner must not write a question of the evaluation without its question mark."""
+    places = {Problem(text, ("x",)).place for text in ("Who is  it?", "who is it", "Who is it ?", "Who is it.")}
+    assert len(places) == 1
+
+
 def test_a_retrieved_document_cannot_break_the_format():
     """IGPO's format check counts tags over the whole episode, results too: none may come from a document."""
     task = SearchQA()
