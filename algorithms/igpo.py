@@ -1500,8 +1500,8 @@ def train(args: Args) -> dict[str, float]:
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
     if args.vllm and args.fsdp:
         sys.exit("--vllm: not with --fsdp, because the policy scores answers between turns")
-    if args.normalization == "joint" and args.advantage != "f1ig":
-        sys.exit("--normalization joint: needs gains and outcomes, --advantage f1ig")
+    if args.normalization == "joint" and args.advantage != "f1+ig":
+        sys.exit("--normalization joint: needs gains and outcomes, --advantage f1+ig")
     rank, world_size, device = setup(args)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)

@@ -1119,8 +1119,9 @@ def update(
                     sequences.append(sum_tokens(values, batch, len(rows), args.num_generations))
                 losses = group_losses(*sequences, preferences, rates, args)  # (P,)
                 # Groups outside the micro-batch have sums of 0, but not a loss of 0.
-                inside = (batch.completion_index // args.num_generations).unique()
-                loss = losses[inside].sum() / args.num_prompts_per_step
+                ones = torch.ones_like(logprobs)
+                lengths = sum_tokens(ones, batch, len(rows), args.num_generations)
+                loss = (losses * (lengths[:, 0] > 0)).sum() / args.num_prompts_per_step
             sums[0] += loss.detach()
             if reference is not None:
                 sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()

@@ -350,7 +350,7 @@ class Agent:
             # the entropy after good and bad surprises alike.
             by_logprob, by_entropy, entropy = self.derivatives
             metrics["losses/entropy"] = entropy.item()
-            sign = (delta > 0) - (delta < 0)
+            sign = float(np.sign(delta))
             by_outputs = by_logprob + sign * self.args.entropy_coef * by_entropy
             torch.autograd.backward(
                 [value, self.outputs], [None, torch.from_numpy(by_outputs[None])]
