@@ -452,8 +452,7 @@ def update_on_policy(agent, optimizer, batch, step_size, args):
         loss.backward()
         nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
         optimizer.step()
-    with torch.no_grad():  # after the last step
-        policy_loss, kl = rollout_loss(agent, batch, step_size, args)
+    policy_loss, kl = rollout_loss(agent, batch, step_size, args)  # after the last step
 
     clip = 0.2 * step_size
     for _ in range(5):

@@ -1759,9 +1759,8 @@ def train(args: Args) -> dict[str, float]:
         table = gather([facts(episode) for episode in episodes])
         for tag in table[0]:
             metrics[tag] = sum(row[tag] for row in table) / len(table)
-        metrics["entropy"] /= metrics[
-            "completions/mean_length"
-        ]  # sums of episodes: nats of a token
+        # sums of episodes become nats of a token
+        metrics["entropy"] /= metrics["completions/mean_length"]
         progress["num_tokens"] += sum(row["completions/mean_length"] for row in table)
         unequal = {pool for pool, value in zip(pools, advantages.tolist()) if value != 0}
         metrics |= {

@@ -392,7 +392,7 @@ def opposites(links: str) -> str:
     for claim in filter(lambda claim: claim.plot, found["opposite"]):
         task, _, control = claim.plot.partition("; ")
         names[survives(claim)].append(f"{claim.method} {control} ({task.partition(',')[0]})")
-    return f"{text}{'; '.join(names[True])}. Only before the correction, it did for {'; '.join(names[False])}."
+    return f"{text}{'; '.join(names[True])}. Without the correction it also came out for {'; '.join(names[False])}."
 
 
 def methods(links: str) -> str:
