@@ -93,7 +93,7 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 # Flags that cannot change when a run is resumed.
-FIXED = "seed env dataset eval_dataset max_prompt_length system_prompt"
+FIXED = "seed env dataset eval_dataset reward max_prompt_length system_prompt"
 FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir lora_rank"
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
@@ -117,9 +117,9 @@ class Args:
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
     """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
-    the rewards of --env. With --dataset, problem is the line of the file as a dict, its text alone
-    is the prompt, and --env only chooses the tiny model; without, problem is what envs/ makes.
-    Evaluations report the first function"""
+    the rewards of --env. With --dataset, problem is a line of the file as a dict, its text alone is
+    the prompt, and --env only chooses the tiny model. Without --dataset, problem is what envs/
+    makes. Evaluations report the first function"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
@@ -150,7 +150,7 @@ class Args:
     epsilon: float = 0.2
     """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
-    """weight of the KL penalty; above 0, a copy of the initial model is kept"""
+    """weight of the KL penalty; above 0, the initial model is kept"""
     num_iterations: int = 1
     """mu, optimizer steps on each batch of completions"""
     # optimizer
@@ -165,7 +165,7 @@ class Args:
     """training steps, one batch of completions each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed; results change by rounding only, which the loss corrects for with --bf16
+    # memory and speed; these change results by rounding only; with --bf16 the loss corrects for it
     decode_batch_size: int = 256
     """completions sampled at once"""
     micro_batch_size: int = 32
@@ -482,7 +482,8 @@ def load_task(args: Args):
         sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
     task = load_problems(args, args.dataset or args.eval_dataset)
     if args.eval_dataset:
-        problems = (load_problems(args, args.eval_dataset) if args.dataset else task).rows
+        held_out = load_problems(args, args.eval_dataset) if args.dataset else task
+        problems = held_out.rows
         task.train_rows = task.rows  # nothing has to be held out
     else:
         problems = task.evaluation_problems(args.eval_problems)
@@ -496,8 +497,8 @@ def load_task(args: Args):
     task.reward_weights = args.reward_weights or task.reward_weights
     if len(task.reward_weights) != len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
-    if not problems:
-        sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
+    if not problems or (args.dataset and not task.train_rows):
+        sys.exit("--dataset: too few problems to train on some and hold others out")
     return task, problems
 
 
@@ -672,6 +673,8 @@ def check_model(model, prompt: list[int], args: Args) -> None:
         config.sliding_window = 4  # shorter than the texts of this check
     try:
         gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever the code of an architecture raises
         sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
     if window:

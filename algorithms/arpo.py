@@ -162,7 +162,7 @@ class Args:
     epsilon: float = 0.2
     """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
-    """weight of the KL penalty; above 0, a copy of the initial model is kept"""
+    """weight of the KL penalty; above 0, the initial model is kept"""
     num_iterations: int = 1
     """mu, optimizer steps on each batch of episodes"""
     # optimizer
@@ -177,7 +177,7 @@ class Args:
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed; results change by rounding only, which the loss corrects for with --bf16
+    # memory and speed; these change results by rounding only; with --bf16 the loss corrects for it
     decode_batch_size: int = 256
     """episodes played at once, in whole groups"""
     micro_batch_size: int = 32
@@ -445,7 +445,8 @@ def load_task(args: Args):
         sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
     task = load_problems(args, args.dataset or args.eval_dataset)
     if args.eval_dataset:
-        problems = (load_problems(args, args.eval_dataset) if args.dataset else task).rows
+        held_out = load_problems(args, args.eval_dataset) if args.dataset else task
+        problems = held_out.rows
         task.train_rows = task.rows  # nothing has to be held out
     else:
         problems = task.evaluation_problems(args.eval_problems)
@@ -459,8 +460,8 @@ def load_task(args: Args):
     task.reward_weights = args.reward_weights or task.reward_weights
     if len(task.reward_weights) != len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
-    if not problems:
-        sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
+    if not problems or (args.dataset and not task.train_rows):
+        sys.exit("--dataset: too few problems to train on some and hold others out")
     return task, problems
 
 
@@ -649,6 +650,8 @@ def check_model(model, prompt: list[int], args: Args) -> None:
         config.sliding_window = 4  # shorter than the texts of this check
     try:
         gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever the code of an architecture raises
         sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
     if window:

@@ -146,7 +146,7 @@ class Args:
     epsilon: float = 0.2
     """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
-    """weight of the KL penalty (paper: 0); above 0, a copy of each initial model is kept"""
+    """weight of the KL penalty (paper: 0); above 0, each initial model is kept"""
     num_iterations: int = 1
     """mu, optimizer steps on each batch of calls"""
     # optimizer
@@ -161,7 +161,7 @@ class Args:
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
     """seed of problems and sampling"""
-    # memory and speed; results change by rounding only, which the loss corrects for with --bf16
+    # memory and speed; these change results by rounding only; with --bf16 the loss corrects for it
     decode_batch_size: int = 256
     """episodes played at once"""
     micro_batch_size: int = 32
@@ -432,8 +432,8 @@ def load_task(args: Args):
     if args.reward:
         functions = [from_file("--reward", name) for name in args.reward]
         task.reward_functions = dict(zip(names, functions))
-    if not problems:
-        sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
+    if not problems or (args.dataset and not task.train_rows):
+        sys.exit("--dataset: too few problems to train on some and hold others out")
     return team, problems
 
 
@@ -615,6 +615,8 @@ def check_model(model, prompt: list[int], args: Args) -> None:
         config.sliding_window = 4  # shorter than the texts of this check
     try:
         gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever the code of an architecture raises
         sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
     if window:

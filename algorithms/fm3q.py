@@ -15,8 +15,8 @@ Differs from the paper, whose text was not available:
 1. The mixing network is QMIX's (arXiv 1803.11485), fed with utilities that carry the sign of their
    team. This is our reading of the paper's condition. `--mixer vdn` and `twin` are two others.
 2. The released code has no mixing network: `--mixer pairwise` pairs each agent with an opponent.
-   It copies the target network in each fifth iteration only, there after nearly every update;
-   here the copy comes every `--target-network-frequency` updates.
+   It copies the target network after nearly every update of each fifth iteration, and never in
+   the others; here the copy comes every `--target-network-frequency` updates.
 3. The games are ours: tables that can be solved exactly, and pong of two teams. Environments of
    PettingZoo work too. The paper has Wimblepong, MPE and RoboMaster.
 
@@ -337,9 +337,9 @@ def learner_loss(
         else:
             values = online.team_mixers[side](own_q, own_q[:, :0], state)
             mixer = target.team_mixers[side]
-            nobody = next_q[:, :0]  # no opponents: the mixer of one team
+            no_team = next_q[:, :0]  # the mixer of one team has no opponents
             targets = minimax_targets(
-                own_rewards, dones, next_q, nobody, next_state, mixer, args.gamma
+                own_rewards, dones, next_q, no_team, next_state, mixer, args.gamma
             )
             loss = loss + td_loss(values, targets)
     return loss
@@ -709,14 +709,14 @@ class Exploiter(Networks):
 
 
 def train_exploiter(frozen: Networks, side: int, args: Args, device) -> float:
-    """What a team (0: protagonists) gains by training against the frozen team of the other side: a
-    noisy estimate of what a best response gains at least.
+    """What a team (0: protagonists) gains by training against the frozen team of the other side.
+    A best response gains at least this, up to the noise of the games.
 
     It learns on FM3Q's loss, or the control's, in which the other team's utilities are constants,
-    and explores with chance --end-e throughout. The best of its checkpoints and, in pong, paddles
-    that follow the ball counts, scored again in fresh games. The gain is never below 0, as a team
-    can always play as the frozen one; where there is nothing to gain, the noise of the games makes
-    it slightly positive.
+    and explores with chance --end-e throughout. What counts is the best of its checkpoints and, in
+    pong, of paddles that follow the ball, scored again in fresh games. The gain is never below 0,
+    as a team can always play as the frozen one; where there is nothing to gain, the noise of the
+    games makes it slightly positive.
     """
     args = replace(args, learning_rate=args.exploiter_learning_rate)
     seed = random_seed(args.seed, "exploiter", side)
@@ -907,7 +907,7 @@ def train(args: Args) -> dict[str, float]:
     if args.learner == "fm3q" and args.mixer == "pairwise" and n != m:
         sys.exit(f"--mixer pairwise: pairs opponents, but the game has {n} against {m}")
     learner = Learner(Networks(game, args), Networks(game, args), args)
-    run_dir = open_run(args, Path(args.env_id).name)
+    run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
     parts = {"online": learner.online, "target": learner.target, "optimizer": learner.optimizer}
     step = 0
     state = load_checkpoint(run_dir, device) if args.resume else None

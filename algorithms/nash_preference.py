@@ -146,7 +146,7 @@ class Args:
     epsilon: float = 0.2
     """spo, grpo: clip range of the probability ratio"""
     beta: float = 0.0
-    """spo, grpo: weight of the KL penalty; above 0, a copy of the initial model is kept"""
+    """spo, grpo: weight of the KL penalty; above 0, the initial model is kept"""
     num_iterations: int = 4
     """optimizer steps on each batch of completions, for nash_mp in each half"""
     # optimizer
@@ -466,8 +466,8 @@ def load_task(args: Args):
         task.kind = None  # not those of the default task
     if args.kind:
         task.kind = from_file("--kind", args.kind)
-    if not problems:
-        sys.exit("--dataset: too few problems to hold some out; give --eval-dataset as well")
+    if not problems or (args.dataset and not task.train_rows):
+        sys.exit("--dataset: too few problems to train on some and hold others out")
     return task, problems
 
 
@@ -642,6 +642,8 @@ def check_model(model, prompt: list[int], args: Args) -> None:
         config.sliding_window = 4  # shorter than the texts of this check
     try:
         gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever the code of an architecture raises
         sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
     if window:

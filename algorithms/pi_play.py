@@ -149,7 +149,7 @@ class Args:
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
     """how the losses of tokens are averaged, see token_weights"""
     beta: float = 0.0
-    """weight of the KL penalty; above 0, a copy of the initial model is kept"""
+    """weight of the KL penalty; above 0, the initial model is kept"""
     # optimizer
     learning_rate: float | None = None
     """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others, and ten times
@@ -162,7 +162,7 @@ class Args:
     """training steps of both policies; 0 only evaluates"""
     seed: int = 1
     """seed of documents and sampling"""
-    # memory and speed; results change by rounding only, which the loss corrects for with --bf16
+    # memory and speed; these change results by rounding only; with --bf16 the loss corrects for it
     decode_batch_size: int = 256
     """episodes sampled at once"""
     micro_batch_size: int = 32
@@ -428,7 +428,8 @@ def load_task(args: Args):
         sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
     task = load_problems(args, args.dataset or args.eval_dataset)
     if args.eval_dataset:
-        problems = (load_problems(args, args.eval_dataset) if args.dataset else task).rows
+        held_out = load_problems(args, args.eval_dataset) if args.dataset else task
+        problems = held_out.rows
         task.train_rows = task.rows  # nothing has to be held out
     else:
         problems = task.evaluation_problems(args.eval_problems)
@@ -620,6 +621,8 @@ def check_model(model, prompt: list[int], args: Args) -> None:
         config.sliding_window = 4  # shorter than the texts of this check
     try:
         gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever the code of an architecture raises
         sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
     if window:

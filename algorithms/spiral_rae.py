@@ -125,7 +125,7 @@ class Args:
     epsilon: float = 0.2
     """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
-    """weight of the KL penalty; above 0, a copy of the initial model is kept"""
+    """weight of the KL penalty; above 0, the initial model is kept"""
     num_iterations: int = 2
     """mu, optimizer steps on each batch of turns"""
     # optimizer
@@ -140,7 +140,7 @@ class Args:
     """training steps, one batch of games each; 0 only evaluates"""
     seed: int = 1
     """seed of games and sampling"""
-    # memory and speed; results change by rounding only, which the loss corrects for with --bf16
+    # memory and speed; these change results by rounding only; with --bf16 the loss corrects for it
     decode_batch_size: int = 256
     """games played at once"""
     micro_batch_size: int = 32
@@ -514,6 +514,8 @@ def check_model(model, prompt: list[int], args: Args) -> None:
         config.sliding_window = 4  # shorter than the texts of this check
     try:
         gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever the code of an architecture raises
         sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
     if window:
@@ -1009,7 +1011,7 @@ def micro_batches(completions, rows: list[int], args: Args, device) -> list[Pack
     def packed_length(group: list[int]) -> int:
         return len(completions[group[0]].prompt) + sum(len(completions[row].ids) for row in group)
 
-    # Longest first: a step that does not fit fails at once.
+    # Longest first: most steps that do not fit fail at once.
     groups = sorted(groups.values(), key=packed_length, reverse=True)
     rows = [row for group in groups for row in group]
     size = args.micro_batch_size
@@ -1335,8 +1337,8 @@ def report(step: int, metrics: dict, results: list[Result], args: Args) -> None:
 
 
 def evaluate(models: dict, tokenizer, args: Args, rank: int, world_size: int) -> dict[str, float]:
-    """Shares of games that the policy wins, draws and loses against each opponent, moving first
-    (role 0) and second. Prints one of the games."""
+    """Shares of games that the policy wins, draws and loses against each opponent, as player 0
+    (first) and 1 (second). Prints one of the games."""
     matches = []
     # Naming a game twice doubles its share of the training, not of the evaluation.
     for name, opponent in product(dict.fromkeys(args.games), args.eval_opponents):
@@ -1358,7 +1360,7 @@ def evaluate(models: dict, tokenizer, args: Args, rank: int, world_size: int) ->
         for outcome, happened in outcomes.items():
             counts[f"{tag}/{outcome}"] = counts.get(f"{tag}/{outcome}", 0) + happened
     scores = {tag: count / args.eval_games for tag, count in counts.items()}
-    if rank == 0:
+    if rank == 0 and matches:
         print("\n".join([f"{matches[0].name}:", *matches[0].texts]))
     return scores
 

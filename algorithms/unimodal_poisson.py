@@ -938,16 +938,16 @@ def train(args: Args) -> dict[str, float]:
     envs = make_envs(args, args.num_envs)
     if args.policy is None:
         args.policy = "categorical" if is_discrete(envs) else "poisson"
-    is_poisson = args.policy == "poisson"
-    if is_poisson and args.rate_init:
+    agent = Agent(envs, args).to(device)
+    if args.policy == "poisson" and args.rate_init:
         rate = torch.tensor(args.rate_init)
-        mass = poisson_logits(rate, args.num_atoms, args.temperature or 1).softmax(-1).max().item()
+        logits = poisson_logits(rate, agent.args.num_atoms, args.temperature or 1)
+        mass = logits.softmax(-1).max().item()
         if mass > 0.9:
             sys.exit(
                 f"--rate-init {args.rate_init}: one atom begins with {100 * mass:.0f} % of the "
                 "probability, so nothing else is tried; leave --rate-init out"
             )
-    agent = Agent(envs, args).to(device)
     vector = as_vector(agent)
     optimizer = torch.optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True)
     loss_function = minibatch_loss

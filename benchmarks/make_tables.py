@@ -387,12 +387,12 @@ def opposites(links: str) -> str:
     public = sum(survives(claim) for claim in found["reproduced"] if "135 M" in claim.scale)
     text = f"The picture has {sum(bool(c.plot) for c in shown)} of {len(shown)} claims. Of all, "
     text += f"{len(found['reproduced'])} are reproduced, {kept['reproduced']} of them also after the correction"
-    text += f" ({public or 'none'} with the public model of 135 M parameters). The opposite came out for "
+    text += f" ({public or 'none'} with the public model of 135 M parameters). The opposite came out for:"
     names = {True: [], False: []}
     for claim in filter(lambda claim: claim.plot, found["opposite"]):
         task, _, control = claim.plot.partition("; ")
         names[survives(claim)].append(f"{claim.method} {control} ({task.partition(',')[0]})")
-    return f"{text}{'; '.join(names[True])}. Without the correction it also came out for {'; '.join(names[False])}."
+    return f"{text}\n\n- {'; '.join(names[True])};\n- not after the correction: {'; '.join(names[False])}."
 
 
 def methods(links: str) -> str:

@@ -96,7 +96,7 @@ def test_killed_again_and_again(whole, tmp_path):
     language_runs.assert_same_run(run_dir, whole[0])
 
 
-OTHERS = [("--seed", 7), ("--env", "gsm8k"), ("--model-name-or-path", "x"), ("--num-prompts-per-step", 8)]
+OTHERS = [("--seed", 7), ("--env", "gsm8k"), ("--model-name-or-path", "x"), ("--num-prompts-per-step", 8), ("--reward", "x.py:f")]
 
 
 @pytest.mark.parametrize("flag, value", OTHERS)

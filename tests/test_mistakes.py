@@ -17,7 +17,8 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--dataset broken.jsonl --reward own.py:ones", "broken.jsonl, line 3, column 13: not JSON, Expecting value"),
     ("grpo", "--dataset keyless.jsonl --reward own.py:ones", "keyless.jsonl, line 1: "),
     ("grpo", "--dataset list.json --reward own.py:ones", "list.json, line 1: "),
-    ("grpo", "--dataset questions.jsonl --reward own.py:ones", "--dataset: too few problems to hold some out"),
+    ("grpo", "--dataset questions.jsonl --reward own.py:ones", "--dataset: too few problems to train on"),
+    ("grpo", OWN.replace("train", "empty") + "ones --eval-dataset train.jsonl", "--dataset: too few problems to train on"),
     ("grpo", "--dataset train.jsonl --reward nothing.py:ones", "--reward nothing.py:ones: "),
     ("grpo", OWN + "nowhere", "--reward own.py:nowhere: "),
     ("grpo", OWN + "ones own.py:ones", "--reward: functions need different names"),
@@ -110,6 +111,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "questions.jsonl").write_text(question)
     (tmp_path / "broken.jsonl").write_text(f'{question}\n{{"question": \n')
     (tmp_path / "keyless.jsonl").write_text('{"text": "Who?"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "list.json").write_text('[{"question": "Who?"}]\n')
     (tmp_path / "own.py").write_text(OWN_FILE)
     (tmp_path / "math.py").write_text("def twos(problem, completion):\n    return 2.0\n")
