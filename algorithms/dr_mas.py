@@ -432,7 +432,7 @@ def load_task(args: Args):
     if args.reward:
         functions = [from_file("--reward", name) for name in args.reward]
         task.reward_functions = dict(zip(names, functions))
-    if not problems or (args.dataset and not task.train_rows):
+    if not problems or (args.dataset and not getattr(task, "train_rows", True)):
         sys.exit("--dataset: too few problems to train on some and hold others out")
     return team, problems
 

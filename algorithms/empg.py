@@ -409,7 +409,7 @@ def load_task(args: Args):
     task.reward_weights = args.reward_weights or task.reward_weights
     if len(task.reward_weights) != len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
-    if not problems or (args.dataset and not task.train_rows):
+    if not problems or (args.dataset and not getattr(task, "train_rows", True)):
         sys.exit("--dataset: too few problems to train on some and hold others out")
     return task, problems
 

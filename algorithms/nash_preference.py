@@ -466,7 +466,7 @@ def load_task(args: Args):
         task.kind = None  # not those of the default task
     if args.kind:
         task.kind = from_file("--kind", args.kind)
-    if not problems or (args.dataset and not task.train_rows):
+    if not problems or (args.dataset and not getattr(task, "train_rows", True)):
         sys.exit("--dataset: too few problems to train on some and hold others out")
     return task, problems
 
