@@ -97,7 +97,7 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 # Flags that cannot change when a run is resumed.
 FIXED = "seed dataset eval_dataset max_prompt_length system_prompt"
 FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir lora_rank"
-FIXED += " method num_policies"
+FIXED += " method num_policies preference kind"
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

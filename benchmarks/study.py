@@ -102,6 +102,7 @@ PRODUCTS = """algorithms/grpo.py --bf16 --system-prompt "Think briefly, then end
 THREE_HOPS = """--model-name-or-path runs/search_start/final --hops 3 --max-turns 6 --reward-weights 1 0 0 0
  --max-steps 40 --eval-steps 10"""
 GOALS = ("right", "short", "well_formed")
+TRIES = ("solver", "critic", "refiner")
 REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOALS)
 PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
  --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
@@ -114,6 +115,7 @@ VARIANTS |= {"prob_joint": "--information-gain prob --normalization joint"}
 START = "--second-activation {} --rate-init {} --temperature {}"
 MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
+WEIGHTS = ("0.001", "0.003", "0.01", "0.03", "0.1", "0.2")
 TEAMS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 TEAMS |= {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
@@ -171,6 +173,24 @@ STUDIES = {
         curves=("eval/mean_at_8",),
         best="mean_at_8",
         minutes=4.0,
+    ),
+    "dr_mas_135m": Study(  # from a model that multiplies: products_135m with --keep runs/products
+        command="algorithms/dr_mas.py --env envs/examples/retry.py:Retry --bf16"
+        ' --system-prompt "Think briefly, then end with the answer."'
+        " --model-name-or-path runs/products/grpo_2_2e-5/final --num-prompts-per-step 8 --micro-batch-size 16"
+        " --max-completion-length 32 --max-steps 30 --eval-steps 15",
+        arms={
+            "agent": Arm("", LADDER, "2e-5"),
+            "global": Arm("--normalization global", LADDER, "2e-5"),
+        },
+        scores=MEAN_AT_8
+        | {f"{name}_norm_max": (f"train/dr_mas/{name}/grad_norm", "max") for name in TRIES}
+        | {f"{name}_calls": (f"train/dr_mas/{name}/calls", "mean") for name in TRIES}
+        | {f"{name}_inflation": (f"train/dr_mas/{name}/inflation_factor", "mean") for name in TRIES}
+        | {"train_late": ("train/rewards/correctness/mean", "late")},
+        curves=("eval/mean_at_8", *(f"train/dr_mas/{name}/grad_norm" for name in TRIES)),
+        best="train_late",
+        minutes=5.0,
     ),
     "smollm2_lora": Study(
         command=f"algorithms/grpo.py {TWO_NUMBERS}",
@@ -406,6 +426,18 @@ STUDIES = {
         scores={tag.replace("/", "_"): (f"eval/{tag}", "last") for tag in TAG_SCORES},
         minutes=8.0,
     ),
+    "arac_weight": Study(  # weights of the control are swept on seed 1
+        command="algorithms/arac.py --graph cycle_12 --horizon 24 --total-timesteps 60000 --eval-steps 0",
+        arms={"adaptive": Arm(), "by_time": Arm("--beta-mode exp"), "none": Arm("--beta-mode none")}
+        | {f"fixed_{beta}": Arm(f"--beta-mode fixed --beta {beta}", seeds=(1,)) for beta in WEIGHTS},
+        scores={
+            **{f"{which}_success": ("charts/success", which) for which in ("mean", "early", "late")},
+            **{f"{who}_success": (f"eval/{who}/success", "last") for who in ("sampled", "greedy", "reference")},
+            "beta": ("train/arac/beta", "last"),
+        },
+        curves=("charts/success", "train/arac/beta"),
+        minutes=2.5,
+    ),
     "arac_grid": Study(
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
         " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
@@ -509,11 +541,14 @@ lock = Lock()  # of the CSVs and of what is printed
 
 def score(metrics: pd.DataFrame, tag: str, which: str) -> float:
     """First or last value of a tag, or its mean over the first or last tenth of the steps, or NaN.
-    `mean`, `last 10`: mean of all, or of so many values. `reach 0.8`: first step whose last five have this mean."""
+    `mean`, `max`, `last 10`: mean or largest of all, or mean of so many values. `reach 0.8`: first step whose last
+    five have this mean."""
     rows = metrics[metrics.tag == tag]
     end = metrics.step.max()
     if which.startswith("reach"):
         return rows.step[rows.value.rolling(5).mean() >= float(which.split()[1])].min()
+    if which == "max":
+        return rows.value.max()
     chosen = {
         "first": rows.head(1),
         "last": rows.tail(1),
