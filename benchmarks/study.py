@@ -428,8 +428,13 @@ STUDIES = {
     ),
     "arac_weight": Study(  # weights of the control are swept on seed 1
         command="algorithms/arac.py --graph cycle_12 --horizon 24 --total-timesteps 60000 --eval-steps 0",
-        arms={"adaptive": Arm(), "by_time": Arm("--beta-mode exp"), "none": Arm("--beta-mode none")}
-        | {f"fixed_{beta}": Arm(f"--beta-mode fixed --beta {beta}", seeds=(1,)) for beta in WEIGHTS},
+        arms={
+            "adaptive": Arm(),
+            "by_time": Arm("--beta-mode exp"),
+            "none": Arm("--beta-mode none"),
+            "fixed": Arm("--beta-mode fixed --beta 0.003"),  # the best of these
+            **{f"fixed_{beta}": Arm(f"--beta-mode fixed --beta {beta}", seeds=(1,)) for beta in WEIGHTS},
+        },
         scores={
             **{f"{which}_success": ("charts/success", which) for which in ("mean", "early", "late")},
             **{f"{who}_success": (f"eval/{who}/success", "last") for who in ("sampled", "greedy", "reference")},
