@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
@@ -37,6 +37,7 @@ SWEEP_SEED = 1
 THREE = (2, 3, 4)
 FIVE = (2, 3, 4, 5, 6)
 EIGHT = tuple(range(2, 10))
+FRESH = (4, 5, 6, 7, 8)
 TEN = tuple(range(2, 12))
 TWENTY = tuple(range(2, 22))
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
@@ -116,6 +117,11 @@ START = "--second-activation {} --rate-init {} --temperature {}"
 MUJOCO = ("HalfCheetah-v5", "Hopper-v5")
 TWO_TASKS = ("Hopper-v5", "InvertedPendulum-v5")
 WEIGHTS = ("0.001", "0.003", "0.01", "0.03", "0.1", "0.2")
+ARAC = {"adaptive": Arm(), "by_time": Arm("--beta-mode exp"), "none": Arm("--beta-mode none")}
+ARAC |= {f"fixed_{beta}": Arm(f"--beta-mode fixed --beta {beta}", seeds=(1,)) for beta in WEIGHTS}
+WON = {f"{which}_success": ("charts/success", which) for which in ("mean", "early", "late")}
+WON |= {f"{who}_success": (f"eval/{who}/success", "last") for who in ("sampled", "greedy", "reference")}
+WON |= {"beta": ("train/arac/beta", "last")}
 TEAMS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 TEAMS |= {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
@@ -428,20 +434,18 @@ STUDIES = {
     ),
     "arac_weight": Study(  # weights of the control are swept on seed 1
         command="algorithms/arac.py --graph cycle_12 --horizon 24 --total-timesteps 60000 --eval-steps 0",
-        arms={
-            "adaptive": Arm(),
-            "by_time": Arm("--beta-mode exp"),
-            "none": Arm("--beta-mode none"),
-            "fixed": Arm("--beta-mode fixed --beta 0.003"),  # the best of these
-            **{f"fixed_{beta}": Arm(f"--beta-mode fixed --beta {beta}", seeds=(1,)) for beta in WEIGHTS},
-        },
-        scores={
-            **{f"{which}_success": ("charts/success", which) for which in ("mean", "early", "late")},
-            **{f"{who}_success": (f"eval/{who}/success", "last") for who in ("sampled", "greedy", "reference")},
-            "beta": ("train/arac/beta", "last"),
-        },
+        arms=ARAC | {"fixed": Arm("--beta-mode fixed --beta 0.003")},  # the best weight
+        scores=WON,
         curves=("charts/success", "train/arac/beta"),
-        minutes=2.5,
+        minutes=1.5,
+    ),
+    "arac_large": Study(  # the same with a good reference; seeds that arac_grid has not used
+        command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
+        " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
+        arms={name: replace(arm, seeds=FRESH) if len(arm.seeds) > 1 else arm for name, arm in ARAC.items()},
+        scores=WON,
+        curves=("charts/success", "train/arac/beta"),
+        minutes=4.0,
     ),
     "arac_grid": Study(
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
