@@ -442,7 +442,9 @@ STUDIES = {
     "arac_large": Study(  # the same with a good reference; seeds that arac_grid has not used
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
         " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
-        arms={name: replace(arm, seeds=FRESH) if len(arm.seeds) > 1 else arm for name, arm in ARAC.items()},
+        arms={name: replace(arm, seeds=FRESH) if len(arm.seeds) > 1 else arm for name, arm in ARAC.items()}
+        | {"fixed": Arm("--beta-mode fixed --beta 0.003", seeds=FRESH)}  # the best weight by training
+        | {"fixed_low": Arm("--beta-mode fixed --beta 0.001", seeds=FRESH)},  # the best weight in the end
         scores=WON,
         curves=("charts/success", "train/arac/beta"),
         minutes=4.0,
