@@ -543,12 +543,13 @@ def draw_study(name: str) -> None:
     panels = figure["panels"]
     size = (7 if len(panels) == 1 else 4.6 * len(panels), 3.8)
     picture, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False)
-    for axis, (title, task, column, label) in zip(axes[0], panels):
+    for axis, (title, task, column, label, *other) in zip(axes[0], panels):
+        study = other[0] if other else figure["study"]
         if x == "step":
-            points = load_curves(figure["study"])
+            points = load_curves(study)
             points = points[points.tag == column].rename(columns={"value": column})
         else:
-            points = load_runs(figure["study"])
+            points = load_runs(study)
         points = points[points.task == task]
         points = points.assign(x=points[x].astype(float))
         points["y"] = figure.get("scale", 1) * points[column]
