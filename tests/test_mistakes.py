@@ -80,6 +80,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("unimodal_poisson", "--env-id nothing.py:make", "there is no file nothing.py"),
     ("unimodal_poisson", "--env-id CartPole-v1 --policy gaussian", "Discrete(2); use categorical"),
     ("unimodal_poisson", "--temperature 0.5 --rate-init 0.5", "one atom begins with 94 % of the probability"),
+    ("unimodal_poisson", "--env-id CartPole-v1 --policy poisson --rate-init 50", "one atom begins with 96 % of the prob"),
     ("unimodal_poisson", "--num-minibatches 7", "does not divide 2048"),
     ("unimodal_poisson", "--total-timesteps 100", "fewer than the 2048 steps"),
     ("mdpo", "--env-id Hoper-v5", "--env-id Hoper-v5: Environment"),

@@ -211,3 +211,21 @@ def test_routes(text, valid, approve, reject):
         assert drive(team, episode, text) == [valid]
         assert episode.agent == agent
         assert episode.calls == [("router", text.replace("> ", ">").replace(" <", "<"))]
+
+
+def test_the_team_of_the_example():
+    """Critic and refiner act only after a wrong answer; the refiner's is the one that counts."""
+    pytest.importorskip("reasoning_gym")
+    from envs.examples.retry import Retry
+
+    team = Retry()
+    problem = team.task.evaluation_problems(1)[0]
+    right, wrong = [team.start(problem) for _ in range(2)]
+    assert team.advance([right, wrong], [problem["answer"], "none"]) == [True, True]
+    assert (right.agent, wrong.agent) == (None, "critic")
+    team.advance([wrong], ["count again"])
+    assert wrong.agent == "refiner"
+    assert "count again" in team.prompt(wrong)[-1]["content"]
+    team.advance([wrong], [problem["answer"]])
+    assert wrong.agent is None
+    assert team.task.correctness(problem, wrong.answer) == 1
