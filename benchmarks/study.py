@@ -712,7 +712,8 @@ def repeat(args: Args) -> None:
             rows = tables.final_runs(claim.study)
             rows = rows[(rows.task == claim.task) & rows.arm.isin([claim.ours, claim.theirs])]
             rows = rows[rows.seed.isin(args.seeds)] if args.seeds else rows
-            plans.append((rows.minutes.sum(), claim, rows))
+            if not rows.empty:
+                plans.append((rows.minutes.sum(), claim, rows))
     plans.sort(key=lambda plan: plan[0])
     os.makedirs(args.results, exist_ok=True)
     for minutes, claim, rows in plans[: args.repeat]:
