@@ -392,6 +392,20 @@ STUDIES = {
         best="train_return",
         minutes=7.0,
     ),
+    "mdpo_cheetah": Study(  # at the best rates of mdpo, on seeds that it has not used
+        command="",
+        arms={
+            name: Arm(f"{flags} --env-id HalfCheetah-v5 --total-timesteps 300000", seeds=tuple(range(7, 27)))
+            for name, flags in {
+                "mdpo": "algorithms/mdpo.py --learning-rate 1e-3",
+                "one_step": "algorithms/mdpo.py --sgd-steps 1 --learning-rate 1e-2",
+                "ppo": "algorithms/unimodal_poisson.py --policy gaussian --learning-rate 1e-3",
+            }.items()
+        },
+        scores={name: RETURNS[name] for name in ("train_return", "eval_deterministic")},
+        curves=("charts/episodic_return",),
+        minutes=1.0,
+    ),
     "mdpo": Study(
         command="",
         tasks={name: f"--env-id {name} --total-timesteps 300000" for name in MUJOCO},
