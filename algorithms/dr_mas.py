@@ -433,7 +433,7 @@ def load_task(args: Args):
         functions = [from_file("--reward", name) for name in args.reward]
         task.reward_functions = dict(zip(names, functions))
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit("--dataset: too few problems to train on some and hold others out")
+        sys.exit("--dataset: too few problems to train on, or to hold out without --eval-dataset")
     return team, problems
 
 

@@ -467,7 +467,7 @@ def load_task(args: Args):
     if args.kind:
         task.kind = from_file("--kind", args.kind)
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit("--dataset: too few problems to train on some and hold others out")
+        sys.exit("--dataset: too few problems to train on, or to hold out without --eval-dataset")
     return task, problems
 
 
