@@ -17,8 +17,8 @@ A reconstruction: neither the paper's text nor its code was available. Network, 
 are those of EPG (arXiv 2511.00811), public code by the same group. Our choices:
 1. The rule that adapts beta is ours: `--beta-mode dual`. To compare with: `exp` lets beta fall by
    time, `fixed` is EPG's, `none` drops it.
-2. All agents act at the same time, and each has a learned vector of its own. EPG lets them act one
-   after another, but trains as here.
+2. All agents act at the same time, and each has a learned vector of its own. In EPG's code they
+   act one after another in play, but training treats them as simultaneous.
 3. Critics are sums over agents, so E_pi[min(Q1, Q2)] over joint actions is replaced by
    min(E_pi[Q1], E_pi[Q2]), a sum over N K terms. `--joint-table` is EPG's form with K^N terms.
 4. The rules of confrontation are ours, those of pursuit are EPG's.
@@ -31,7 +31,8 @@ are those of EPG (arXiv 2511.00811), public code by the same group. Our choices:
 Copied elsewhere, the script plays pursuit on GraphML files (pip install networkx). Graphs by name,
 perfect play and confrontation are in envs/. For another reward change GraphPursuit.outcome, which
 sees the positions after a step. A reward above 0 counts as a game won, so give none before the
-end; the first --alpha takes a win to be worth 1.
+end; the first --alpha takes a win to be worth 1. Perfect play knows only the rule of capture: for
+another rule change capture_times in envs/graph_games.py, too, or do without dp and noisy.
 
 Letters in shapes: E games, B transitions of a batch, n nodes, K slots (an agent stays, or goes to a
 neighbour), N agents of the learning team, P players of both teams, d width, h heads. A game lists
@@ -102,8 +103,9 @@ class Args:
     # method
     reference: Literal["shortest", "dp", "noisy"] = "shortest"
     """policy to be pulled towards: shortest path, perfect play, or that with each move random with
-    chance 1/2 (the entropy of these moves counts as divergence, so raise --beta-target); another
-    one needs a name here and in GraphPursuit.PURSUERS, and a branch of GraphPursuit.scripted"""
+    chance 1/2 (nobody can imitate random moves, so the divergence stays high: raise --beta-target);
+    another one needs a name here and in GraphPursuit.PURSUERS, and a branch of
+    GraphPursuit.scripted"""
     beta_mode: Literal["dual", "exp", "fixed", "none"] = "dual"
     """how beta changes: by the divergence, by time, not at all; none is learning without a
     reference"""
@@ -112,11 +114,11 @@ class Args:
     beta_target: float = 0.5
     """dual: divergence to hold, in units of that of the uniform policy"""
     beta_lr: float = 5e-3
-    """how far an update moves log beta: dual, up or down by about this (Adam's learning rate);
-    exp, always down by this"""
+    """step size of log beta: in dual it is Adam's learning rate; in exp log beta falls by this with
+    each update"""
     alpha: float | None = None
-    """first temperature; None: half of that at which endless random play is worth as much as a
-    win"""
+    """first temperature; None is half of the value at which the entropy bonus of endless random
+    play equals the reward of a win"""
     target_entropy: float = 0.05
     """entropy to hold by adapting alpha, in units of that of the uniform policy"""
     joint_table: bool = False
@@ -214,8 +216,8 @@ def actor_loss(
 ) -> Tensor:
     """-E_pi[min(Q1, Q2) - alpha log pi] + beta KL(reference | pi), mean over the batch -> scalar
 
-    log_probs (B,N,K), critics as in soft_value, reference actions (B,N) or None. Eq. 8 of R2PS,
-    arXiv 2511.17367, by the same group.
+    log_probs (B,N,K), critics as in soft_value, reference actions (B,N) or None. EPG's loss, which
+    is also eq. 8 of R2PS, arXiv 2511.17367, by the same group.
     """
     loss = -soft_value(log_probs, q1, q2, alpha).mean()
     if reference is not None:
@@ -493,7 +495,7 @@ def read_graphml(path: str) -> tuple[Tensor, Tensor | None]:
     return edges, torch.tensor(spots, dtype=torch.float64) * torch.tensor([1.0, -1.0])
 
 
-@functools.cache  # games share a graph, and the tables of perfect play
+@functools.cache  # read or made once, with its tables of perfect play
 def make_graph(name: str, num_slots: int = 0) -> Graph:
     """The graph of FILE.graphml, or the one that envs/graphs.py makes from a name.
 
@@ -604,10 +606,9 @@ class GraphPursuit(GraphGame):
 
     evader: `dp` (most steps to capture against the pursuers' best reply), `maxdist` (most hops to
     the nearest pursuer), `random`, `stay`, or `learned` (actions come with step; without them it is
-    `dp`). All move at once; `asynchronous` lets the scripted
-    evader see the pursuers' new nodes. start: `same` node for all pursuers, `far` (the same, more
-    than 5 hops from the evader or else the diameter), `independent` nodes. Nobody is captured at
-    the start.
+    `dp`). All move at once; `asynchronous` lets the scripted evader see the pursuers' new nodes.
+    start: `same` node for all pursuers, `far` (the same, more than 5 hops from the evader or else
+    the diameter), `independent` nodes. Nobody is captured at the start.
     """
 
     EVADERS = ("dp", "maxdist", "random", "stay")
@@ -1084,7 +1085,8 @@ def train(args: Args) -> dict:
         )
 
     scores = {}
-    counts = torch.zeros(3, device=device)  # games won, games ended, their steps
+    # Of the games that began in each round, a step of E games: won, ended, and their steps.
+    tally = torch.zeros(args.total_timesteps // args.num_envs + 2, 3, device=device)
     logged = progress["step"]
     began = time.perf_counter()
     starting = True
@@ -1094,7 +1096,7 @@ def train(args: Args) -> dict:
             torch.manual_seed(random_seed(args.seed, step))
             for game in games:
                 game.reset(args.num_envs, random_seed(args.seed, step, game.graph.name))
-            counts.zero_()
+            counted = step // args.num_envs  # games that began in earlier rounds are logged or lost
             starting = False
         last = step >= args.total_timesteps
         if last or due(step, args.eval_steps, args.num_envs):
@@ -1128,7 +1130,9 @@ def train(args: Args) -> dict:
                 rows["reference"] = game.scripted(args.reference, before, side)
             learner.replays[turn].add(**rows)
         ended = terminated | truncated
-        counts += torch.stack([(rewards > 0).sum(), ended.sum(), (lengths * ended).sum()])
+        first_rounds = step // args.num_envs - (lengths - 1) * len(games)  # (E,)
+        outcomes = torch.stack([rewards > 0, ended, lengths * ended], 1)  # (E,3)
+        tally.index_add_(0, first_rounds, outcomes.float())
 
         # 2. learn from the same graph
         metrics = {}
@@ -1154,11 +1158,13 @@ def train(args: Args) -> dict:
                 metrics = dict(zip(metrics, values))
             if not all(map(math.isfinite, metrics.values())):
                 sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
-            won, num_games, num_steps = counts.tolist()
+            # Only games that began a horizon ago: of later ones, those that are won end first.
+            known = step // args.num_envs - (args.horizon - 1) * len(games)
+            won, num_games, num_steps = tally[counted : max(counted, known)].sum(0).tolist()
+            counted = max(counted, known)
             if num_games:
                 metrics["charts/success"] = won / num_games
                 metrics["charts/episodic_length"] = num_steps / num_games
-                counts.zero_()
             metrics["charts/SPS"] = (step - logged) / (time.perf_counter() - began)
             log(run_dir, board, step, metrics)
             report(step, metrics, args)

@@ -14,8 +14,8 @@ authors' code; the text was not available.
 On-policy, rollout_loss joins mdpo_loss and gaussian_kl, and update_on_policy takes the steps.
 Off-policy it is SAC with a network for V, a fixed weight of the entropy, and one more term in
 actor_loss; the old policy is a copy that is replaced every m steps.
-tsallis_log is for both. Another divergence is another kl in rollout_loss, or squashed_log and the
-term of the old policy in actor_loss; networks are made by mlp.
+tsallis_log is for both. To try another divergence on-policy, change kl in rollout_loss; off-policy,
+change squashed_log and the old policy's term in actor_loss. Networks are made by mlp.
 
 Differs from the authors' code:
 1. Off-policy training acts with sampled actions. Their loop takes the likeliest one, without noise.
@@ -80,7 +80,8 @@ class Args:
     divergence and holds nothing near the old policy, see mdpo.md"""
     kl_coef: float = 1.0
     """off-policy: c = --ent-coef + 1 / t, with the step size t of mirror descent; c = --ent-coef is
-    SAC's actor loss. Rewards are not scaled, so scale both with them"""
+    SAC's actor loss. Off-policy rewards are not normalized: with rewards ten times as large,
+    multiply both by ten"""
     ent_coef: float = 0.2
     """off-policy: lambda, weight of the entropy"""
     total_timesteps: int = 500_000

@@ -54,6 +54,50 @@ def test_command_and_its_files(tmp_path):
         assert torch.equal(weights[name], weights[name.replace("targets", "critics")])
 
 
+def test_success_counts_every_game_once_its_horizon_is_over(tmp_path, monkeypatch):
+    """Games that are won end early, so that those which ended since the last row would be a biased choice."""
+    games, rows = [], {}  # each game: [first round, won, length]; rows by step
+    playing = {}  # (graph, number): the game
+
+    def step(game, *actions):
+        round_number = len(played)
+        played.append(game)
+        rewards, terminated, truncated, after = original(game, *actions)
+        for i in range(len(rewards)):
+            playing.setdefault((game, i), [round_number, False, 0])
+            playing[game, i][2] += 1
+            if terminated[i] or truncated[i]:
+                playing[game, i][1] = bool(rewards[i] > 0)
+                games.append(playing.pop((game, i)))
+        return rewards, terminated, truncated, after
+
+    original, played = arac.GraphPursuit.step, []
+    made = arac.make_games
+
+    def make_games(*args):
+        found = made(*args)  # with a trial step
+        monkeypatch.setattr(arac.GraphPursuit, "step", step)
+        return found
+
+    monkeypatch.setattr(arac, "make_games", make_games)
+    log = arac.log
+    monkeypatch.setattr(arac, "log", lambda *args: (rows.setdefault(args[2], {}).update(args[3]), log(*args)))
+    flags = SMALL | {"graph": ("cycle_8", "cycle_6"), "eval_steps": 0, "save_steps": 0, "learning_starts": 400}
+    arac.train(Args(**flags, output_dir=str(tmp_path / "run")))
+    before, checked = 0, 0
+    for row, metrics in sorted(rows.items()):
+        known = row // 8 - 5 * 2  # rounds that began a horizon of 6 steps ago, with two graphs
+        began = [game for game in games if before <= game[0] < known]
+        before = max(before, known)
+        assert ("charts/success" in metrics) == bool(began)
+        if began:
+            _, won, lengths = zip(*began)
+            assert metrics["charts/success"] == pytest.approx(sum(won) / len(won))
+            assert metrics["charts/episodic_length"] == pytest.approx(sum(lengths) / len(lengths))
+            checked += len(began)
+    assert checked > 40 and len({won for _, won, _ in games}) == 2
+
+
 def test_tags_are_those_of_the_page(runs):
     logged = set().union(*(tags(runs(name)) for name in RUNS))
     assert_tags_of_pages({tag.removeprefix("evader/") for tag in logged}, "arac")
