@@ -969,6 +969,7 @@ def train(args: Args) -> dict[str, float]:
 
         # 3. log and save
         step += interval
+        total, games = results.tolist()  # waits for the device
         speed = interval / (time.perf_counter() - began)
         metrics = {
             "charts/epsilon": epsilon,
@@ -976,7 +977,6 @@ def train(args: Args) -> dict[str, float]:
             "charts/SPS": speed,
         }
         line = f"step {step:>9,}/{end:,}  {speed:7,.0f} steps/s"
-        total, games = results.tolist()
         if games:
             metrics["charts/episodic_return"] = total / games
             results.zero_()

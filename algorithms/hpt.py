@@ -1156,8 +1156,8 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
     log_ratios = torch.cat(log_ratios).cpu()
     log_ratios = log_ratios[~log_ratios.isnan()]  # NaN: demonstrations, which nobody sampled
     metrics |= sampling_metrics(log_ratios, cap, args)
-    if reference is not None:
-        metrics["kl"] = kl / max(1, num_tokens)
+    if reference is not None and num_tokens > 0:
+        metrics["kl"] = kl / num_tokens
     if num_sft_tokens > 0:
         metrics["sft_loss"] = sft_loss / num_sft_tokens
     return metrics

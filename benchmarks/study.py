@@ -628,7 +628,8 @@ def train(args: Args, run: Run) -> None:
     if is_done(finished(args), run):
         return
     words = shlex.split(command_of(args.study, run))
-    words += ["--seed", str(run.seed), "--save-steps", "1000000000" if args.keep else "0"]
+    kept = "2000" if "stream_x.py" in words[0] else "1000000000"  # there they are also the steps of a row
+    words += ["--seed", str(run.seed), "--save-steps", kept if args.keep else "0"]
     words += shlex.split(args.extra)
     made = commit()
     start = time.perf_counter()

@@ -72,6 +72,8 @@ def test_it_learns_and_its_controls_differ(tmp_path):
     assert {runs["grpo"][step, "train/sft_share"] for step in range(1, 9)} == {0}
     assert not any(tag == "train/sft_loss" for _, tag in runs["grpo"]), "no demonstration, no loss"
     assert runs["grpo"][8, "train/num_demonstration_tokens"] == 0
+    demonstrations_alone = train_here(tmp_path / "kl", **values | {"max_steps": 1}, method="sft", beta=0.04)
+    assert (1, "train/kl") not in demonstrations_alone, "no token of RL, no distance"
 
 
 def test_a_killed_run_continues(tmp_path, own_data):
