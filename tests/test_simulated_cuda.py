@@ -55,7 +55,7 @@ SHORT = "--max-completion-length 9 "
 CONTINUED = {  # flags with which one more step is made
     "grpo": SHORT + "--max-steps 2 --num-iterations 2 --gradient-checkpointing",
     "gdpo": SHORT + "--max-steps 2 --advantage grpo_batch_norm",
-    "hpt": "--max-steps 2 --method srft",
+    "hpt": "--max-steps 2 --gate -1",
     "ampo": "--max-steps 2 --rule v2 --loss-type paper",
     "nash_preference": SHORT + "--max-steps 2",
     "dr_mas": SHORT + "--max-steps 2 --normalization global",
