@@ -2,20 +2,24 @@ r"""What the scripts do on a GPU: run this on yours, part by part; a part ends w
 
     python benchmarks/gpu.py --part defaults   # language scripts: default flags, few steps
     python benchmarks/gpu.py --part control    # control scripts: default flags
+    python benchmarks/gpu.py --part whole      # language scripts: the whole default run, and its last score
     python benchmarks/gpu.py --part models     # GRPO on models of 0.5B and 1.5B, random weights
     python benchmarks/gpu.py --part two        # two GPUs, also with --fsdp
     python benchmarks/gpu.py --part lora       # adapters: language scripts, models of 0.5B and 1.5B
     python benchmarks/gpu.py --part vllm       # the same with --vllm, where it is installed
+    python benchmarks/gpu.py --part trl        # GRPO on a model of 0.5B next to TRL; pip install trl==1.16.0
 
     python benchmarks/gpu.py --part models --device cpu --small    # does this program work?
 
 Every run is a process of its own, with a row in results/gpu_<name of the GPU>.csv, which may be an
-error; a repeated run replaces its row. What runs when the time of a part is over is stopped.
+error; a repeated run replaces its row. What runs when the time of a part is over is stopped. With
+--jobs several runs share the GPU, to see whether they work: their rows have no speeds.
 
-Tokens a second are those of completions, by the seconds/rollout and the rest of seconds/step in
-metrics.csv: median of all steps but the first. Steps a second are those of all games, median of the
-second half of the run. Peak memory is of torch's tensors on the GPU (on a CPU: of the process); it
-may count vLLM's share as if it never slept. The gap is train/sampling/logprob_difference/mean, the
+Seconds a step and tokens a second are medians of all steps but the first, by metrics.csv: tokens are
+those of completions, decoded in seconds/rollout and trained on in the rest of seconds/step. Steps a
+second are those of all games, median of the second half of the run. Peak memory is of torch's tensors
+on the GPU (on a CPU: of the process); it may count vLLM's share as if it never slept. Beside it is
+what memory.py computes of those tensors. The gap is train/sampling/logprob_difference/mean, the
 largest of all steps; a run whose gap is not below LARGEST_GAP has an error.
 """
 
@@ -29,9 +33,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
+from threading import Lock
 from typing import Literal
 
 import pandas as pd
@@ -41,10 +47,10 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from algorithms import grpo  # noqa: E402
 from benchmarks.about import RESULTS, about  # noqa: E402
-from benchmarks.memory import PUBLIC_MODELS, Model  # noqa: E402
+from benchmarks.memory import PUBLIC_MODELS, Model, memory_model  # noqa: E402
 
-PART_SECONDS = 500  # of 540: what is stopped may take half a minute to end
 SHAPES = {
     "0.5B": PUBLIC_MODELS["Qwen2.5-0.5B-Instruct"],
     "1.5B": PUBLIC_MODELS["Qwen2.5-1.5B-Instruct"],
@@ -60,8 +66,12 @@ FOUND = "gpu.py found "  # begins the line that `child` prints last
 
 @dataclass
 class Args:
-    part: Literal["defaults", "control", "models", "two", "lora", "vllm"]
+    part: Literal["defaults", "control", "whole", "models", "two", "lora", "vllm", "trl"]
     """what to run"""
+    jobs: int = 1
+    """runs at a time"""
+    seconds: float = 500.0
+    """after which the part is stopped; that may take half a minute"""
     only: str = ""
     """only runs whose name contains this"""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -77,7 +87,7 @@ class Run:
     """A script with its flags."""
 
     name: str
-    script: str
+    script: str  # in algorithms, if this is no path
     flags: str
     shape: str = ""  # of SHAPES
     processes: int = 1
@@ -86,6 +96,7 @@ class Run:
 def model_run(shape: str, rows: int, length: int, more: str = "", processes: int = 1) -> Run:
     """GRPO on random weights: groups of 8, hardly any completion ends early, all are trained on."""
     flags = f"--num-prompts-per-step {rows // 8} --decode-batch-size {rows} --bf16 --max-steps 3"
+    flags += " --max-prompt-length 96"
     flags += f" --max-completion-length {length} --micro-batch-size {max(1, 4096 // length)}"
     flags += f" --advantage none --reward benchmarks/gpu.py:one {BARE} {more}"
     name = f"{shape}, {rows} x {length} {more}".strip()
@@ -98,6 +109,8 @@ def runs_of(part: str, device: str, small: bool) -> list[Run]:
         flags = f"--max-steps {2 if small else 8} {BARE}"
         both = ("", " --bf16")
         return [Run(f"{name}{bf16}", name, flags + bf16) for bf16 in both for name in LANGUAGE]
+    if part == "whole":
+        return [Run(name, name, "--max-steps 2" if small else "") for name in LANGUAGE]
     if part == "control":
         flags = f"--total-timesteps {8192 if small else 40960} --device {device}"
         off_policy = f"--total-timesteps {2048 if small else 20480} --device {device}"
@@ -118,7 +131,13 @@ def runs_of(part: str, device: str, small: bool) -> list[Run]:
     if part == "models":
         checkpointed = model_run("1.5B", 256, 256, "--gradient-checkpointing")
         sizes = [model_run(shape, 256, 256) for shape in ("0.5B", "1.5B")]
-        return [*sizes, checkpointed, model_run("0.5B", 64, 1024)]
+        return [sizes[0], checkpointed, sizes[1], model_run("0.5B", 64, 1024)]
+    if part == "trl":
+        ours = [model_run("small", 16, 16)]
+        if not small:
+            ours = [model_run("0.5B", 256, 256, f"--max-steps 6{vllm}") for vllm in ("", " --vllm")]
+        theirs = [Run(f"TRL: {run.name}", "benchmarks/trl_steps", run.flags, run.shape) for run in ours]
+        return [run for pair in zip(ours, theirs) for run in pair]
     shape, *size = ("small", 16, 16) if small else ("0.5B", 256, 256)
     return [model_run(shape, *size, more, processes=2) for more in ("", "--fsdp")]
 
@@ -206,10 +225,16 @@ def speeds(run_dir: Path) -> dict[str, float]:
         games = metrics["charts/SPS"].dropna()
         return {"steps_per_second": games[len(games) // 2 :].median()}
     gaps = metrics.filter(regex="sampling/logprob_difference/mean$")  # a column for each model
-    found = {"gap": gaps.max().max()}
+    found = {"gap": gaps.max().max()} if len(gaps.columns) else {}
+    if "eval/mean_at_8" in metrics:
+        scores = metrics["eval/mean_at_8"].dropna()
+        found |= {"first_mean_at_8": scores.iloc[0], "mean_at_8": scores.iloc[-1]}
     if "train/seconds/step" not in metrics:
         return found
     steps = metrics.dropna(subset="train/seconds/step")
+    found["seconds_a_step"] = steps["train/seconds/step"].iloc[1:].median()
+    if "train/seconds/rollout" not in steps:
+        return found
     tokens = steps["train/num_tokens"].diff()  # nothing of the first step
     rollout = steps["train/seconds/rollout"]
     update = steps["train/seconds/step"] - rollout
@@ -219,20 +244,26 @@ def speeds(run_dir: Path) -> dict[str, float]:
 
 def measure(run: Run, folder: str, seconds: float, device: str) -> dict:
     """One run; returns its columns."""
-    words = [f"algorithms/{run.script}.py", *run.flags.split()]
+    script = f"{run.script}.py" if "/" in run.script else f"algorithms/{run.script}.py"
+    words = [script, *run.flags.split()]
     if run.shape:
         words += ["--model-name-or-path", f"{folder}/{run.shape}"]
+    computed = {}
+    if run.shape and run.script == "grpo" and "--vllm" not in words:
+        flags = tyro.cli(grpo.Args, args=words[1:])
+        moments = memory_model(SHAPES[run.shape], flags, run.processes)
+        computed["computed_gb"] = max(moments[name] for name in ("start", "rollout", "update"))
     launcher = "python" if run.processes == 1 else f"torchrun --nproc_per_node {run.processes}"
     row = {"command": f"{launcher} {shlex.join(words).replace(f'{folder}/', '')}"}
     count = torch.cuda.device_count() if device == "cuda" else 2
     if run.processes > count:
         return row | {"error": f"skipped: needs {run.processes} GPUs, here is {count}"}
     if seconds < 30:
-        return row | {"error": f"skipped: the {PART_SECONDS} s of a part are over"}
+        return row | {"error": "skipped: the time of the part is over"}
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as output:
         words += ["--output-dir", f"{output}/run"]
-        row |= in_child(words, seconds, device, run.processes)
+        row |= in_child(words, seconds, device, run.processes) | computed
         row["seconds"] = time.perf_counter() - began
         row |= speeds(Path(output, "run"))
     if "gap" in row and not row["gap"] < LARGEST_GAP:  # also if there is none
@@ -244,7 +275,7 @@ def main(args: Args) -> None:
     """The runs of a part whose names contain --only."""
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("torch finds no GPU; --device cpu --small only tries this program")
-    end = time.perf_counter() + PART_SECONDS
+    end = time.perf_counter() + args.seconds
     runs = runs_of(args.part, args.device, args.small)
     runs = [run for run in runs if args.only in run.name]
     same = {"part": args.part} | about("torch", "transformers")
@@ -254,18 +285,27 @@ def main(args: Args) -> None:
         same["device"] = torch.cuda.get_device_name()
     name = re.sub(r"\W+", "_", same["device"].lower()).strip("_")
     path = Path(args.csv or RESULTS / f"gpu_{name}.csv")
-    with tempfile.TemporaryDirectory() as folder:
-        for shape in {run.shape for run in runs if run.shape}:
-            make_model(shape, f"{folder}/{shape}", args.device)
-        for run in runs:
-            left = end - time.perf_counter()
-            row = {"run": run.name} | same | measure(run, folder, left, args.device)
+    lock = Lock()
+
+    def row_of(run: Run, folder: str) -> None:
+        """Measure, and write the row."""
+        row = {"run": run.name} | same | measure(run, folder, end - time.perf_counter(), args.device)
+        if args.jobs > 1:
+            row = {name: value for name, value in row.items() if not name.endswith(("_second", "_a_step"))}
+            row["jobs"] = args.jobs
+        with lock:
             table = pd.DataFrame([row])
             if path.exists():
                 old = pd.read_csv(path)
                 table = pd.concat([old[(old.part != args.part) | (old.run != run.name)], table])
             table.to_csv(path, index=False, lineterminator="\n")
             print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in {run.shape for run in runs if run.shape}:
+            make_model(shape, f"{folder}/{shape}", args.device)
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(lambda run: row_of(run, folder), runs))
 
 
 if __name__ == "__main__":

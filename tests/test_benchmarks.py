@@ -140,7 +140,7 @@ def test_gpu_in_small(tmp_path):
     gpu.main(gpu.Args("models", device="cpu", small=True, csv=str(path)))
     control, model = pd.read_csv(path).to_dict("records")
     assert (control["part"], model["part"]) == ("control", "models") and pd.isna(model["error"])
-    for name in ("decode_tokens_per_second", "update_tokens_per_second", "peak_memory_gb", "gap"):
+    for name in ("decode_tokens_per_second", "update_tokens_per_second", "peak_memory_gb", "computed_gb", "gap"):
         assert model[name] > 0
 
 
@@ -152,14 +152,14 @@ def test_gpu_runs_with_an_error(tmp_path, monkeypatch):
     assert gpu.in_child([str(script)], 0, "cpu")["error"] == "stopped after 0 s"
     run = gpu.runs_of("two", "cuda", False)[0]
     assert gpu.measure(run, "", 60, "cuda")["error"].startswith("skipped: needs 2 GPUs")
-    assert gpu.measure(run, "", 5, "cpu")["error"].endswith("s of a part are over")
+    assert gpu.measure(run, "", 5, "cpu")["error"].endswith("time of the part is over")
     monkeypatch.setattr(gpu, "in_child", lambda *_: {"error": ""})
     monkeypatch.setattr(gpu, "speeds", lambda _: {"gap": 0.3})
     assert gpu.measure(run, "", 60, "cpu")["error"] == "sampler and learner are 0.300 nats apart"
 
 
-@pytest.mark.parametrize("part", ["defaults", "control", "models", "two", "lora", "vllm"])
+@pytest.mark.parametrize("part", ["defaults", "control", "whole", "models", "two", "lora", "vllm", "trl"])
 def test_gpu_flags_exist(part):
     for run in gpu.runs_of(part, "cuda", False):
-        script = importlib.import_module(f"algorithms.{run.script}")
+        script = importlib.import_module(f"algorithms.{'grpo' if '/' in run.script else run.script}")
         assert tyro.cli(script.Args, args=shlex.split(run.flags))
