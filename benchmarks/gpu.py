@@ -119,23 +119,23 @@ def runs_of(part: str, device: str, small: bool) -> list[Run]:
         return [*runs, Run("mdpo off-policy", "mdpo", off_policy)]
     if part in ("lora", "vllm"):
         added = {"lora": "--lora-rank 16", "vllm": "--vllm"}[part]
-        flags = f"--max-steps {2 if small else 4} {BARE} {added}"
+        flags = f"--max-steps {2 if small else 4} {BARE} {added}" + " --vllm-memory 0.1" * (part == "vllm")
         runs = [model_run("small", 16, 16, added)]
         if not small:
             runs = [model_run("0.5B", 256, 256, added)]
             more = "--gradient-checkpointing --lora-rank 16" + " --vllm" * (part == "vllm")
             runs.append(model_run("1.5B", 256, 256, more))
-        return runs + [Run(f"{name} {added}", name, flags) for name in LANGUAGE]
+        small_models = [Run(f"{name} {added}", name, f"{flags} --bf16") for name in LANGUAGE]
+        return [*runs, Run(f"grpo, float32 {added}", "grpo", flags), *small_models]
     if part == "models" and small:
         return [model_run("small", 16, 16)]
     if part == "models":
-        checkpointed = model_run("1.5B", 256, 256, "--gradient-checkpointing")
-        sizes = [model_run(shape, 256, 256) for shape in ("0.5B", "1.5B")]
-        return [sizes[0], checkpointed, sizes[1], model_run("0.5B", 64, 1024)]
+        checkpointed = [model_run("1.5B", rows, 256, "--gradient-checkpointing") for rows in (64, 256)]
+        return [model_run("0.5B", 256, 256), *checkpointed, model_run("0.5B", 64, 1024)]
     if part == "trl":
         ours = [model_run("small", 16, 16)]
         if not small:
-            ours = [model_run("0.5B", 256, 256, f"--max-steps 6{vllm}") for vllm in ("", " --vllm")]
+            ours = [model_run("0.5B", 256, 256, f"{vllm}--max-steps 4") for vllm in ("--vllm ", "")]
         theirs = [Run(f"TRL: {run.name}", "benchmarks/trl_steps", run.flags, run.shape) for run in ours]
         return [run for pair in zip(ours, theirs) for run in pair]
     shape, *size = ("small", 16, 16) if small else ("0.5B", 256, 256)
@@ -208,6 +208,8 @@ def in_child(words: list[str], seconds: float, device: str, processes: int = 1) 
         output, errors = process.communicate()
     lines = [line for line in output.splitlines() if line.startswith(FOUND)]
     found = [json.loads(line.removeprefix(FOUND)) for line in lines]
+    if not found or process.returncode:
+        print(output[-1000:], errors[-2000:], sep="\n", file=sys.stderr)
     if not found:
         last = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         return {"error": late or last}
