@@ -455,6 +455,28 @@ def speed_vllm(links: str) -> str:
     return markdown(lines) + versions(rows, links, "speed_vllm.csv", packages)
 
 
+def gpu_h200(links: str) -> str:
+    """Steps of GRPO on a GPU, and measured beside computed memory."""
+    rows = read("gpu_nvidia_h200.csv").set_index("run", drop=False)
+
+    def show(value: float, digits: int = 0) -> str:
+        return "" if pd.isna(value) else f"{value:,.{digits}f}"
+
+    lines = []
+    for run, label in DECLARED["gpu_runs"].items():
+        row = rows.loc[run]
+        line = {"model, completions": label, "seconds a step": show(row.seconds_a_step, 1)}
+        line["sampled tokens a second"] = show(row.decode_tokens_per_second)
+        line["trained tokens a second"] = show(row.update_tokens_per_second)
+        peak = "" if pd.isna(row.computed_gb) else show(row.peak_memory_gb, 1)
+        line |= {"peak, GB": peak, "computed, GB": show(row.computed_gb, 1)}
+        lines.append(line | {"sampler to learner, nats": show(row.gap, 3)})
+    used = rows[rows.run.isin(DECLARED["gpu_runs"])]
+    found = "; ".join(f"{kind} {' and '.join(sorted(used[kind].unique()))}" for kind in ("torch", "transformers"))
+    commits = ", ".join(sorted(used.commit.unique()))
+    return markdown(lines) + f"\n\nNVIDIA H200, {found}, commits {commits}: [CSV]({links}/gpu_nvidia_h200.csv)."
+
+
 def speed_ppo(links: str) -> str:
     """Steps a CPU second of PPO next to CleanRL, and how fast the simulator is without learning."""
     rows = read("speed_ppo.csv")
@@ -698,7 +720,7 @@ TABLES = {name: functools.partial(study_table, name) for name in DECLARED["table
 TABLES |= {"claims": claims, "headlines": headlines, "methods": methods, "tally": tally}
 TABLES["opposites"] = opposites
 TABLES |= {"speed_grpo": speed_grpo, "speed_ppo": speed_ppo, "speed_marl": speed_marl}
-TABLES |= {"speed_vllm": speed_vllm}
+TABLES |= {"speed_vllm": speed_vllm, "gpu": gpu_h200}
 TABLES |= {"memory_fit": memory_fit}
 
 
