@@ -1,23 +1,25 @@
-r"""What the scripts do on a GPU: run this on yours, part by part; a part ends within nine minutes.
+"""What the scripts do on a GPU: run this on yours, part by part; a part ends within nine minutes.
 
     python benchmarks/gpu.py --part defaults   # language scripts: default flags, few steps
-    python benchmarks/gpu.py --part control    # control scripts: default flags
+    python benchmarks/gpu.py --part control    # control scripts: default flags, few steps
     python benchmarks/gpu.py --part whole      # language scripts: the whole default run, and its last score
     python benchmarks/gpu.py --part models     # GRPO on models of 0.5B and 1.5B, random weights
     python benchmarks/gpu.py --part two        # two GPUs, also with --fsdp
     python benchmarks/gpu.py --part lora       # adapters: language scripts, models of 0.5B and 1.5B
     python benchmarks/gpu.py --part vllm       # the same with --vllm, where it is installed
-    python benchmarks/gpu.py --part trl        # GRPO on a model of 0.5B next to TRL; pip install trl==1.16.0
+    python benchmarks/gpu.py --part trl        # GRPO on a model of 0.5B next to TRL, both with vLLM and without
 
     python benchmarks/gpu.py --part models --device cpu --small    # does this program work?
 
 Every run is a process of its own, with a row in results/gpu_<name of the GPU>.csv, which may be an
-error; a repeated run replaces its row. What runs when the time of a part is over is stopped. With
---jobs several runs share the GPU, to see whether they work: their rows have no speeds.
+error; a repeated run replaces its row. What runs when the time of a part is over is stopped, and the
+rest is skipped, without a row. With --jobs several runs share the GPU, to see whether they work: their
+rows have no speeds.
 
-Seconds a step and tokens a second are medians of all steps but the first, by metrics.csv: tokens are
-those of completions, decoded in seconds/rollout and trained on in the rest of seconds/step. Steps a
-second are those of all games, median of the second half of the run. Peak memory is of torch's tensors
+Times are from metrics.csv, medians of all steps but the first. Tokens are those of all completions:
+decoding takes seconds/rollout, the update the rest of seconds/step, with the transfer of weights. In
+default runs the update leaves out rows without advantage, so its speed is too high. Control scripts:
+steps a second of all games, median of the second half. Peak memory is of torch's tensors
 on the GPU (on a CPU: of the process); it may count vLLM's share as if it never slept. Beside it is
 what memory.py computes of those tensors. The gap is train/sampling/logprob_difference/mean, the
 largest of all steps; a run whose gap is not below LARGEST_GAP has an error.
@@ -29,6 +31,7 @@ import re
 import resource
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,7 +63,7 @@ LANGUAGE = ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "dr_mas", 
 LANGUAGE += ("spiral_rae", "pi_play")
 CONTROL = ("unimodal_poisson", "fm3q", "arac", "mdpo")
 BARE = "--eval-steps 0 --save-steps 0"
-LARGEST_GAP = 0.02  # nats between the probabilities of sampler and learner
+LARGEST_GAP = 0.02  # nats between log-probabilities of sampler and learner, mean of a step
 FOUND = "gpu.py found "  # begins the line that `child` prints last
 
 
@@ -71,7 +74,7 @@ class Args:
     jobs: int = 1
     """runs at a time"""
     seconds: float = 500.0
-    """after which the part is stopped; that may take half a minute"""
+    """after which the runs of the part are stopped; that may take half a minute"""
     only: str = ""
     """only runs whose name contains this"""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -93,9 +96,11 @@ class Run:
     processes: int = 1
 
 
-def model_run(shape: str, rows: int, length: int, more: str = "", processes: int = 1) -> Run:
+def model_run(
+    shape: str, rows: int, length: int, more: str = "", processes: int = 1, steps: int = 3
+) -> Run:
     """GRPO on random weights: groups of 8, hardly any completion ends early, all are trained on."""
-    flags = f"--num-prompts-per-step {rows // 8} --decode-batch-size {rows} --bf16 --max-steps 3"
+    flags = f"--num-prompts-per-step {rows // 8} --decode-batch-size {rows} --bf16 --max-steps {steps}"
     flags += " --max-prompt-length 96"
     flags += f" --max-completion-length {length} --micro-batch-size {max(1, 4096 // length)}"
     flags += f" --advantage none --reward benchmarks/gpu.py:one {BARE} {more}"
@@ -135,7 +140,7 @@ def runs_of(part: str, device: str, small: bool) -> list[Run]:
     if part == "trl":
         ours = [model_run("small", 16, 16)]
         if not small:
-            ours = [model_run("0.5B", 256, 256, f"{vllm}--max-steps 4") for vllm in ("--vllm ", "")]
+            ours = [model_run("0.5B", 256, 256, vllm, steps=4) for vllm in ("--vllm", "")]
         theirs = [Run(f"TRL: {run.name}", "benchmarks/trl_steps", run.flags, run.shape) for run in ours]
         return [run for pair in zip(ours, theirs) for run in pair]
     shape, *size = ("small", 16, 16) if small else ("0.5B", 256, 256)
@@ -151,8 +156,8 @@ def one(problem, completion: str) -> float:
 
 
 def make_model(name: str, folder: str, device: str) -> None:
-    """Save random weights with the shipped tokenizer; the end token is the last one, which seldom
-    comes (vLLM takes none from beyond the vocabulary)."""
+    """Save random weights with the shipped tokenizer. The end token is the last of the vocabulary,
+    which is rarely sampled; vLLM refuses one outside the vocabulary."""
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     shape = SHAPES[name]
@@ -198,14 +203,18 @@ def in_child(words: list[str], seconds: float, device: str, processes: int = 1) 
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
     late = ""
     try:
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         late = f"stopped after {seconds:.0f} s"
         process.terminate()  # torchrun ends its processes then
-        output, errors = process.communicate()
+        try:
+            output, errors = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its children too
+            output, errors = process.communicate()
     lines = [line for line in output.splitlines() if line.startswith(FOUND)]
     found = [json.loads(line.removeprefix(FOUND)) for line in lines]
     if not found or process.returncode:
@@ -234,6 +243,7 @@ def speeds(run_dir: Path) -> dict[str, float]:
     if "train/seconds/step" not in metrics:
         return found
     steps = metrics.dropna(subset="train/seconds/step")
+    found["steps"] = len(steps)
     found["seconds_a_step"] = steps["train/seconds/step"].iloc[1:].median()
     if "train/seconds/rollout" not in steps:
         return found
@@ -268,7 +278,7 @@ def measure(run: Run, folder: str, seconds: float, device: str) -> dict:
         row |= in_child(words, seconds, device, run.processes) | computed
         row["seconds"] = time.perf_counter() - began
         row |= speeds(Path(output, "run"))
-    if "gap" in row and not row["gap"] < LARGEST_GAP:  # also if there is none
+    if "gap" in row and not row["gap"] < LARGEST_GAP:  # also if it is NaN
         row["error"] = row["error"] or f"sampler and learner are {row['gap']:.3f} nats apart"
     return row
 
@@ -281,8 +291,10 @@ def main(args: Args) -> None:
     runs = runs_of(args.part, args.device, args.small)
     runs = [run for run in runs if args.only in run.name]
     same = {"part": args.part} | about("torch", "transformers")
-    for package in packages_distributions().get({"lora": "peft"}.get(args.part, args.part), []):
-        same[package] = version(package)
+    packages = {"lora": "peft", "vllm": "vllm peft", "trl": "trl vllm", "control": "gymnasium mujoco"}
+    for module in packages.get(args.part, "").split():
+        for package in packages_distributions().get(module, []):
+            same[package] = version(package)
     if args.device == "cuda":
         same["device"] = torch.cuda.get_device_name()
     name = re.sub(r"\W+", "_", same["device"].lower()).strip("_")
@@ -292,6 +304,9 @@ def main(args: Args) -> None:
     def row_of(run: Run, folder: str) -> None:
         """Measure, and write the row."""
         row = {"run": run.name} | same | measure(run, folder, end - time.perf_counter(), args.device)
+        if str(row.get("error")).startswith("skipped"):
+            print(f"{run.name}: {row['error']}", flush=True)
+            return
         if args.jobs > 1:
             row = {name: value for name, value in row.items() if not name.endswith(("_second", "_a_step"))}
             row["jobs"] = args.jobs

@@ -457,7 +457,8 @@ def speed_vllm(links: str) -> str:
 
 def gpu_h200(links: str) -> str:
     """Steps of GRPO on a GPU, and measured beside computed memory."""
-    rows = read("gpu_nvidia_h200.csv").set_index("run", drop=False)
+    rows = read("gpu_nvidia_h200.csv")
+    rows = rows[rows.part.isin(["models", "trl"])].set_index("run", drop=False)
 
     def show(value: float, digits: int = 0) -> str:
         return "" if pd.isna(value) else f"{value:,.{digits}f}"
@@ -465,16 +466,18 @@ def gpu_h200(links: str) -> str:
     lines = []
     for run, label in DECLARED["gpu_runs"].items():
         row = rows.loc[run]
-        line = {"model, completions": label, "seconds a step": show(row.seconds_a_step, 1)}
+        line = {"model, completions of a step": label, "seconds a step": show(row.seconds_a_step, 1)}
         line["sampled tokens a second"] = show(row.decode_tokens_per_second)
         line["trained tokens a second"] = show(row.update_tokens_per_second)
         peak = "" if pd.isna(row.computed_gb) else show(row.peak_memory_gb, 1)
         line |= {"peak, GB": peak, "computed, GB": show(row.computed_gb, 1)}
         lines.append(line | {"sampler to learner, nats": show(row.gap, 3)})
     used = rows[rows.run.isin(DECLARED["gpu_runs"])]
-    found = "; ".join(f"{kind} {' and '.join(sorted(used[kind].unique()))}" for kind in ("torch", "transformers"))
-    commits = ", ".join(sorted(used.commit.unique()))
-    return markdown(lines) + f"\n\nNVIDIA H200, {found}, commits {commits}: [CSV]({links}/gpu_nvidia_h200.csv)."
+    packages = ("torch", "transformers", "vllm", "trl")
+    found = (f"{name} {' and '.join(sorted(used[name].dropna().unique()))}" for name in packages)
+    commits = " and ".join(sorted(used.commit.unique()))
+    source = f"[CSV]({links}/gpu_nvidia_h200.csv)"
+    return markdown(lines) + f"\n\nNVIDIA H200, {', '.join(found)}, commits {commits}: {source}."
 
 
 def speed_ppo(links: str) -> str:

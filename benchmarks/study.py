@@ -180,11 +180,11 @@ STUDIES = {
         best="mean_at_8",
         minutes=4.0,
     ),
-    "dr_mas_135m": Study(  # from a model that multiplies: products_135m with --keep runs/products
+    "dr_mas_135m": Study(  # after a cold start, see dr_mas.md
         command="algorithms/dr_mas.py --env envs/examples/retry.py:Retry --bf16"
         ' --system-prompt "Think briefly, then end with the answer."'
-        " --model-name-or-path runs/products/grpo_2_2e-5/final --num-prompts-per-step 8 --micro-batch-size 16"
-        " --max-completion-length 32 --max-steps 30 --eval-steps 15",
+        " --model-name-or-path runs/products_start/final --num-prompts-per-step 8 --micro-batch-size 16"
+        " --max-completion-length 32 --max-steps 15 --eval-steps 15",
         arms={
             "agent": Arm("", LADDER, "2e-5"),
             "global": Arm("--normalization global", LADDER, "2e-5"),
@@ -193,10 +193,15 @@ STUDIES = {
         | {f"{name}_norm_max": (f"train/dr_mas/{name}/grad_norm", "max") for name in TRIES}
         | {f"{name}_calls": (f"train/dr_mas/{name}/calls", "mean") for name in TRIES}
         | {f"{name}_inflation": (f"train/dr_mas/{name}/inflation_factor", "mean") for name in TRIES}
-        | {"train_late": ("train/rewards/correctness/mean", "late")},
-        curves=("eval/mean_at_8", *(f"train/dr_mas/{name}/grad_norm" for name in TRIES)),
+        | {"train_mean": ("train/rewards/correctness/mean", "mean")}
+        | {"train_late": ("train/rewards/correctness/mean", "last 10")},
+        curves=(
+            "eval/mean_at_8",
+            "train/rewards/correctness/mean",
+            *(f"train/dr_mas/{name}/{tag}" for name in TRIES for tag in ("grad_norm", "calls")),
+        ),
         best="train_late",
-        minutes=5.0,
+        minutes=4.0,
     ),
     "smollm2_lora": Study(
         command=f"algorithms/grpo.py {TWO_NUMBERS}",

@@ -2,10 +2,13 @@
 
     pip install trl==1.16.0
 
-The same prompts, completions, micro-batches, loss and optimizer, float32 weights and bfloat16 autocast,
-no gradient checkpointing. All rewards are 1, so TRL's advantages are 0; it computes every row all the
-same. With --vllm the engine is in the process ("colocate") and has the same share of the GPU. Writes
-the seconds of each step to OUTPUT_DIR/metrics.csv, as the scripts do.
+Prompts, lengths, micro-batches, precision and --gradient-checkpointing are those of the flags; weights
+are float32, and loss, optimizer and learning rate are fixed here. Other flags have no effect. All
+rewards are 1, so TRL's advantages are 0; it computes every row all the same. With --vllm the engine is
+in the process ("colocate") and has the same share of the GPU. The rest are TRL's defaults: the engine
+does not sleep, and one more forward pass gives the log-probabilities that correct for the sampler;
+our scripts put the engine to sleep, and take them from the training pass. Writes the seconds of each
+step to OUTPUT_DIR/metrics.csv, as the scripts do.
 """
 
 import csv
