@@ -380,14 +380,19 @@ def headlines(links: str) -> str:
 
 
 def opposites(links: str) -> str:
-    """Sentences of the README: how many claims survive, and for which labelled ones the opposite came out."""
+    """Sentences of the README: how many claims got which verdict, and the labelled ones that came out opposite."""
     shown = load_rows("claims.csv")
     found = {kind: [c for c in shown if judge(c)[1].startswith(kind)] for kind in ("reproduced", "opposite")}
     kept = {kind: sum(map(survives, claims)) for kind, claims in found.items()}
+    others = ("no difference", "not settled")
+    none, open_ = (sum(judge(claim)[1].startswith(kind) for claim in shown) for kind in others)
+    rest = len(shown) - len(found["reproduced"]) - len(found["opposite"]) - none - open_
     public = sum(survives(claim) for claim in found["reproduced"] if "135 M" in claim.scale)
-    text = f"The picture has {sum(bool(c.plot) for c in shown)} of {len(shown)} claims. Of all, "
-    text += f"{len(found['reproduced'])} are reproduced, {kept['reproduced']} of them also after the correction"
-    text += f" ({public or 'none'} with the public model of 135 M parameters). The opposite came out for:"
+    text = f"Of all {len(shown)} claims, {len(found['reproduced'])} are reproduced, {kept['reproduced']} of them also after "
+    text += f"the correction; {len(found['opposite'])} came out opposite, {kept['opposite']} of them after it; {none} show no "
+    text += f"difference, {open_} are not settled, and {rest} have no such verdict. The picture has "
+    text += f"{sum(bool(c.plot) for c in shown)} of them. Of the {kept['reproduced']}, {public or 'none'} are with the public "
+    text += "model of 135 M parameters. The opposite came out for:"
     names = {True: [], False: []}
     for claim in filter(lambda claim: claim.plot, found["opposite"]):
         task, _, control = claim.plot.partition("; ")
@@ -401,7 +406,7 @@ def methods(links: str) -> str:
     for method in load_rows("methods.csv"):
         name = method.script
         pages = f"[{name}.py](algorithms/{name}.py), [page](algorithms/{name}.md)"
-        row = {"method": method.title, "script, page": pages, "use it when": method.use}
+        row = {"method": method.title, "script, page": pages, "made for": method.use}
         rows.append({**row, "arXiv": f"[{method.arxiv}](https://arxiv.org/abs/{method.arxiv})"})
     return markdown(rows)
 
