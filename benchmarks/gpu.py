@@ -220,8 +220,8 @@ def in_child(words: list[str], seconds: float, device: str, processes: int = 1) 
     if not found or process.returncode:
         print(output[-1000:], errors[-2000:], sep="\n", file=sys.stderr)
     if not found:
-        last = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        return {"error": late or last}
+        last = (errors.strip().splitlines() or [""])[-1]
+        return {"error": late or f"exit status {process.returncode} {last}".strip()}
     peak = max(each["peak_memory_gb"] for each in found)
     return {"error": late or max(each["error"] for each in found), "peak_memory_gb": peak}
 
