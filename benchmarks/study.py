@@ -80,7 +80,8 @@ def mean_at(k: int) -> dict[str, tuple[str, str]]:
     return before | {name: (tag, "last") for name, tag in tags.items()}
 
 
-MEAN_AT_8 = mean_at(8) | {"pass_at_8": ("eval/pass_at_8", "last"), "num_tokens": ("train/num_tokens", "last")}
+SAMPLED = "train/num_tokens"
+MEAN_AT_8 = mean_at(8) | {"pass_at_8": ("eval/pass_at_8", "last"), "num_tokens": (SAMPLED, "last")}
 LENGTH = "train/completions/mean_length"
 MEAN_AT_2 = mean_at(2) | {"first_length": (LENGTH, "first"), "length": (LENGTH, "late")}
 RETURNS = {"train_return": ("charts/episodic_return", "late")}
@@ -139,13 +140,15 @@ STUDIES = {
     ),
     "grpo_135m": Study(
         command="",
-        tasks={"": ARITHMETIC},
         arms={
-            "grpo": Arm("algorithms/grpo.py", LADDER, "4e-5", TWENTY),
-            "dapo": Arm("algorithms/dapo.py", LADDER, "4e-5"),
-            "no_baseline": Arm("algorithms/grpo.py --advantage none", LADDER, "4e-5", TWENTY),
+            "grpo": Arm(f"algorithms/grpo.py {ARITHMETIC}", LADDER, "4e-5", TWENTY),
+            "dapo": Arm(f"algorithms/dapo.py {ARITHMETIC} --eval-steps 12", LADDER, "4e-5", TWENTY),
+            "no_baseline": Arm(f"algorithms/grpo.py {ARITHMETIC} --advantage none", LADDER, "4e-5", TWENTY),
         },
-        scores=MEAN_AT_2,
+        scores=MEAN_AT_2
+        | {"mean_at_2_12": ("eval/mean_at_2", "at 12"), "num_tokens_12": (SAMPLED, "at 12")}
+        | {"num_tokens": (SAMPLED, "last")}
+        | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
         best="mean_at_2",
         minutes=8.0,
@@ -571,12 +574,14 @@ lock = Lock()  # of the CSVs and of what is printed
 
 def score(metrics: pd.DataFrame, tag: str, which: str) -> float:
     """First or last value of a tag, or its mean over the first or last tenth of the steps, or NaN.
-    `mean`, `max`, `last 10`: mean or largest of all, or mean of so many values. `reach 0.8`: first step whose last
-    five have this mean."""
+    `at 12` is the value at step 12. `mean`, `max`, `last 10`: mean or largest of all, or mean of so many
+    values. `reach 0.8`: first step whose last five have this mean."""
     rows = metrics[metrics.tag == tag]
     end = metrics.step.max()
     if which.startswith("reach"):
         return rows.step[rows.value.rolling(5).mean() >= float(which.split()[1])].min()
+    if which.startswith("at"):
+        return rows.value[rows.step == int(which.split()[1])].mean()
     if which == "max":
         return rows.value.max()
     chosen = {

@@ -53,7 +53,10 @@ def test_a_sweep_ends_with_its_ladder(sweep_of):
     assert (sorted(tried), best) == (["1e-1", "1e-2", "1e-3", "1e-4"], "1e-4")
 
 
-@pytest.mark.parametrize(("which", "value"), [("first", 1), ("last", 4), ("early", 1), ("late", 3.5), ("last 10", 4.25)])
+SCORES = [("first", 1), ("last", 4), ("early", 1), ("late", 3.5), ("last 10", 4.25), ("at 50", 9)]
+
+
+@pytest.mark.parametrize(("which", "value"), SCORES)
 def test_score(which, value):
     rows = [(0, "x", 1.0), (50, "x", 9.0), (95, "x", 3.0), (100, "x", 4.0), (100, "y", 7.0)]
     metrics = pd.DataFrame(rows, columns=["step", "tag", "value"])
