@@ -94,6 +94,7 @@ ARITHMETIC = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task c
  --system-prompt "Think briefly, then end with the answer."
  --num-prompts-per-step 6 --max-completion-length 32 --micro-batch-size 16
  --max-steps 30 --eval-steps 30 --eval-problems 128 --num-generations-eval 2"""
+FIFTH = "--overlong-buffer-len 6"  # of 32 tokens, as 4096 of 20480 in the paper
 TWO_NUMBERS = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task chain_sum
  --task-config '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
  --system-prompt "Think briefly, then end with the answer."
@@ -142,15 +143,15 @@ STUDIES = {
         command="",
         arms={
             "grpo": Arm(f"algorithms/grpo.py {ARITHMETIC}", LADDER, "4e-5", TWENTY),
-            "dapo": Arm(f"algorithms/dapo.py {ARITHMETIC} --eval-steps 12", LADDER, "4e-5", TWENTY),
+            "dapo": Arm(f"algorithms/dapo.py {ARITHMETIC} {FIFTH} --eval-steps 12", LADDER, "2e-5", TWENTY),
             "no_baseline": Arm(f"algorithms/grpo.py {ARITHMETIC} --advantage none", LADDER, "4e-5", TWENTY),
         },
         scores=MEAN_AT_2
         | {"mean_at_2_12": ("eval/mean_at_2", "at 12"), "num_tokens_12": (SAMPLED, "at 12")}
-        | {"num_tokens": (SAMPLED, "last")}
+        | {"num_tokens": (SAMPLED, "last"), "train_late": ("train/rewards/correctness/mean", "last 10")}
         | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
-        best="mean_at_2",
+        best="train_late",
         minutes=8.0,
     ),
     "products_135m": Study(
