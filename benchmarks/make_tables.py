@@ -379,8 +379,18 @@ def headlines(links: str) -> str:
     return markdown(rows)
 
 
-def opposites(links: str) -> str:
-    """Sentences of the README: how many claims got which verdict, and the labelled ones that came out opposite."""
+def main_claims() -> list[SimpleNamespace]:
+    """What the README's picture shows: one claim of each method, the headline if it has one, and every labelled claim
+    that came out opposite."""
+    labelled = [claim for claim in load_rows("claims.csv") if claim.plot]
+    first = {}
+    for claim in sorted(labelled, key=lambda claim: not claim.headline):
+        first.setdefault(claim.method, claim.name)
+    return [c for c in labelled if c.name in first.values() or judge(c)[1].startswith("opposite")]
+
+
+def counts(links: str) -> str:
+    """Sentences of the README: how many claims got which verdict, and how many of them the pictures show."""
     shown = load_rows("claims.csv")
     found = {kind: [c for c in shown if judge(c)[1].startswith(kind)] for kind in ("reproduced", "opposite")}
     kept = {kind: sum(map(survives, claims)) for kind, claims in found.items()}
@@ -390,14 +400,9 @@ def opposites(links: str) -> str:
     public = sum(survives(claim) for claim in found["reproduced"] if "135 M" in claim.scale)
     text = f"Of all {len(shown)} claims, {len(found['reproduced'])} are reproduced, {kept['reproduced']} of them also after "
     text += f"the correction; {len(found['opposite'])} came out opposite, {kept['opposite']} of them after it; {none} show no "
-    text += f"difference, {open_} are not settled, and {rest} have no such verdict. The picture has "
-    text += f"{sum(bool(c.plot) for c in shown)} of them. Of the {kept['reproduced']}, {public or 'none'} are with the public "
-    text += "model of 135 M parameters. The opposite came out for:"
-    names = {True: [], False: []}
-    for claim in filter(lambda claim: claim.plot, found["opposite"]):
-        task, _, control = claim.plot.partition("; ")
-        names[survives(claim)].append(f"{claim.method} {control} ({task.partition(',')[0]})")
-    return f"{text}\n\n- {'; '.join(names[True])};\n- not after the correction: {'; '.join(names[False])}."
+    text += f"difference, {open_} are not settled, and {rest} have no such verdict. The picture has one claim of each method, "
+    text += f"and all that came out opposite; [a longer one](benchmarks/README.md#claims) has {sum(bool(c.plot) for c in shown)}. "
+    return text + f"Of the {kept['reproduced']}, {public or 'none'} are with the public model of 135 M parameters."
 
 
 def methods(links: str) -> str:
@@ -645,11 +650,11 @@ def draw_default_runs() -> None:
 COLORS = {"reproduced": "#2a9d5c", "opposite": "#d1495b", "no difference": "#3b82c4", "not settled": "#9a9a9a"}
 
 
-def forest(ink: str, paper: str):
-    """Every claim with a label in claims.csv: its interval in standard deviations of the control.
+def forest(ink: str, paper: str, shown: list[SimpleNamespace]):
+    """Claims with a label: the interval of each in standard deviations of its control.
     Dots are filled where the interval excludes zero also after Holm's correction."""
-    shown = [claim for claim in load_rows("claims.csv") if claim.plot]
-    picture, axis = plt.subplots(figsize=(8.6, 0.245 * len(shown) + 1.1), facecolor=paper)
+    height = 0.245 * len(shown) + 1.4  # inches
+    picture, axis = plt.subplots(figsize=(8.6, height), facecolor=paper)
     axis.set_facecolor(paper)
     beside = blended_transform_factory(picture.transFigure, axis.transData)
     for row, claim in enumerate(shown):
@@ -688,7 +693,7 @@ def forest(ink: str, paper: str):
     place = {"loc": "upper left", "bbox_to_anchor": (0.0, 1.0), "ncols": 6, "frameon": False}
     place |= {"columnspacing": 1.2, "handlelength": 1.4}
     picture.legend(handles=marks, fontsize=8, labelcolor=ink, **place)
-    picture.subplots_adjust(left=0.495, right=0.86, top=0.955, bottom=0.075)
+    picture.subplots_adjust(left=0.495, right=0.86, top=1 - 0.55 / height, bottom=0.6 / height)
     return picture
 
 
@@ -712,10 +717,13 @@ def opening(ink: str, paper: str):
     return picture
 
 
-def draw_for_readme() -> None:
-    """Both pictures of the README, each for a light and for a dark page."""
+def draw_for_both_themes() -> None:
+    """Pictures of README.md and benchmarks/README.md, each for a light and for a dark page."""
+    labelled = [claim for claim in load_rows("claims.csv") if claim.plot]
+    pictures = {"opening": opening, "forest": functools.partial(forest, shown=main_claims())}
+    pictures["forest_long"] = functools.partial(forest, shown=labelled)
     for suffix, ink, paper in (("", "#1f2328", "white"), ("_dark", "#e6edf3", "#0d1117")):
-        for name, draw in (("opening", opening), ("forest", forest)):
+        for name, draw in pictures.items():
             picture = draw(ink, paper)
             path = RESULTS / f"{name}{suffix}.png"
             picture.savefig(path, dpi=200, metadata={"Software": None})
@@ -726,7 +734,7 @@ def draw_for_readme() -> None:
 
 TABLES = {name: functools.partial(study_table, name) for name in DECLARED["tables"]}
 TABLES |= {"claims": claims, "headlines": headlines, "methods": methods, "tally": tally}
-TABLES["opposites"] = opposites
+TABLES["counts"] = counts
 TABLES |= {"speed_grpo": speed_grpo, "speed_ppo": speed_ppo, "speed_marl": speed_marl}
 TABLES |= {"speed_vllm": speed_vllm, "gpu": gpu_h200}
 TABLES |= {"memory_fit": memory_fit}
@@ -761,7 +769,7 @@ def main(args: Args) -> None:
     if not args.figures:
         return
     draw_default_runs()
-    draw_for_readme()
+    draw_for_both_themes()
     for name in DECLARED["figures"]:
         try:
             draw_study(name)

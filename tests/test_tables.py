@@ -131,8 +131,8 @@ def test_figures(monkeypatch):
 
 def test_forest_has_a_row_for_each_labelled_claim():
     """Intervals in standard deviations of the control, turned so that the claim's direction is to the right."""
-    picture = make_tables.forest("black", "white")
     labelled = [claim for claim in CLAIMS.values() if claim.plot]
+    picture = make_tables.forest("black", "white", labelled)
     lines = [line for line in picture.axes[0].get_lines() if len(line.get_xdata()) == 2 and line.get_linewidth() == 2]
     assert len(lines) == len(labelled) > 20
     for row, (claim, line) in enumerate(zip(labelled, lines)):
@@ -144,3 +144,13 @@ def test_forest_has_a_row_for_each_labelled_claim():
         assert sorted(line.get_xdata()) == pytest.approx(ends) and list(line.get_ydata()) == [row, row]
         color = {"reproduced": "#2a9d5c", "opposite": "#d1495b", "no": "#3b82c4", "not": "#9a9a9a"}
         assert line.get_color() == color[make_tables.judge(claim)[1].split()[0]]
+
+
+def test_short_forest_has_every_method_and_every_opposite_claim():
+    labelled = [claim for claim in CLAIMS.values() if claim.plot]
+    shown = make_tables.main_claims()
+    assert {claim.method for claim in shown} == {claim.method for claim in labelled}
+    names = {claim.name for claim in shown}
+    assert {claim.name for claim in labelled if claim.headline} <= names
+    assert {claim.name for claim in labelled if make_tables.judge(claim)[1].startswith("opposite")} <= names
+    assert len(shown) < len(labelled)
