@@ -683,6 +683,9 @@ def sweep(args: Args, task: str, name: str) -> str:
             train(args, Run(task, name, SWEEP_SEED, rate))
         rows = finished(args)
         rows = rows[(rows.task == task) & (rows.arm == name) & (rows.seed == str(SWEEP_SEED))]
+        failed = set(rates[low : high + 1]) - set(rows.learning_rate)
+        if failed:
+            sys.exit(f"{name}: no run at {', '.join(failed)}, so the sweep has no best rate; start it again")
         scores = rows.set_index("learning_rate")[study.best].astype(float)
         best = rates.index(scores.idxmin() if study.lowest else scores.idxmax())
         if best <= low and low > 0:

@@ -26,7 +26,7 @@ def sweep_of(tmp_path, monkeypatch):
 
     def sweep(scores: dict[str, float]) -> tuple[list[str], str]:
         def train(args, run):
-            if not study.is_done(study.finished(args), run):
+            if scores.get(run.learning_rate, 0) is not None and not study.is_done(study.finished(args), run):
                 tried.append(run.learning_rate)
                 row = {"task": run.task, "arm": run.arm, "seed": run.seed}
                 row |= {"learning_rate": run.learning_rate, "score": scores[run.learning_rate]}
@@ -46,6 +46,11 @@ def test_a_sweep_widens_at_its_edge_and_continues(sweep_of):
     scores = {"1e-3": 1, "1e-2": 2, "1e-1": 3, "1": 2}
     assert sweep_of(scores) == (["1e-3", "1e-2", "1e-1", "1"], "1e-1")
     assert sweep_of({}) == (["1e-3", "1e-2", "1e-1", "1"], "1e-1")  # nothing runs twice
+
+
+def test_a_sweep_with_a_failed_run_chooses_nothing(sweep_of):
+    with pytest.raises(SystemExit, match="a: no run at 1e-1"):
+        sweep_of({"1e-3": 1, "1e-2": 2, "1e-1": None})
 
 
 def test_a_sweep_ends_with_its_ladder(sweep_of):
