@@ -367,7 +367,7 @@ def headlines(links: str) -> str:
         form = form_of(claim)
         scale = claim.scale.removesuffix(" parameters")
         lower = ", lower is better" if claim.better == "lower" else ""
-        row = {"method": claim.method, "task, score": f"{claim.headline} ({scale}{lower})"}
+        row = {"method": claim.method, "task, score": f"{claim.headline} ({scale}, {len(ours)} seeds{lower})"}
         found = paired(ours, theirs)
         means = f"{form[0] * ours.mean():.{form[1]}f} against {form[0] * theirs.mean():.{form[1]}f}"
         row["method against control"] = f"{means} {claim.unit}".strip() + f" ({claim.control})"
