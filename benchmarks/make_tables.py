@@ -336,7 +336,8 @@ def claims(links: str) -> str:
         if claim.name in errors:
             wider = show_interval(paired(*scores_of(claim), errors[claim.name]), *form_of(claim))
             corrected = wider.partition("(")[2].rstrip(")")
-        row = {"method": claim.method, "claim": claim.claim, "what was run": run}
+        asked = f"{claim.claim} (our question)" if claim.asked else claim.claim
+        row = {"method": claim.method, "claim": asked, "what was run": run}
         row |= {"result: difference (95 %)": result, "corrected interval": corrected}
         rows.append(row | {"verdict": said})
     return markdown(rows)
@@ -346,13 +347,13 @@ def tally(links: str) -> str:
     """How many claims got which verdict, and the hours of a thread that their studies took."""
     shown = load_rows("claims.csv")
     kinds = "reproduced, opposite, no difference, not settled, values shown, exact, open".split(", ")
-    row = {"claims": len(shown)}
+    row = {"claims": len(shown), "of these, our questions": sum(bool(claim.asked) for claim in shown)}
     for kind in kinds:
         found = [claim for claim in shown if judge(claim)[1].startswith(kind)]
         row[kind] = len(found)
         if kind in ("reproduced", "opposite"):
             row[f"{kind}, after correction"] = sum(map(survives, found))
-    counted = sum(count for kind, count in row.items() if kind in kinds)
+    counted = sum(row[kind] for kind in kinds)
     row["not run, or one seed"] = len(shown) - counted
     runs = pd.concat(map(pd.read_csv, RESULTS.glob("*.csv")))
     minutes = runs.drop_duplicates(["command", "minutes"]).minutes  # some files have several rows of a run
@@ -375,6 +376,7 @@ def headlines(links: str) -> str:
         said = judge(claim)[1].partition(" (")[0]
         if said in ("reproduced", "opposite") and not survives(claim):
             said += ", not after correction"
+        said += ", our question" * bool(claim.asked)
         rows.append(row | {"verdict": said})
     return markdown(rows)
 
@@ -398,7 +400,8 @@ def counts(links: str) -> str:
     none, open_ = (sum(judge(claim)[1].startswith(kind) for claim in shown) for kind in others)
     rest = len(shown) - len(found["reproduced"]) - len(found["opposite"]) - none - open_
     public = sum(survives(claim) for claim in found["reproduced"] if "135 M" in claim.scale)
-    text = f"Of all {len(shown)} claims, {len(found['reproduced'])} are reproduced, {kept['reproduced']} of them also after "
+    ours = sum(bool(claim.asked) for claim in shown)
+    text = f"Of all {len(shown)} claims, {ours} of which are questions of ours, {len(found['reproduced'])} are reproduced, {kept['reproduced']} of them also after "
     text += f"the correction; {len(found['opposite'])} came out opposite, {kept['opposite']} of them after it; {none} show no "
     text += f"difference, {open_} are not settled, and {rest} have no such verdict. The picture has one claim of each method, "
     text += f"and all that came out opposite; [a longer one](benchmarks/README.md#claims) has {sum(bool(c.plot) for c in shown)}. "
@@ -670,7 +673,7 @@ def forest(ink: str, paper: str, shown: list[SimpleNamespace]):
         new = row == 0 or shown[row - 1].method != claim.method
         text = {"transform": beside, "va": "center", "fontsize": 8, "color": ink}
         axis.text(0.01, row, claim.method if new else "", weight="bold", **text)
-        axis.text(0.095, row, claim.plot, **text)
+        axis.text(0.095, row, claim.plot, style="italic" if claim.asked else "normal", **text)
         scale = claim.scale.removesuffix(" parameters")
         axis.text(0.87, row, f"{scale}, {len(ours)}", **text)
         if new and row:
