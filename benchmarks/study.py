@@ -128,6 +128,7 @@ WON |= {"beta": ("train/arac/beta", "last")}
 TEAMS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 TEAMS |= {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
+QUIET = "--end-e 0.02 --buffer-size 10000"  # fewer random moves in the end, and early ones are forgotten
 PONG = "qmix vdn selfplay_qmix iql".split()
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
@@ -288,6 +289,7 @@ STUDIES = {
             "igpo": Arm("algorithms/igpo.py", TINY, "4e-4", EIGHT),
             "outcome": Arm("algorithms/igpo.py --advantage f1", TINY, "4e-4", EIGHT),
             "empg": Arm("algorithms/empg.py", TINY, "4e-4", EIGHT),
+            "empg_2e-4": Arm("algorithms/empg.py --learning-rate 2e-4", seeds=EIGHT),
         },
         scores=MEAN_AT_8
         | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")}
@@ -316,6 +318,7 @@ STUDIES = {
             "grpo": Arm("--method grpo", ("1e-4", "4e-4", "1.6e-3", "6.4e-3"), "4e-4"),
             "sft": Arm("--method sft", HPT, "1e-3"),
             "srft": Arm("--method srft --learning-rate 1e-3", seeds=THREE),
+            "hpt_length": Arm("--method hpt --normalizer length", HPT, "1e-3"),  # RL weighs more, as in HPT's code
         },
         scores=MEAN_AT_8 | {"demonstration_tokens": ("train/num_demonstration_tokens", "last")},
         curves=("eval/greedy", "eval/mean_at_8", "train/sft_share"),
@@ -434,7 +437,8 @@ STUDIES = {
         command="algorithms/fm3q.py --env-id arat_random --num-pro 3 --num-ant 3 --num-states 50"
         " --total-timesteps 50000 --eval-steps 2500",
         tasks={"arat_random": "--game-seed {seed}"},
-        arms={name: Arm(flags, CONTROL, "3e-3", TEN) for name, flags in TEAMS.items()},
+        arms={name: Arm(flags, CONTROL, "3e-3", TEN) for name, flags in TEAMS.items()}
+        | {f"{name}_quiet": Arm(f"{TEAMS[name]} {QUIET}", CONTROL, "3e-3", TEN) for name in ("qmix", "selfplay_qmix", "iql")},
         scores={"nash_conv": ("eval/nash_conv_mean", "last"), "late_nash_conv": ("eval/nash_conv_mean", "late")}
         | {"value_error": ("eval/value_error_max", "last")},
         curves=("eval/nash_conv_mean",),
@@ -459,7 +463,9 @@ STUDIES = {
     ),
     "arac_weight": Study(  # weights of the control are swept on seed 1
         command="algorithms/arac.py --graph cycle_12 --horizon 24 --total-timesteps 60000 --eval-steps 0",
-        arms=ARAC | {"fixed": Arm("--beta-mode fixed --beta 0.003")},  # the best weight
+        arms=ARAC
+        | {"fixed": Arm("--beta-mode fixed --beta 0.003")}  # the best weight
+        | {"adaptive_low": Arm("--beta 0.0067")},  # where EPG's code begins, for its reward of 30
         scores=WON,
         curves=("charts/success", "train/arac/beta"),
         minutes=1.5,
@@ -469,7 +475,8 @@ STUDIES = {
         " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
         arms={name: replace(arm, seeds=FRESH) if len(arm.seeds) > 1 else arm for name, arm in ARAC.items()}
         | {"fixed": Arm("--beta-mode fixed --beta 0.003", seeds=FRESH)}  # the best weight by training
-        | {"fixed_low": Arm("--beta-mode fixed --beta 0.001", seeds=FRESH)},  # the best weight in the end
+        | {"fixed_low": Arm("--beta-mode fixed --beta 0.001", seeds=FRESH)}  # the best weight in the end
+        | {"adaptive_low": Arm("--beta 0.0067", seeds=FRESH)},
         scores=WON,
         curves=("charts/success", "train/arac/beta"),
         minutes=4.0,
@@ -504,7 +511,8 @@ STUDIES = {
         command="algorithms/unimodal_poisson.py --total-timesteps 300000",
         tasks={name: f"--env-id {name}" for name in (*TWO_TASKS, "HalfCheetah-v5")},
         arms={name: Arm(f"--policy {name}", CONTROL, "3e-4") for name in POLICIES}
-        | {"poisson_softplus": Arm("--second-activation softplus", CONTROL, "3e-4", tasks=TWO_TASKS)},
+        | {"poisson_softplus": Arm("--second-activation softplus", CONTROL, "3e-4", tasks=TWO_TASKS)}
+        | {"poisson_3e-4": Arm("--policy poisson --learning-rate 3e-4", tasks=("Hopper-v5",))},
         scores=RETURNS,
         curves=("charts/episodic_return",),
         best="train_return",
