@@ -116,10 +116,12 @@ def test_the_cheapest_claim_again(tmp_path, forked, capsys):
     study.repeat(args)
     told = capsys.readouterr().out.splitlines()
     rows = pd.read_csv(tmp_path / "fm3q_games.csv")
-    assert sorted(zip(rows.arm, rows.seed)) == [("iql", 2), ("iql", 3), ("qmix", 2), ("qmix", 3)]
+    assert sorted(zip(rows.arm, rows.seed)) == [
+        (arm, seed) for arm in ("iql_quiet", "qmix_quiet") for seed in (2, 3)
+    ]
     sides = rows.set_index(["arm", "seed"]).late_nash_conv
-    assert told[-1].startswith(f"  again  {(sides['qmix'] - sides['iql']).mean():.4g} (- to -): values shown")
-    assert told[0].startswith("fm3q_alone: ") and told[-2].startswith("  before ")
+    assert told[-1].startswith(f"  again  {(sides['qmix_quiet'] - sides['iql_quiet']).mean():.4g} (- to -): values shown")
+    assert told[0].startswith("fm3q_alone_quiet: ") and told[-2].startswith("  before ")
     with pytest.raises(SystemExit, match="--repeat: give --results"):
         study.repeat(Args(repeat=1))
 
