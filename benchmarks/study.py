@@ -27,6 +27,7 @@ from pathlib import Path
 from threading import Lock
 
 import pandas as pd
+import torch
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,8 +95,9 @@ ARITHMETIC = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task c
  --system-prompt "Think briefly, then end with the answer."
  --num-prompts-per-step 6 --max-completion-length 32 --micro-batch-size 16
  --max-steps 30 --eval-steps 30 --eval-problems 128 --num-generations-eval 2"""
+LARGER_BATCHES = f"{ARITHMETIC} --decode-batch-size 192"  # faster on a GPU
 # The overlong buffer is a fifth of the limit, as in the paper; GRPO makes one optimizer step a batch, too.
-DAPO = "--overlong-buffer-len 6 --num-iterations 1"
+DAPO = "--overlong-buffer-len 6 --num-iterations 1 --eval-steps 6"
 TWO_NUMBERS = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task chain_sum
  --task-config '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
  --system-prompt "Think briefly, then end with the answer."
@@ -146,14 +148,28 @@ STUDIES = {
         arms={
             "grpo": Arm(f"algorithms/grpo.py {ARITHMETIC}", LADDER, "4e-5", TWENTY),
             "no_baseline": Arm(f"algorithms/grpo.py {ARITHMETIC} --advantage none", LADDER, "4e-5", TWENTY),
-            "grpo_same": Arm(f"algorithms/grpo.py {ARITHMETIC} --learning-rate 2e-5", seeds=TWENTY),
-            "dapo": Arm(f"algorithms/dapo.py {ARITHMETIC} {DAPO} --eval-steps 12", LADDER, "4e-5", TWENTY),
         },
         scores=MEAN_AT_2
         | {"mean_at_2_12": ("eval/mean_at_2", "at 12"), "num_tokens_12": (SAMPLED, "at 12")}
         | {"num_tokens": (SAMPLED, "last"), "train_late": ("train/rewards/correctness/mean", "last 10")}
         | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
+        best="train_late",
+        minutes=6.0,
+    ),
+    "dapo_135m": Study(  # made on a GPU, all arms; GRPO and REINFORCE at the rates of grpo_135m
+        command="",
+        arms={
+            "dapo": Arm(f"algorithms/dapo.py {LARGER_BATCHES} {DAPO}", LADDER, "4e-5", TWENTY),
+            "grpo_4e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --learning-rate 4e-5", seeds=TWENTY),
+            "grpo_2e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --learning-rate 2e-5", seeds=TWENTY),
+            "none_2e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --advantage none --learning-rate 2e-5", seeds=TWENTY),
+        },
+        scores=MEAN_AT_2
+        | {"mean_at_2_12": ("eval/mean_at_2", "at 12"), "num_tokens_12": (SAMPLED, "at 12")}
+        | {"num_tokens": (SAMPLED, "last"), "train_late": ("train/rewards/correctness/mean", "last 10")}
+        | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
+        curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean", SAMPLED),
         best="train_late",
         minutes=8.0,
     ),
@@ -669,6 +685,8 @@ def train(args: Args, run: Run) -> None:
     row = vars(run) | scores
     row["minutes"] = f"{(time.perf_counter() - start) / 60:.2f}"
     how = about("torch")
+    if " on cuda" in process.stdout:
+        how["device"] = torch.cuda.get_device_name()
     row |= {name: how[name] for name in ("device", "torch", "python")}
     row |= {"commit": made, "command": shlex.join(["python", *words])}
     curve = metrics[metrics.tag.isin(study.curves)][["step", "tag", "value"]]
