@@ -283,6 +283,20 @@ STUDIES = {
         best="mean_at_2",
         minutes=18.0,
     ),
+    "two_hops_135m": Study(  # after a longer cold start, see README.md; rewards are exact matches alone
+        command="algorithms/igpo.py --model-name-or-path smollm2_two_hops --bf16 --max-turns 4 --hops 2"
+        " --reward-weights 1 0 0 0 --num-prompts-per-step 4 --micro-batch-size 8 --max-completion-length 40"
+        " --max-steps 30 --eval-steps 30 --eval-problems 64 --num-generations-eval 2",
+        arms={"igpo": Arm("", LADDER, "2e-5"), "outcome": Arm("--advantage f1", LADDER, "2e-5")},
+        scores=MEAN_AT_2
+        | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")}
+        | {f"turns_{when}": ("train/igpo/turns", when) for when in ("early", "late")}
+        | {"train_early": ("train/rewards/exact_match/mean", "early")}
+        | {"train_late": ("train/rewards/exact_match/mean", "last 10")},
+        curves=("eval/greedy", "eval/mean_at_2", "train/rewards/exact_match/mean", "train/igpo/turns"),
+        best="train_late",
+        minutes=20.0,
+    ),
     "igpo": Study(
         command="algorithms/igpo.py --max-steps 40 --eval-steps 20",
         arms={
