@@ -356,8 +356,9 @@ def tally(links: str) -> str:
     counted = sum(row[kind] for kind in kinds)
     row["not run, or one seed"] = len(shown) - counted
     runs = pd.concat(map(pd.read_csv, RESULTS.glob("*.csv")))
-    minutes = runs.drop_duplicates(["command", "minutes"]).minutes  # some files have several rows of a run
-    return markdown([row | {"hours of all runs": f"{minutes.sum() / 60:.0f}"}])
+    runs = runs.drop_duplicates(["command", "minutes"])  # some files have several rows of a run
+    minutes = runs.minutes[~runs.device.str.startswith("NVIDIA", na=False)]
+    return markdown([row | {"hours of all runs on CPUs": f"{minutes.sum() / 60:.0f}"}])
 
 
 def headlines(links: str) -> str:

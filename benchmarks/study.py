@@ -149,15 +149,12 @@ STUDIES = {
             "grpo": Arm(f"algorithms/grpo.py {ARITHMETIC}", LADDER, "4e-5", TWENTY),
             "no_baseline": Arm(f"algorithms/grpo.py {ARITHMETIC} --advantage none", LADDER, "4e-5", TWENTY),
         },
-        scores=MEAN_AT_2
-        | {"mean_at_2_12": ("eval/mean_at_2", "at 12"), "num_tokens_12": (SAMPLED, "at 12")}
-        | {"num_tokens": (SAMPLED, "last"), "train_late": ("train/rewards/correctness/mean", "last 10")}
-        | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
+        scores=MEAN_AT_2 | {"train_late": ("train/rewards/correctness/mean", "last 10")},
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
         best="train_late",
         minutes=6.0,
     ),
-    "dapo_135m": Study(  # made on a GPU, all arms; GRPO and REINFORCE at the rates of grpo_135m
+    "dapo_135m": Study(  # was made on a GPU; GRPO and REINFORCE have the rates of grpo_135m
         command="",
         arms={
             "dapo": Arm(f"algorithms/dapo.py {LARGER_BATCHES} {DAPO}", LADDER, "4e-5", TWENTY),
@@ -166,7 +163,8 @@ STUDIES = {
             "none_2e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --advantage none --learning-rate 2e-5", seeds=TWENTY),
         },
         scores=MEAN_AT_2
-        | {"mean_at_2_12": ("eval/mean_at_2", "at 12"), "num_tokens_12": (SAMPLED, "at 12")}
+        | {f"mean_at_2_{step}": ("eval/mean_at_2", f"at {step}") for step in (12, 18)}
+        | {f"num_tokens_{step}": (SAMPLED, f"at {step}") for step in (12, 18)}
         | {"num_tokens": (SAMPLED, "last"), "train_late": ("train/rewards/correctness/mean", "last 10")}
         | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean", SAMPLED),
