@@ -284,16 +284,14 @@ STUDIES = {
     "two_hops_135m": Study(  # after a longer cold start, see README.md; rewards are exact matches alone
         command="algorithms/igpo.py --model-name-or-path smollm2_two_hops --bf16 --max-turns 4 --hops 2"
         " --reward-weights 1 0 0 0 --num-prompts-per-step 4 --micro-batch-size 8 --max-completion-length 40"
-        " --max-steps 30 --eval-steps 30 --eval-problems 64 --num-generations-eval 2",
-        arms={"igpo": Arm("", LADDER, "2e-5"), "outcome": Arm("--advantage f1", LADDER, "2e-5")},
+        " --max-steps 30 --eval-steps 30 --eval-problems 64 --num-generations-eval 2 --learning-rate 2e-5",
+        arms={"igpo": Arm(), "outcome": Arm("--advantage f1")},
         scores=MEAN_AT_2
-        | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")}
-        | {f"turns_{when}": ("train/igpo/turns", when) for when in ("early", "late")}
-        | {"train_early": ("train/rewards/exact_match/mean", "early")}
-        | {"train_late": ("train/rewards/exact_match/mean", "last 10")},
+        | {f"silent_{when}": ("train/frac_reward_zero_std", f"{when} 3") for when in ("first", "last")}
+        | {f"turns_{when}": ("train/igpo/turns", f"{when} 3") for when in ("first", "last")}
+        | {f"train_{when}": ("train/rewards/exact_match/mean", f"{when} 3") for when in ("first", "last")},
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/exact_match/mean", "train/igpo/turns"),
-        best="train_late",
-        minutes=20.0,
+        minutes=60.0,
     ),
     "igpo": Study(
         command="algorithms/igpo.py --max-steps 40 --eval-steps 20",
@@ -344,9 +342,9 @@ STUDIES = {
         arms={
             "hpt": Arm("--method hpt", HPT, "1e-3"),
             "grpo": Arm("--method grpo", ("1e-4", "4e-4", "1.6e-3", "6.4e-3"), "4e-4"),
-            "sft": Arm("--method sft", HPT, "1e-3"),
+            "sft": Arm("--method sft", HPT, "1e-3", TWENTY),
             "srft": Arm("--method srft --learning-rate 1e-3", seeds=THREE),
-            "hpt_length": Arm("--method hpt --normalizer length", HPT, "1e-3"),  # RL weighs more, as in HPT's code
+            "hpt_length": Arm("--method hpt --normalizer length", HPT, "1e-3", TWENTY),  # RL weighs more, as in HPT's code
         },
         scores=MEAN_AT_8 | {"demonstration_tokens": ("train/num_demonstration_tokens", "last")},
         curves=("eval/greedy", "eval/mean_at_8", "train/sft_share"),
@@ -466,7 +464,7 @@ STUDIES = {
         " --total-timesteps 50000 --eval-steps 2500",
         tasks={"arat_random": "--game-seed {seed}"},
         arms={name: Arm(flags, CONTROL, "3e-3", TEN) for name, flags in TEAMS.items()}
-        | {f"{name}_quiet": Arm(f"{TEAMS[name]} {QUIET}", CONTROL, "3e-3", TEN) for name in ("qmix", "selfplay_qmix", "iql")},
+        | {f"{name}_quiet": Arm(f"{TEAMS[name]} {QUIET}", CONTROL, "3e-3", TWENTY) for name in ("qmix", "selfplay_qmix", "iql")},
         scores={"nash_conv": ("eval/nash_conv_mean", "last"), "late_nash_conv": ("eval/nash_conv_mean", "late")}
         | {"value_error": ("eval/value_error_max", "last")},
         curves=("eval/nash_conv_mean",),
@@ -613,8 +611,8 @@ lock = Lock()  # of the CSVs and of what is printed
 
 def score(metrics: pd.DataFrame, tag: str, which: str) -> float:
     """First or last value of a tag, or its mean over the first or last tenth of the steps, or NaN.
-    `at 12` is the value at step 12. `mean`, `max`, `last 10`: mean or largest of all, or mean of so many
-    values. `reach 0.8`: first step whose last five have this mean."""
+    `at 12` is the value at step 12. `mean`, `max`, `first 3`, `last 10`: mean or largest of all, or mean
+    of so many values. `reach 0.8`: first step whose last five have this mean."""
     rows = metrics[metrics.tag == tag]
     end = metrics.step.max()
     if which.startswith("reach"):
@@ -623,15 +621,15 @@ def score(metrics: pd.DataFrame, tag: str, which: str) -> float:
         return rows.value[rows.step == int(which.split()[1])].mean()
     if which == "max":
         return rows.value.max()
+    word, _, count = which.partition(" ")
     chosen = {
-        "first": rows.head(1),
-        "last": rows.tail(1),
-        "last 10": rows.tail(10),
+        "first": rows.head(int(count or 1)),
+        "last": rows.tail(int(count or 1)),
         "mean": rows,
         "early": rows[rows.step <= 0.1 * end],
         "late": rows[rows.step > 0.9 * end],
     }
-    return chosen[which].value.mean()
+    return chosen[word].value.mean()
 
 
 def finished(args: Args) -> pd.DataFrame:

@@ -58,7 +58,7 @@ def test_a_sweep_ends_with_its_ladder(sweep_of):
     assert (sorted(tried), best) == (["1e-1", "1e-2", "1e-3", "1e-4"], "1e-4")
 
 
-SCORES = [("first", 1), ("last", 4), ("early", 1), ("late", 3.5), ("last 10", 4.25), ("at 50", 9)]
+SCORES = [("first", 1), ("last", 4), ("early", 1), ("late", 3.5), ("first 2", 5), ("last 10", 4.25), ("at 50", 9)]
 
 
 @pytest.mark.parametrize(("which", "value"), SCORES)
