@@ -536,7 +536,7 @@ STUDIES = {
     "poisson_heads": Study(
         command="algorithms/unimodal_poisson.py --total-timesteps 300000",
         tasks={name: f"--env-id {name}" for name in (*TWO_TASKS, "HalfCheetah-v5")},
-        arms={name: Arm(f"--policy {name}", CONTROL, "3e-4") for name in POLICIES}
+        arms={name: Arm(f"--policy {name}", CONTROL, "3e-4") for name in POLICIES}  # on Hopper three have 20 seeds
         | {"poisson_softplus": Arm("--second-activation softplus", CONTROL, "3e-4", tasks=TWO_TASKS)}
         | {"poisson_3e-4": Arm("--policy poisson --learning-rate 3e-4", tasks=("Hopper-v5",))},
         scores=RETURNS,
