@@ -591,6 +591,9 @@ def draw_study(name: str) -> None:
             points = load_runs(study)
         points = points[points.task == task]
         points = points.assign(x=points[x].astype(float))
+        if "bins" in figure:  # episodes end at steps of their own
+            width = points.x.max() / figure["bins"]
+            points["x"] = ((points.x // width).clip(upper=figure["bins"] - 1) + 0.5) * width
         points["y"] = figure.get("scale", 1) * points[column]
         for arm, text in figure["grey"].items():
             grey = {"color": "0.65", "linewidth": 1.2, "label": text or None}
