@@ -406,7 +406,7 @@ def counts(links: str) -> str:
     text += f"the correction; {len(found['opposite'])} came out opposite, {kept['opposite']} of them after it; {none} show no "
     text += f"difference, {open_} are not settled, and {rest} have no such verdict. The picture has one claim of each method, "
     text += f"and all that came out opposite; [a longer one](benchmarks/README.md#claims) has {sum(bool(c.plot) for c in shown)}. "
-    return text + f"Of the {kept['reproduced']}, {public or 'none'} are with the public model of 135 M parameters."
+    return text + f"Of the reproduced ones that survive the correction, {public or 'none'} are with the public model of 135 M parameters."
 
 
 def methods(links: str) -> str:
