@@ -107,6 +107,9 @@ PRODUCTS = """algorithms/grpo.py --bf16 --system-prompt "Think briefly, then end
  --max-completion-length 32 --num-generations-eval 8"""
 THREE_HOPS = """--model-name-or-path runs/search_start/final --hops 3 --max-turns 6 --reward-weights 1 0 0 0
  --max-steps 40 --eval-steps 10"""
+TWO_HOPS = """--model-name-or-path smollm2_two_hops --bf16 --max-turns 4 --hops 2 --reward-weights 1 0 0 0
+ --num-prompts-per-step 4 --micro-batch-size 4 --max-completion-length 40 --max-steps 14 --eval-steps 14
+ --eval-problems 64 --num-generations-eval 2 --learning-rate 2e-5"""
 GOALS = ("right", "short", "well_formed")
 TRIES = ("solver", "critic", "refiner")
 REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOALS)
@@ -282,16 +285,19 @@ STUDIES = {
         minutes=18.0,
     ),
     "two_hops_135m": Study(  # after a longer cold start, see README.md; rewards are exact matches alone
-        command="algorithms/igpo.py --model-name-or-path smollm2_two_hops --bf16 --max-turns 4 --hops 2"
-        " --reward-weights 1 0 0 0 --num-prompts-per-step 4 --micro-batch-size 8 --max-completion-length 40"
-        " --max-steps 30 --eval-steps 30 --eval-problems 64 --num-generations-eval 2 --learning-rate 2e-5",
-        arms={"igpo": Arm(), "outcome": Arm("--advantage f1")},
+        command="",
+        tasks={"": TWO_HOPS},
+        arms={
+            "igpo": Arm("algorithms/igpo.py"),
+            "outcome": Arm("algorithms/igpo.py --advantage f1"),
+            "empg": Arm("algorithms/empg.py"),
+        },
         scores=MEAN_AT_2
         | {f"silent_{when}": ("train/frac_reward_zero_std", f"{when} 3") for when in ("first", "last")}
-        | {f"turns_{when}": ("train/igpo/turns", f"{when} 3") for when in ("first", "last")}
-        | {f"train_{when}": ("train/rewards/exact_match/mean", f"{when} 3") for when in ("first", "last")},
-        curves=("eval/greedy", "eval/mean_at_2", "train/rewards/exact_match/mean", "train/igpo/turns"),
-        minutes=60.0,
+        | {f"train_{when}": ("train/rewards/exact_match/mean", f"{when} 3") for when in ("first", "last")}
+        | {"first_turns": ("eval/turns", "first"), "turns": ("eval/turns", "last")},  # of the greedy episode
+        curves=("eval/greedy", "eval/mean_at_2", "train/rewards/exact_match/mean", "train/igpo/turns", "train/empg/turns"),
+        minutes=28.0,
     ),
     "igpo": Study(
         command="algorithms/igpo.py --max-steps 40 --eval-steps 20",
