@@ -11,13 +11,72 @@ from benchmarks import make_tables
 from benchmarks.make_tables import DECLARED, RESULTS, TABLES, load_rows, pages, paired, redraw
 
 T_95 = {5: 2.7764, 7: 2.4469, 8: 2.3646, 9: 2.3060, 10: 2.2622, 12: 2.2010, 15: 2.1448, 20: 2.0930}  # of Student's t, two-sided, for as many pairs
+NUMBER = r"[-+]?\d[\d,]*\.?\d*"
+INTERVAL = re.compile(rf"(?<![\w-])({NUMBER}) to ({NUMBER})")
+QUOTES = load_rows("quoted.csv")
+# Of runs at earlier commits (DAPO, GDPO), from single steps (Dr. MAS), and an example (IGPO).
+ELSEWHERE = {(7.3, 18.1), (1.9, 6.7), (8.0, 27.1), (0.1, 19.9), (7, 8)}
 CLAIMS = {claim.name: claim for claim in load_rows("claims.csv")}
 STANDING = set(re.findall(r"<!-- table:(\w+) -->", "".join(path.read_text() for path in pages())))
+
+
+def tables_in(path) -> list[str]:
+    return re.findall(r"<!-- table:.*?<!-- end -->", path.read_text(), re.DOTALL)
+
+
+def plain_text(path) -> str:
+    """A page without its drawn tables, and without line breaks."""
+    text = path.read_text()
+    for table in tables_in(path):
+        text = text.replace(table, "")
+    return " ".join(text.split())
+
+
+def ends(found: re.Match) -> tuple[float, ...]:
+    """Both numbers of an interval without signs: a text may say how much lower something is."""
+    return tuple(sorted(abs(float(number.replace(",", ""))) for number in found.groups()))
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
 def test_tables_agree_with_the_csvs(path):
     assert redraw(path) == path.read_text(), "run python benchmarks/make_tables.py --no-figures"
+
+
+def quoted_scores(quote, arm: str, column: str, study: str) -> pd.Series:
+    """Scores by seed: a column of the runs, or `tag at step` of the curves."""
+    tag, _, step = column.partition(" at ")
+    rows = make_tables.load_curves(study) if step else make_tables.final_runs(study)
+    if step:
+        rows = rows[(rows.tag == tag) & (rows.step == int(step))]
+    rows = rows[(rows.task == quote.task) & (rows.arm == arm)]
+    if quote.seeds:
+        ranges = [map(int, seeds.split("-")) for seeds in quote.seeds.split()]
+        rows = rows[rows.seed.isin([seed for first, last in ranges for seed in range(first, last + 1)])]
+    return rows.set_index("seed")["value" if step else column]
+
+
+@pytest.mark.parametrize("quote", QUOTES, ids=lambda quote: f"{quote.page.partition('/')[2]} {quote.quote}")
+def test_intervals_in_the_text(quote):
+    """Each is on its page, and is that of its CSV."""
+    assert quote.quote in plain_text(make_tables.ROOT / quote.page)
+    ours = quoted_scores(quote, quote.ours, quote.column, quote.study)
+    theirs = quoted_scores(quote, quote.theirs, quote.other_column or quote.column, quote.other_study or quote.study)
+    found = paired(ours, theirs)
+    low, high = INTERVAL.findall(quote.quote)[-1]
+    half_a_digit = 0.501 * 10.0 ** -len(low.partition(".")[2])
+    assert float(low) == pytest.approx(float(quote.scale) * found.low, abs=half_a_digit)
+    assert float(high) == pytest.approx(float(quote.scale) * found.high, abs=half_a_digit)
+    assert float(low) < float(quote.scale) * found.mean < float(high)
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_an_interval_in_the_text_has_a_source(path):
+    """A table of some page, or quoted.csv; an interval is known by its signs, as in -1.3 to +2 or -3 to -1."""
+    sources = {ends(found) for page in pages() for found in INTERVAL.finditer(" ".join(tables_in(page)))}
+    sources |= {ends(found) for quote in QUOTES for found in INTERVAL.finditer(quote.quote)}
+    for found in INTERVAL.finditer(plain_text(path)):
+        if found[1][0] in "+-" and found[2][0] in "+-":
+            assert ends(found) in sources | ELSEWHERE, f"{found[0]}: add a row to quoted.csv"
 
 
 def test_a_table_without_a_page_is_not_finished():
