@@ -295,7 +295,8 @@ STUDIES = {
         scores=MEAN_AT_2
         | {f"silent_{when}": ("train/frac_reward_zero_std", f"{when} 3") for when in ("first", "last")}
         | {f"train_{when}": ("train/rewards/exact_match/mean", f"{when} 3") for when in ("first", "last")}
-        | {"first_turns": ("eval/turns", "first"), "turns": ("eval/turns", "last")},  # of the greedy episode
+        | {"first_turns": ("eval/turns", "first"), "turns": ("eval/turns", "last")}  # of the greedy episode
+        | {"steps_to_15": ("train/rewards/exact_match/mean", "reach 0.15")},
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/exact_match/mean", "train/igpo/turns", "train/empg/turns"),
         minutes=28.0,
     ),
