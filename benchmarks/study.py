@@ -466,6 +466,19 @@ STUDIES = {
         best="train_return",
         minutes=1.0,
     ),
+    "mdpo_million": Study(
+        command="",
+        tasks={name: f"--env-id {name} --total-timesteps 1000000" for name in MUJOCO},
+        arms={
+            "mdpo": Arm("algorithms/mdpo.py", CONTROL, "3e-3"),
+            "one_step": Arm("algorithms/mdpo.py --sgd-steps 1", CONTROL, "1e-2"),
+            "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4"),
+        },
+        scores={name: RETURNS[name] for name in ("train_return", "eval_deterministic")},
+        curves=("charts/episodic_return",),
+        best="train_return",
+        minutes=3.3,
+    ),
     "fm3q_games": Study(  # a seed is a game
         command="algorithms/fm3q.py --env-id arat_random --num-pro 3 --num-ant 3 --num-states 50"
         " --total-timesteps 50000 --eval-steps 2500",
