@@ -470,9 +470,9 @@ STUDIES = {
         command="",
         tasks={name: f"--env-id {name} --total-timesteps 1000000" for name in MUJOCO},
         arms={
-            "mdpo": Arm("algorithms/mdpo.py", CONTROL, "3e-3"),
-            "one_step": Arm("algorithms/mdpo.py --sgd-steps 1", CONTROL, "1e-2"),
-            "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4"),
+            "mdpo": Arm("algorithms/mdpo.py", CONTROL, "3e-3", TEN),
+            "one_step": Arm("algorithms/mdpo.py --sgd-steps 1", CONTROL, "1e-2", TEN),
+            "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4", TEN),
         },
         scores={name: RETURNS[name] for name in ("train_return", "eval_deterministic")},
         curves=("charts/episodic_return",),
