@@ -41,6 +41,7 @@ EIGHT = tuple(range(2, 10))
 FRESH = (4, 5, 6, 7, 8)
 TEN = tuple(range(2, 12))
 TWENTY = tuple(range(2, 22))
+OTHER_TWENTY = tuple(range(6, 26))
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
 HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
 TINY = ("2.5e-5", "5e-5", "1e-4", "2e-4", "4e-4", "8e-4", "1.6e-3")  # the shipped models
@@ -278,7 +279,7 @@ STUDIES = {
         command="algorithms/igpo.py --model-name-or-path smollm2_search --bf16 --max-turns 4"
         " --num-prompts-per-step 4 --micro-batch-size 8 --max-completion-length 40 --max-steps 30"
         " --eval-steps 30 --eval-problems 64 --num-generations-eval 2",
-        arms={"f1ig": Arm("", LADDER, "2e-5"), "f1": Arm("--advantage f1", LADDER, "2e-5")},
+        arms={"f1ig": Arm("", LADDER, "2e-5", TEN), "f1": Arm("--advantage f1", LADDER, "2e-5", TEN)},
         scores=MEAN_AT_2,
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/f1/mean"),
         best="mean_at_2",
@@ -492,6 +493,17 @@ STUDIES = {
         lowest=True,
         minutes=0.4,
     ),
+    "fm3q_small": Study(  # seeds that the earlier runs of this game have not used
+        command="algorithms/fm3q.py --env-id arat --total-timesteps 40000 --eval-steps 800",
+        arms={name: Arm(TEAMS[name], CONTROL, "1e-3", OTHER_TWENTY) for name in ("qmix", "selfplay_qmix")}
+        | {f"{name}_quiet": Arm(f"{TEAMS[name]} {QUIET}", CONTROL, "1e-3", OTHER_TWENTY) for name in ("qmix", "selfplay_qmix")},
+        scores={"steps_to_005": ("eval/nash_conv_mean", "below 0.05")}
+        | {f"{which}_nash_conv": ("eval/nash_conv_mean", which) for which in ("late", "mean")},
+        curves=("eval/nash_conv_mean",),
+        best="mean_nash_conv",  # speed and what comes after
+        lowest=True,
+        minutes=0.3,
+    ),
     "fm3q_pong": Study(
         command="algorithms/fm3q.py --env-id pong --gamma 0.99 --num-envs 256 --updates-per-step 4"
         " --total-timesteps 1000000 --eval-steps 250000 --exploiter-steps 400000",
@@ -632,11 +644,14 @@ lock = Lock()  # of the CSVs and of what is printed
 def score(metrics: pd.DataFrame, tag: str, which: str) -> float:
     """First or last value of a tag, or its mean over the first or last tenth of the steps, or NaN.
     `at 12` is the value at step 12. `mean`, `max`, `first 3`, `last 10`: mean or largest of all, or mean
-    of so many values. `reach 0.8`: first step whose last five have this mean."""
+    of so many values. `reach 0.8`: first step whose last five have this mean; `below 0.05`: first
+    step with a lower value, the last step if there is none."""
     rows = metrics[metrics.tag == tag]
     end = metrics.step.max()
     if which.startswith("reach"):
         return rows.step[rows.value.rolling(5).mean() >= float(which.split()[1])].min()
+    if which.startswith("below"):
+        return min(rows.step[rows.value < float(which.split()[1])], default=end)
     if which.startswith("at"):
         return rows.value[rows.step == int(which.split()[1])].mean()
     if which == "max":

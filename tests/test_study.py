@@ -77,6 +77,12 @@ def test_first_step_that_reaches_a_score():
     assert math.isnan(study.score(metrics, "x", "reach 9"))
 
 
+def test_first_step_below_a_score():
+    metrics = pd.DataFrame({"step": [1, 2, 3, 4], "tag": "x", "value": [3.0, 2.0, 0.0, 3.0]})
+    assert study.score(metrics, "x", "below 2") == 3
+    assert study.score(metrics, "x", "below 0") == 4  # never: the last step
+
+
 @pytest.fixture
 def forked(monkeypatch):
     run_forked = lambda words, **_: fork(ROOT / words[1], *words[2:])  # noqa: E731
