@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib
+import numpy as np
 import pandas as pd
 import tyro
 from matplotlib.transforms import blended_transform_factory
@@ -152,6 +153,28 @@ def holm_errors(p_values: pd.Series, error: float = 0.05) -> pd.Series:
         errors[name] = error / left
         left -= p_value < error / left
     return pd.Series(errors)
+
+
+def pairs_to_show(effect: float, power: float = 0.8) -> int | None:
+    """Pairs from which on a paired t test at 5 % finds a true difference of `effect` standard
+    deviations of the differences with a chance of `power`; None if 200 are too few."""
+    for count in range(PAIRS, 201):
+        bound = stats.t.ppf(0.975, count - 1)
+        shift = abs(effect) * count**0.5
+        missed = stats.nct.cdf(bound, count - 1, shift) - stats.nct.cdf(-bound, count - 1, shift)
+        if 1 - missed >= power:
+            return count
+
+
+def pairs_to_rule_out(margin: float, power: float = 0.8) -> int | None:
+    """Pairs from which on the 95 % interval lies within +- `margin` standard deviations of the
+    differences with a chance of `power`, if there is no difference; None if 200 are too few."""
+    for count in range(PAIRS, 201):
+        chances = (np.arange(1000) + 0.5) / 1000
+        spread = (stats.chi2.ppf(chances, count - 1) / (count - 1)) ** 0.5  # seen / true
+        room = margin * count**0.5 - stats.t.ppf(0.975, count - 1) * spread  # for the mean, in standard errors
+        if (2 * stats.norm.cdf(room) - 1).clip(0).mean() >= power:
+            return count
 
 
 def show_values(values: pd.Series, scale: float = 1.0, digits: int = 1) -> str:
@@ -359,6 +382,29 @@ def tally(links: str) -> str:
     runs = runs.drop_duplicates(["command", "minutes"])  # some files have several rows of a run
     minutes = runs.minutes[~runs.device.str.startswith("NVIDIA", na=False)]
     return markdown([row | {"hours of all runs on CPUs": f"{minutes.sum() / 60:.0f}"}])
+
+
+def unsettled(links: str) -> str:
+    """How many pairs would probably settle each claim that is not settled, fewest hours first."""
+    rows = []
+    for claim in filter(lambda claim: judge(claim)[1].startswith("not settled"), load_rows("claims.csv")):
+        ours, theirs = scores_of(claim)
+        difference = (ours - theirs).dropna()
+        margin = margin_of(claim, theirs)
+        to_show = pairs_to_show(difference.mean() / difference.std())
+        to_rule_out = pairs_to_rule_out(margin / difference.std())
+        runs = final_runs(claim.study)
+        runs = runs[runs.task == claim.task]
+        minutes = sum(runs[runs.arm == arm].minutes.mean() for arm in (claim.ours, claim.theirs))
+        hours = (min(to_show or 200, to_rule_out or 200) - len(difference)) * minutes / 60
+        unit = "points" if claim.unit == "%" else claim.unit
+        row = {"claim": f"{claim.method}: {claim.claim}", "pairs": len(difference), "minutes of a pair": f"{minutes:.1f}"}
+        row["pairs to show the difference seen"] = to_show or "> 200"
+        row["pairs to rule out more than X"] = to_rule_out or "> 200"
+        row["X"] = f"{form_of(claim)[0] * margin:.3g} {unit}".strip()
+        row["hours left, to the fewer of both"] = "> " * (not to_show and not to_rule_out) + f"{hours:.1f}"
+        rows.append((hours, row))
+    return markdown([row for _, row in sorted(rows, key=lambda pair: pair[0])])
 
 
 def headlines(links: str) -> str:
@@ -741,7 +787,7 @@ def draw_for_both_themes() -> None:
 
 TABLES = {name: functools.partial(study_table, name) for name in DECLARED["tables"]}
 TABLES |= {"claims": claims, "headlines": headlines, "methods": methods, "tally": tally}
-TABLES["counts"] = counts
+TABLES |= {"unsettled": unsettled, "counts": counts}
 TABLES |= {"speed_grpo": speed_grpo, "speed_ppo": speed_ppo, "speed_marl": speed_marl}
 TABLES |= {"speed_vllm": speed_vllm, "gpu": gpu_h200}
 TABLES |= {"memory_fit": memory_fit}

@@ -40,6 +40,7 @@ FIVE = (2, 3, 4, 5, 6)
 EIGHT = tuple(range(2, 10))
 FRESH = (4, 5, 6, 7, 8)
 TEN = tuple(range(2, 12))
+TWELVE = tuple(range(2, 14))
 TWENTY = tuple(range(2, 22))
 OTHER_TWENTY = tuple(range(6, 26))
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
@@ -279,7 +280,7 @@ STUDIES = {
         command="algorithms/igpo.py --model-name-or-path smollm2_search --bf16 --max-turns 4"
         " --num-prompts-per-step 4 --micro-batch-size 8 --max-completion-length 40 --max-steps 30"
         " --eval-steps 30 --eval-problems 64 --num-generations-eval 2",
-        arms={"f1ig": Arm("", LADDER, "2e-5", TEN), "f1": Arm("--advantage f1", LADDER, "2e-5", TEN)},
+        arms={"f1ig": Arm("", LADDER, "2e-5"), "f1": Arm("--advantage f1", LADDER, "2e-5")},
         scores=MEAN_AT_2,
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/f1/mean"),
         best="mean_at_2",
@@ -585,7 +586,7 @@ STUDIES = {
     ),
     "poisson_humanoid": Study(
         command="algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 500000",
-        arms={name: Arm(f"--policy {name}", CONTROL, "3e-4") for name in ("poisson", "gaussian")},
+        arms={name: Arm(f"--policy {name}", CONTROL, "3e-4", TWELVE) for name in ("poisson", "gaussian")},
         scores=RETURNS,
         curves=("charts/episodic_return",),
         best="train_return",

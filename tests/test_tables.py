@@ -3,6 +3,7 @@
 import re
 import statistics
 
+import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
@@ -125,6 +126,26 @@ def test_verdict_within_a_margin():
     assert make_tables.verdict(found, "higher", 2.0) == "no difference larger than"
     assert make_tables.verdict(found, "higher", 1.9) == "not settled"
     assert make_tables.verdict(make_tables.Interval(1, 0.5, 1.5), "lower", 2.0) == "opposite"
+
+
+@pytest.mark.parametrize(("effect", "pairs"), [(0.2, 199), (0.5, 34), (0.8, 15)])
+def test_pairs_that_show_an_effect(effect, pairs):
+    """Sizes of Cohen (1988), small, medium and large, with the pairs that G*Power gives for them."""
+    assert make_tables.pairs_to_show(effect) == make_tables.pairs_to_show(-effect) == pairs
+    assert make_tables.pairs_to_show(0.1) is None
+
+
+@pytest.mark.parametrize("margin", [0.4, 1.0])
+def test_pairs_that_rule_out_a_margin(margin):
+    """Simulated: so many pairs suffice in 80 % of the cases without a difference, one pair fewer does not."""
+    pairs = make_tables.pairs_to_rule_out(margin)
+    shares = []
+    for count in (pairs - 1, pairs):
+        draws = np.random.default_rng(1).normal(size=(40_000, count))
+        half = stats.t.ppf(0.975, count - 1) * draws.std(axis=1, ddof=1) / count**0.5
+        shares.append((abs(draws.mean(axis=1)) + half < margin).mean())
+    assert shares[0] < 0.805 and shares[1] > 0.795 and shares[0] < shares[1]
+    assert make_tables.pairs_to_rule_out(0.1) is None
 
 
 def test_holm_corrected_intervals_exclude_zero_if_the_test_rejects():
