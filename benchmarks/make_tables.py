@@ -390,20 +390,23 @@ def unsettled(links: str) -> str:
     for claim in filter(lambda claim: judge(claim)[1].startswith("not settled"), load_rows("claims.csv")):
         ours, theirs = scores_of(claim)
         difference = (ours - theirs).dropna()
-        margin = margin_of(claim, theirs)
-        to_show = pairs_to_show(difference.mean() / difference.std())
-        to_rule_out = pairs_to_rule_out(margin / difference.std())
         runs = final_runs(claim.study)
         runs = runs[runs.task == claim.task]
-        minutes = sum(runs[runs.arm == arm].minutes.mean() for arm in (claim.ours, claim.theirs))
-        hours = (min(to_show or 200, to_rule_out or 200) - len(difference)) * minutes / 60
+        hours = sum(runs[runs.arm == arm].minutes.mean() for arm in (claim.ours, claim.theirs)) / 60
+        factor, digits = form_of(claim)
+        margin = margin_of(claim, theirs)
+        against = (difference.mean() > 0) != (claim.better == "higher")
+        needed = {"show": pairs_to_show(difference.mean() / difference.std())}
+        needed["rule out"] = pairs_to_rule_out(margin / difference.std())
+        more = {name: ((pairs or 200) - len(difference)) * hours for name, pairs in needed.items()}
+        cells = {name: f"{pairs or '> 200'} ({'> ' * (not pairs)}{more[name]:.1f} h)" for name, pairs in needed.items()}
         unit = "points" if claim.unit == "%" else claim.unit
-        row = {"claim": f"{claim.method}: {claim.claim}", "pairs": len(difference), "minutes of a pair": f"{minutes:.1f}"}
-        row["pairs to show the difference seen"] = to_show or "> 200"
-        row["pairs to rule out more than X"] = to_rule_out or "> 200"
-        row["X"] = f"{form_of(claim)[0] * margin:.3g} {unit}".strip()
-        row["hours left, to the fewer of both"] = "> " * (not to_show and not to_rule_out) + f"{hours:.1f}"
-        rows.append((hours, row))
+        row = {"claim": f"{claim.method}: {claim.claim}", "pairs": len(difference)}
+        row["difference seen"] = f"{factor * difference.mean():+.{digits}f}" + ", against the claim" * bool(against)
+        row["pairs to show it (hours more)"] = cells["show"]
+        row["X"] = f"{factor * margin:.3g} {unit}".strip()
+        row["pairs to rule out more than X (hours more)"] = cells["rule out"]
+        rows.append((min(more.values()), row))
     return markdown([row for _, row in sorted(rows, key=lambda pair: pair[0])])
 
 
@@ -450,7 +453,7 @@ def counts(links: str) -> str:
     ours = sum(bool(claim.asked) for claim in shown)
     text = f"Of all {len(shown)} claims, {ours} of which are questions of ours, {len(found['reproduced'])} are reproduced, {kept['reproduced']} of them also after "
     text += f"the correction; {len(found['opposite'])} came out opposite, {kept['opposite']} of them after it; {none} show no "
-    text += f"difference, {open_} are not settled, and {rest} have no such verdict. The picture has one claim of each method, "
+    text += f"difference, {open_} are not settled, and {rest} have no verdict, most because they have fewer than five pairs. The picture has one claim of each method, "
     text += f"and all that came out opposite; [a longer one](benchmarks/README.md#claims) has {sum(bool(c.plot) for c in shown)}. "
     return text + f"Of the reproduced ones that survive the correction, {public or 'none'} are with the public model of 135 M parameters."
 
