@@ -128,6 +128,14 @@ def test_verdict_within_a_margin():
     assert make_tables.verdict(make_tables.Interval(1, 0.5, 1.5), "lower", 2.0) == "opposite"
 
 
+def test_sign_flips():
+    """By scipy's permutation test, and by hand: of eight signs of 1, 2 and 4 only +++ and --- reach a sum of 7."""
+    assert make_tables.sign_flip_p_value(pd.Series([1.0, 2.0, 4.0])) == 2 / 8
+    difference = pd.Series([0.3, -0.1, 0.5, 0.2, 0.4, -0.2, 0.6, 0.1])
+    expected = stats.permutation_test((difference,), np.mean, permutation_type="samples", n_resamples=np.inf)
+    assert make_tables.sign_flip_p_value(difference) == pytest.approx(expected.pvalue)
+
+
 @pytest.mark.parametrize(("effect", "pairs"), [(0.2, 199), (0.5, 34), (0.8, 15)])
 def test_pairs_that_show_an_effect(effect, pairs):
     """Sizes of Cohen (1988), small, medium and large, with the pairs that G*Power gives for them."""
