@@ -97,6 +97,7 @@ ARITHMETIC = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task c
  --system-prompt "Think briefly, then end with the answer."
  --num-prompts-per-step 6 --max-completion-length 32 --micro-batch-size 16
  --max-steps 30 --eval-steps 30 --eval-problems 128 --num-generations-eval 2"""
+THIRTEEN = ARITHMETIC.replace("--num-prompts-per-step 6", "--num-prompts-per-step 13")
 LARGER_BATCHES = f"{ARITHMETIC} --decode-batch-size 192"  # faster on a GPU
 # The overlong buffer is a fifth of the limit, as in the paper; GRPO makes one optimizer step a batch, too.
 DAPO = "--overlong-buffer-len 6 --num-iterations 1 --eval-steps 6"
@@ -158,6 +159,15 @@ STUDIES = {
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
         best="train_late",
         minutes=6.0,
+    ),
+    "grpo_13_135m": Study(  # as many samples as DAPO takes in dapo_135m; the control is grpo of grpo_135m
+        command="",
+        arms={"grpo_13": Arm(f"algorithms/grpo.py {THIRTEEN} --learning-rate 4e-5", seeds=EIGHT)},
+        scores=MEAN_AT_2
+        | {"num_tokens": (SAMPLED, "last"), "train_late": ("train/rewards/correctness/mean", "last 10")}
+        | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
+        curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean", SAMPLED),
+        minutes=11.0,
     ),
     "dapo_135m": Study(  # was made on a GPU; GRPO and REINFORCE have the rates of grpo_135m
         command="",
