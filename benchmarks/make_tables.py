@@ -276,12 +276,20 @@ def load_rows(name: str) -> list[SimpleNamespace]:
     return [SimpleNamespace(**row) for row in rows.to_dict("records")]
 
 
+def scores_by_seed(study: str, task: str, arm: str, column: str) -> pd.Series:
+    """Scores of an arm: a column of its runs, or `TAG at STEP` of their curves."""
+    tag, _, step = column.partition(" at ")
+    rows = load_curves(study) if step else final_runs(study)
+    if step:
+        rows = rows[(rows.tag == tag) & (rows.step == int(step))]
+    rows = rows[(rows.task == task) & (rows.arm == arm)]
+    return rows.set_index("seed")["value" if step else column]
+
+
 def scores_of(claim: SimpleNamespace) -> tuple[pd.Series, pd.Series]:
     """Scores of both sides of a claim, of the seeds that both have."""
-    runs = final_runs(claim.study)
-    runs = runs[runs.task == claim.task].set_index("seed")
-    ours = runs[runs.arm == claim.ours][claim.column]
-    theirs = runs[runs.arm == claim.theirs][claim.other_column or claim.column]
+    ours = scores_by_seed(claim.study, claim.task, claim.ours, claim.column)
+    theirs = scores_by_seed(claim.study, claim.task, claim.theirs, claim.other_column or claim.column)
     common = ours.dropna().index.intersection(theirs.dropna().index)
     if len(common) < int(claim.seeds):
         raise Unfinished(f"{claim.study}: not {claim.seeds} seeds of {claim.ours}, {claim.theirs}")

@@ -44,16 +44,11 @@ def test_tables_agree_with_the_csvs(path):
 
 
 def quoted_scores(quote, arm: str, column: str, study: str) -> pd.Series:
-    """Scores by seed: a column of the runs, or `tag at step` of the curves."""
-    tag, _, step = column.partition(" at ")
-    rows = make_tables.load_curves(study) if step else make_tables.final_runs(study)
-    if step:
-        rows = rows[(rows.tag == tag) & (rows.step == int(step))]
-    rows = rows[(rows.task == quote.task) & (rows.arm == arm)]
+    scores = make_tables.scores_by_seed(study, quote.task, arm, column)
     if quote.seeds:
         ranges = [map(int, seeds.split("-")) for seeds in quote.seeds.split()]
-        rows = rows[rows.seed.isin([seed for first, last in ranges for seed in range(first, last + 1)])]
-    return rows.set_index("seed")["value" if step else column]
+        scores = scores[scores.index.isin([seed for first, last in ranges for seed in range(first, last + 1)])]
+    return scores
 
 
 @pytest.mark.parametrize("quote", QUOTES, ids=lambda quote: f"{quote.page.partition('/')[2]} {quote.quote}")
