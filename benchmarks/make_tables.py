@@ -289,7 +289,8 @@ def scores_by_seed(study: str, task: str, arm: str, column: str) -> pd.Series:
 def scores_of(claim: SimpleNamespace) -> tuple[pd.Series, pd.Series]:
     """Scores of both sides of a claim, of the seeds that both have."""
     ours = scores_by_seed(claim.study, claim.task, claim.ours, claim.column)
-    theirs = scores_by_seed(claim.study, claim.task, claim.theirs, claim.other_column or claim.column)
+    column = claim.other_column or claim.column
+    theirs = scores_by_seed(claim.other_study or claim.study, claim.task, claim.theirs, column)
     common = ours.dropna().index.intersection(theirs.dropna().index)
     if len(common) < int(claim.seeds):
         raise Unfinished(f"{claim.study}: not {claim.seeds} seeds of {claim.ours}, {claim.theirs}")
@@ -406,9 +407,8 @@ def unsettled(links: str) -> str:
     for claim in filter(lambda claim: judge(claim)[1].startswith("not settled"), load_rows("claims.csv")):
         ours, theirs = scores_of(claim)
         difference = (ours - theirs).dropna()
-        runs = final_runs(claim.study)
-        runs = runs[runs.task == claim.task]
-        hours = sum(runs[runs.arm == arm].minutes.mean() for arm in (claim.ours, claim.theirs)) / 60
+        sides = ((claim.study, claim.ours), (claim.other_study or claim.study, claim.theirs))
+        hours = sum(scores_by_seed(study, claim.task, arm, "minutes").mean() for study, arm in sides) / 60
         factor, digits = form_of(claim)
         margin = margin_of(claim, theirs)
         against = (difference.mean() > 0) != (claim.better == "higher")
