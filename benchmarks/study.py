@@ -160,9 +160,10 @@ STUDIES = {
         best="train_late",
         minutes=6.0,
     ),
-    "grpo_13_135m": Study(  # as many samples as DAPO takes in dapo_135m; the control is grpo of grpo_135m
+    "grpo_13_135m": Study(  # about as many samples as DAPO takes in dapo_135m
         command="",
-        arms={"grpo_13": Arm(f"algorithms/grpo.py {THIRTEEN} --learning-rate 4e-5", seeds=EIGHT)},
+        arms={"grpo_13": Arm(f"algorithms/grpo.py {THIRTEEN} --learning-rate 4e-5", seeds=EIGHT)}
+        | {"grpo_6": Arm(f"algorithms/grpo.py {ARITHMETIC} --learning-rate 4e-5", seeds=EIGHT)},
         scores=MEAN_AT_2
         | {"num_tokens": (SAMPLED, "last"), "train_late": ("train/rewards/correctness/mean", "last 10")}
         | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
