@@ -355,7 +355,7 @@ def judge(claim: SimpleNamespace) -> tuple[str, str]:
         result += f": {show_interval(found, *form)}" if found.low is not None else ""
     runs = final_runs(claim.study)
     runs = runs[runs.task == claim.task]
-    arms = dict.fromkeys((claim.ours, claim.theirs))
+    arms = [claim.ours] if claim.other_study else dict.fromkeys((claim.ours, claim.theirs))
     edges = ", ".join(f"`{arm}`" for arm in arms if "edge" in tuning(runs[runs.arm == arm]))
     edge = f"rate at the edge of the sweep: {edges}" if edges else ""
     return result, "; ".join(filter(None, [f"{said} ({claim.scale})", edge, claim.note]))
