@@ -78,14 +78,15 @@ def final_models(run_dir) -> dict[str, Path]:
 
 def assert_same_weights(run_dir, other) -> None:
     """AdamW's first steps move a weight by up to the learning rate however small its gradient is, so that a weight
-    whose gradient is rounding noise may go either way; hardly any does."""
+    whose gradient is rounding noise may go either way; hardly any does. On the mean they agree to a thousandth of the
+    rate; processes that do not add up their gradients differ by a quarter of it or more."""
     rate = max(float(value) for (_, tag), value in metrics(run_dir).items() if tag == "train/learning_rate")
     ours, theirs = final_models(run_dir), final_models(other)
     assert ours.keys() == theirs.keys()
     for name in ours:
         one, two = load_file(ours[name]), load_file(theirs[name])
         difference = torch.cat([(one[key] - two[key]).abs().flatten() for key in two])
-        assert difference.max() <= 4 * rate and difference.mean() < 1e-8, (difference.max(), difference.mean())
+        assert difference.max() <= 4 * rate and difference.mean() < 1e-3 * rate, (difference.max(), difference.mean())
 
 
 def documented_tags(page: str) -> set[str]:
