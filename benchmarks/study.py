@@ -37,6 +37,7 @@ from benchmarks.about import RESULTS, about  # noqa: E402
 SWEEP_SEED = 1
 THREE = (2, 3, 4)
 FIVE = (2, 3, 4, 5, 6)
+SIX = (*FIVE, 7)
 EIGHT = tuple(range(2, 10))
 FRESH = (4, 5, 6, 7, 8)
 TEN = tuple(range(2, 12))
@@ -46,6 +47,7 @@ OTHER_TWENTY = tuple(range(6, 26))
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
 HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
 TINY = ("2.5e-5", "5e-5", "1e-4", "2e-4", "4e-4", "8e-4", "1.6e-3")  # the shipped models
+STEP_SIZES = ("1e-6", "1e-5", "1e-4", "1e-3", "1e-2", "1e-1")
 CONTROL = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1")
 
 
@@ -72,6 +74,7 @@ class Study:
     curves: tuple[str, ...] | list[str] = ()  # tags
     best: str = ""  # column that the sweep goes by
     sweep: str = ""  # flags of the sweep alone: problems of its own
+    rate_flag: str = "--learning-rate"
     lowest: bool = False  # whether the best is the lowest
     minutes: float = 3.0  # of a run, about
 
@@ -440,6 +443,22 @@ STUDIES = {
         best="train_return",
         minutes=4.0,
     ),
+    "stream_parts": Study(  # a control's run that diverges counts with what it returned before that
+        command="algorithms/stream_x.py",
+        tasks={name: f"--env-id {name} --total-timesteps 100000" for name in MUJOCO},
+        arms={
+            "stream": Arm(seeds=SIX),
+            "no_bound": Arm("--optimizer sgd", STEP_SIZES, "1e-4", SIX),
+            "no_layer_norm": Arm("--no-layer-norm", seeds=SIX),
+            "no_sparse_init": Arm("--no-sparse-init", seeds=SIX),
+            "none": Arm("--optimizer sgd --no-layer-norm --no-sparse-init", STEP_SIZES, "1e-4", SIX),
+        },
+        scores={name: RETURNS[name] for name in ("train_return", "eval_sampled")},
+        curves=("charts/episodic_return",),
+        best="train_return",
+        rate_flag="--lr",
+        minutes=2.0,
+    ),
     "stream_million": Study(
         command="",
         tasks={name: f"--env-id {name} --total-timesteps 1000000" for name in MUJOCO},
@@ -711,7 +730,7 @@ def command_of(name: str, run: Run) -> str:
     study = STUDIES[name]
     command = f"{study.command} {study.arms[run.arm].flags} {study.tasks[run.task]}"
     if run.learning_rate:
-        command += f" --learning-rate {run.learning_rate}"
+        command += f" {study.rate_flag} {run.learning_rate}"
         command += f" {study.sweep}" if run.seed == SWEEP_SEED else ""
     return command.replace("{arm}", run.arm).replace("{seed}", str(run.seed))
 
@@ -734,10 +753,14 @@ def train(args: Args, run: Run) -> None:
         command = [sys.executable, *words, "--output-dir", str(folder)]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
-        if process.returncode:
+        diverged = "not finite" in process.stderr  # a result: its scores are from before that
+        if process.returncode and not diverged:
             sys.stderr.write(f"{shlex.join(words)} failed:\n{process.stderr}")
             return
-        metrics = pd.read_csv(folder / "metrics.csv")
+        if (folder / "metrics.csv").exists():
+            metrics = pd.read_csv(folder / "metrics.csv")
+        else:  # it diverged before its first row
+            metrics = pd.DataFrame({"step": [], "tag": [], "value": []})
     scores = {name: f"{score(metrics, *which):.5g}" for name, which in study.scores.items()}
     row = vars(run) | scores
     row["minutes"] = f"{(time.perf_counter() - start) / 60:.2f}"

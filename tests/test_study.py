@@ -115,6 +115,15 @@ def test_a_run_and_its_row(tmp_path, forked):
     assert set(curves.tag) == {"eval/nash_conv_mean"}
 
 
+def test_a_run_that_diverges_has_a_row(tmp_path, forked):
+    """Before its first metrics here, so without a score; a sweep goes on to other rates."""
+    args = Args("stream_parts", results=str(tmp_path))
+    args.extra = "--total-timesteps 1000"
+    study.train(args, Run("Hopper-v5", "none", 1, "1e-1"))
+    rows = study.finished(args)
+    assert list(rows.train_return) == ["nan"] and "--lr 1e-1" in rows.command[0]
+
+
 def test_the_cheapest_claim_again(tmp_path, forked, capsys):
     """Two seeds of each side, cut short; their differences stand beside those of the committed runs."""
     args = Args(repeat=1, seeds=(2, 3), results=str(tmp_path), jobs=1)
