@@ -570,6 +570,15 @@ STUDIES = {
         curves=("charts/success", "train/arac/beta"),
         minutes=4.0,
     ),
+    "arac_imperfect": Study(  # games of 80 steps, in which the reference wins some and chance few
+        command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 80"
+        " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
+        arms={"adaptive": Arm(), "none": Arm("--beta-mode none")}
+        | {name: arm for name, arm in ARAC.items() if name in ("fixed_0.001", "fixed_0.003", "fixed_0.01")},
+        scores=WON,
+        curves=("charts/success", "train/arac/beta"),
+        minutes=5.0,
+    ),
     "arac_grid": Study(
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
         " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
