@@ -574,7 +574,8 @@ STUDIES = {
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 80"
         " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
         arms={"adaptive": Arm(), "none": Arm("--beta-mode none")}
-        | {name: arm for name, arm in ARAC.items() if name in ("fixed_0.001", "fixed_0.003", "fixed_0.01")},
+        | {name: arm for name, arm in ARAC.items() if name in ("fixed_0.001", "fixed_0.003", "fixed_0.01")}
+        | {"fixed": Arm("--beta-mode fixed --beta 0.003")},  # the best weight
         scores=WON,
         curves=("charts/success", "train/arac/beta"),
         minutes=5.0,
