@@ -384,21 +384,25 @@ def claims(links: str) -> str:
 
 
 def tally(links: str) -> str:
-    """How many claims got which verdict, and the hours of a thread that their studies took."""
+    """How many claims of papers and of ours got which verdict, and the hours of a thread that their studies took."""
     shown = load_rows("claims.csv")
     kinds = "reproduced, opposite, no difference, not settled, values shown, exact, open".split(", ")
-    row = {"claims": len(shown), "of these, our questions": sum(bool(claim.asked) for claim in shown)}
-    for kind in kinds:
-        found = [claim for claim in shown if judge(claim)[1].startswith(kind)]
-        row[kind] = len(found)
-        if kind in ("reproduced", "opposite"):
-            row[f"{kind}, after correction"] = sum(map(survives, found))
-    counted = sum(row[kind] for kind in kinds)
-    row["not run, or one seed"] = len(shown) - counted
+    whose = {"papers": lambda claim: not claim.asked, "our questions": lambda claim: claim.asked, "all": lambda claim: True}
+    rows = []
+    for name, is_of in whose.items():
+        own = list(filter(is_of, shown))
+        row = {"claims of": name, "number": len(own)}
+        for kind in kinds:
+            found = [claim for claim in own if judge(claim)[1].startswith(kind)]
+            row[kind] = len(found)
+            if kind in ("reproduced", "opposite"):
+                row[f"{kind}, after correction"] = sum(map(survives, found))
+        row["not run, or one seed"] = len(own) - sum(row[kind] for kind in kinds)
+        rows.append(row)
     runs = pd.concat(map(pd.read_csv, RESULTS.glob("*.csv")))
     runs = runs.drop_duplicates(["command", "minutes"])  # some files have several rows of a run
     minutes = runs.minutes[~runs.device.str.startswith("NVIDIA", na=False)]
-    return markdown([row | {"hours of all runs on CPUs": f"{minutes.sum() / 60:.0f}"}])
+    return markdown(rows) + f"\n\nAll runs on CPUs took {minutes.sum() / 60:.0f} hours of a thread."
 
 
 def unsettled(links: str) -> str:
