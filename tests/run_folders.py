@@ -79,7 +79,7 @@ def final_models(run_dir) -> dict[str, Path]:
 def assert_same_weights(run_dir, other) -> None:
     """AdamW's first steps move a weight by up to the learning rate however small its gradient is, so that a weight
     whose gradient is rounding noise may go either way; hardly any does. On the mean they agree to a thousandth of the
-    rate; processes that do not add up their gradients differ by a quarter of it or more."""
+    rate; LoRA in processes that do not add up their gradients differs by a quarter of it or more."""
     rate = max(float(value) for (_, tag), value in metrics(run_dir).items() if tag == "train/learning_rate")
     ours, theirs = final_models(run_dir), final_models(other)
     assert ours.keys() == theirs.keys()
