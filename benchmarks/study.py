@@ -43,6 +43,7 @@ FRESH = (4, 5, 6, 7, 8)
 TEN = tuple(range(2, 12))
 TWELVE = tuple(range(2, 14))
 TWENTY = tuple(range(2, 22))
+TWENTY_ONE = tuple(range(2, 23))
 OTHER_TWENTY = tuple(range(6, 26))
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
 HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
@@ -173,13 +174,13 @@ STUDIES = {
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean", SAMPLED),
         minutes=11.0,
     ),
-    "dapo_135m": Study(  # was made on a GPU; GRPO and REINFORCE have the rates of grpo_135m
+    "dapo_135m": Study(  # GRPO and REINFORCE have the rates of grpo_135m; seeds to 17 ran on a GPU, the others on a CPU
         command="",
         arms={
-            "dapo": Arm(f"algorithms/dapo.py {LARGER_BATCHES} {DAPO}", LADDER, "4e-5", TWENTY),
-            "grpo_4e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --learning-rate 4e-5", seeds=TWENTY),
-            "grpo_2e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --learning-rate 2e-5", seeds=TWENTY),
-            "none_2e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --advantage none --learning-rate 2e-5", seeds=TWENTY),
+            "dapo": Arm(f"algorithms/dapo.py {LARGER_BATCHES} {DAPO}", LADDER, "4e-5", TWENTY_ONE),
+            "grpo_4e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --learning-rate 4e-5", seeds=TWENTY_ONE),
+            "grpo_2e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --learning-rate 2e-5", seeds=TWENTY_ONE),
+            "none_2e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --advantage none --learning-rate 2e-5", seeds=TWENTY_ONE),
         },
         scores=MEAN_AT_2
         | {f"mean_at_2_{step}": ("eval/mean_at_2", f"at {step}") for step in (12, 18)}
