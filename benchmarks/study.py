@@ -431,6 +431,25 @@ STUDIES = {
         curves=("eval/mean_at_8", "train/rewards/f1/mean", "train/arpo/tool_calls", "train/arpo/sampled_tokens"),
         minutes=1.5,
     ),
+    "arpo_sparse": Study(  # three hops, from the model of sparse_search; 12 problems need as many calls as ARPO's 16
+        command=f"algorithms/arpo.py {THREE_HOPS}",
+        arms={
+            "arpo": Arm("", TINY, "2e-4", EIGHT),
+            "grpo": Arm("--initial-rollouts 8", TINY, "2e-4", EIGHT),
+            "grpo_equal_calls": Arm("--initial-rollouts 8 --num-prompts-per-step 12", TINY, "2e-4", EIGHT),
+            "random": Arm("--entropy-weight 0", TINY, "2e-4", EIGHT),
+            "strong": Arm("--entropy-weight 5", TINY, "2e-4", EIGHT),
+        },
+        scores=MEAN_AT_8
+        | {"mean_at_8_20": ("eval/mean_at_8", "at 20")}
+        | {name: (f"train/arpo/{name}", "mean") for name in ("tool_calls", "sampled_tokens", "branched")}
+        | {f"change_{when}": ("train/arpo/entropy_change", when) for when in ("early", "late")}
+        | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
+        curves=("eval/mean_at_8", "train/arpo/entropy_change"),
+        best="mean_at_8",
+        sweep="--env benchmarks/sweep_problems.py:SweepThreeHops",
+        minutes=3.5,
+    ),
     "stream_x": Study(
         command="",
         tasks={name: f"--env-id {name} --total-timesteps 200000" for name in MUJOCO},

@@ -3,7 +3,9 @@
 --env benchmarks/sweep_problems.py:SweepQuestions --model-name-or-path envs/tiny_lm/search_qa
 """
 
-from envs.search_qa import SearchQA
+from functools import partial
+
+from envs.search_qa import SearchQA, f1
 
 
 class SweepQuestions(SearchQA):
@@ -15,3 +17,11 @@ class SweepQuestions(SearchQA):
     def evaluation_problems(self, count: int) -> list:
         """The `count` held-out questions that follow the first `count`."""
         return super().evaluation_problems(2 * count)[count:]
+
+
+class SweepThreeHops(SweepQuestions):
+    """Those of three hops, with the four rewards of search_qa in the scripts."""
+
+    def __init__(self, dataset: str | None = None):
+        SearchQA.__init__(self, dataset, hops=(3,), max_turns=6)
+        self.reward_functions = SearchQA.reward_functions | {"outcome": partial(f1, invalid=-2.0)}
