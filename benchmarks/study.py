@@ -120,6 +120,7 @@ TWO_HOPS = """--model-name-or-path smollm2_two_hops --bf16 --max-turns 4 --hops 
 GOALS = ("right", "short", "well_formed")
 TRIES = ("solver", "critic", "refiner")
 REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOALS)
+PPO = "algorithms/unimodal_poisson.py --policy gaussian"
 PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
  --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
 BASELINES = {"role": "", "none": "--baseline none", "global": "--baseline global"}
@@ -456,6 +457,7 @@ STUDIES = {
         arms={
             "stream": Arm("algorithms/stream_x.py", seeds=TWENTY),
             "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4", TWENTY),
+            "ppo_1e-3": Arm(f"{PPO} --learning-rate 1e-3", seeds=TWENTY, tasks=MUJOCO[:1]),  # nearly tied in the sweep
             "ppo_batch_1": Arm(PPO_BATCH_1, ("1e-6", "3e-6", "1e-5", *CONTROL), "3e-5"),
         },
         scores={name: RETURNS[name] for name in ("train_return", "eval_sampled")},
