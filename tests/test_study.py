@@ -13,6 +13,8 @@ from processes import ROOT, fork
 
 from benchmarks import cross_play, study
 from benchmarks.study import Args, Arm, Run, Study
+from benchmarks.sweep_problems import SweepQuestions, SweepThreeHops
+from envs.search_qa import SearchQA
 
 RATES = ("1e-4", "1e-3", "1e-2", "1e-1", "1")
 
@@ -148,3 +150,11 @@ def test_every_command_of_every_study_parses():
             script, *flags = shlex.split(study.command_of(name, Run(task, arm, 1)))
             module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
             tyro.cli(module.Args, args=flags)
+
+
+@pytest.mark.parametrize(("sweep", "hops"), [(SweepQuestions, (1, 2)), (SweepThreeHops, (3,))])
+def test_a_sweep_has_questions_of_its_own(sweep, hops):
+    """None of them is among those of the final runs, and they need as many hops."""
+    tried, final = sweep().evaluation_problems(64), SearchQA(hops=hops).evaluation_problems(64)
+    assert len({problem.question for problem in tried + final}) == 128
+    assert {problem.hops for problem in tried} == set(hops)
