@@ -362,9 +362,9 @@ def judge(claim: SimpleNamespace) -> tuple[str, str]:
 
 
 def claims(links: str) -> str:
-    """What the papers say, what was run, and what the statistics say of it."""
+    """What the papers say, what was run, and what the statistics say of it: a table for each method."""
     errors = corrected_errors()
-    rows = []
+    rows = {}  # of each method
     for claim in load_rows("claims.csv"):
         result, said = judge(claim)
         run = claim.run
@@ -377,10 +377,10 @@ def claims(links: str) -> str:
             wider = show_interval(paired(*scores_of(claim), errors[claim.name]), *form_of(claim))
             corrected = wider.partition("(")[2].rstrip(")")
         asked = f"{claim.claim} (our question)" if claim.asked else claim.claim
-        row = {"method": claim.method, "claim": asked, "what was run": run}
-        row |= {"result: difference (95 %)": result, "corrected interval": corrected}
-        rows.append(row | {"verdict": said})
-    return markdown(rows)
+        row = {"claim": asked, "what was run": run}
+        row |= {"result: difference (95 %)": result, "corrected interval": corrected, "verdict": said}
+        rows.setdefault(claim.method, []).append(row)
+    return "\n\n".join(f"## {method}\n\n{markdown(own)}" for method, own in rows.items())
 
 
 def tally(links: str) -> str:

@@ -878,7 +878,7 @@ def repeat(args: Args) -> None:
     plans = []  # minutes, claim, its runs
     for claim in tables.load_rows("claims.csv"):
         is_simple = not claim.other_study and " at " not in claim.other_column  # one study, columns of its CSV
-        if claim.study in STUDIES and claim.kind != "exact" and is_simple:
+        if claim.study in STUDIES and claim.kind != "exact" and is_simple and tables.judge(claim)[0]:
             rows = tables.final_runs(claim.study)
             rows = rows[(rows.task == claim.task) & rows.arm.isin([claim.ours, claim.theirs])]
             rows = rows[rows.seed.isin(args.seeds)] if args.seeds else rows
