@@ -402,7 +402,8 @@ def tally(links: str) -> str:
     runs = pd.concat(map(pd.read_csv, RESULTS.glob("*.csv")))
     runs = runs.drop_duplicates(["command", "minutes"])  # some files have several rows of a run
     minutes = runs.minutes[~runs.device.str.startswith("NVIDIA", na=False)]
-    return markdown(rows) + f"\n\nAll runs on CPUs took {minutes.sum() / 60:.0f} hours of a thread."
+    text = f"The correction counts {len(corrected_errors())} claims, those with at least {PAIRS} pairs. "
+    return f"{markdown(rows)}\n\n{text}All runs on CPUs took {minutes.sum() / 60:.0f} hours of a thread."
 
 
 def unsettled(links: str) -> str:

@@ -11,7 +11,7 @@ from scipy import stats
 from benchmarks import make_tables
 from benchmarks.make_tables import DECLARED, RESULTS, TABLES, load_rows, pages, paired, redraw
 
-T_95 = {5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060, 10: 2.2622, 12: 2.2010, 15: 2.1448, 20: 2.0930}  # of Student's t, two-sided, for as many pairs
+T_95 = {5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060, 10: 2.2622, 12: 2.2010, 13: 2.1788, 20: 2.0930}  # of Student's t, two-sided, for as many pairs
 NUMBER = r"[-+]?\d[\d,]*\.?\d*"
 INTERVAL = re.compile(rf"(?<![\w-])({NUMBER}) to ({NUMBER})")
 QUOTES = load_rows("quoted.csv")
