@@ -439,6 +439,7 @@ STUDIES = {
             "grpo": Arm("--initial-rollouts 8", TINY, "2e-4", EIGHT),
             "grpo_equal_calls": Arm("--initial-rollouts 8 --num-prompts-per-step 12", TINY, "2e-4", EIGHT),
             "random": Arm("--entropy-weight 0", TINY, "2e-4", EIGHT),
+            "random_2e-4": Arm("--entropy-weight 0 --learning-rate 2e-4", seeds=EIGHT),
             "strong": Arm("--entropy-weight 5", TINY, "2e-4", EIGHT),
         },
         scores=MEAN_AT_8
