@@ -514,6 +514,7 @@ STUDIES = {
         arms={
             "mdpo": Arm("algorithms/mdpo.py", CONTROL, "3e-3"),
             "one_step": Arm("algorithms/mdpo.py --sgd-steps 1", CONTROL, "3e-3"),
+            "one_step_1e-2": Arm("algorithms/mdpo.py --sgd-steps 1 --learning-rate 1e-2", tasks=MUJOCO[1:]),  # nearly tied
             "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4"),  # the rows of its sweep are from poisson_heads
         },
         scores={name: RETURNS[name] for name in ("train_return", "eval_deterministic")},
