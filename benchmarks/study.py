@@ -121,8 +121,7 @@ GOALS = ("right", "short", "well_formed")
 TRIES = ("solver", "critic", "refiner")
 REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOALS)
 PPO = "algorithms/unimodal_poisson.py --policy gaussian"
-PPO_BATCH_1 = """algorithms/unimodal_poisson.py --policy gaussian --num-envs 1 --num-steps 64
- --num-minibatches 64 --update-epochs 1 --no-norm-adv"""
+PPO_BATCH_1 = f"{PPO} --num-envs 1 --num-steps 64 --num-minibatches 64 --update-epochs 1 --no-norm-adv"
 BASELINES = {"role": "", "none": "--baseline none", "global": "--baseline global"}
 FIXED = [(name, *run) for name in ("role", "none") for run in (("1e-5", (2, 5, 6)), ("4e-5", TEN))]
 FIXED.append(("global", "4e-5", THREE))
@@ -450,14 +449,14 @@ STUDIES = {
         curves=("eval/mean_at_8", "train/arpo/entropy_change"),
         best="mean_at_8",
         sweep="--env benchmarks/sweep_problems.py:SweepThreeHops",
-        minutes=3.5,
+        minutes=2.2,
     ),
     "stream_x": Study(
         command="",
         tasks={name: f"--env-id {name} --total-timesteps 200000" for name in MUJOCO},
         arms={
             "stream": Arm("algorithms/stream_x.py", seeds=TWENTY),
-            "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4", TWENTY),
+            "ppo": Arm(PPO, CONTROL, "3e-4", TWENTY),
             "ppo_1e-3": Arm(f"{PPO} --learning-rate 1e-3", seeds=TWENTY, tasks=MUJOCO[:1]),  # nearly tied in the sweep
             "ppo_batch_1": Arm(PPO_BATCH_1, ("1e-6", "3e-6", "1e-5", *CONTROL), "3e-5"),
         },
@@ -487,7 +486,7 @@ STUDIES = {
         tasks={name: f"--env-id {name} --total-timesteps 1000000" for name in MUJOCO},
         arms={
             "stream": Arm("algorithms/stream_x.py"),
-            "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4"),
+            "ppo": Arm(PPO, CONTROL, "3e-4"),
         },
         scores={name: RETURNS[name] for name in ("train_return", "eval_sampled")},
         curves=("charts/episodic_return",),
@@ -501,7 +500,7 @@ STUDIES = {
             for name, flags in {
                 "mdpo": "algorithms/mdpo.py --learning-rate 1e-3",
                 "one_step": "algorithms/mdpo.py --sgd-steps 1 --learning-rate 1e-2",
-                "ppo": "algorithms/unimodal_poisson.py --policy gaussian --learning-rate 1e-3",
+                "ppo": f"{PPO} --learning-rate 1e-3",
             }.items()
         },
         scores={name: RETURNS[name] for name in ("train_return", "eval_deterministic")},
@@ -515,7 +514,7 @@ STUDIES = {
             "mdpo": Arm("algorithms/mdpo.py", CONTROL, "3e-3"),
             "one_step": Arm("algorithms/mdpo.py --sgd-steps 1", CONTROL, "3e-3"),
             "one_step_1e-2": Arm("algorithms/mdpo.py --sgd-steps 1 --learning-rate 1e-2", tasks=MUJOCO[1:]),  # nearly tied
-            "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4"),  # the rows of its sweep are from poisson_heads
+            "ppo": Arm(PPO, CONTROL, "3e-4"),  # the rows of its sweep are from poisson_heads
         },
         scores={name: RETURNS[name] for name in ("train_return", "eval_deterministic")},
         curves=("charts/episodic_return",),
@@ -528,7 +527,7 @@ STUDIES = {
         arms={
             "mdpo": Arm("algorithms/mdpo.py", CONTROL, "3e-3", TEN),
             "one_step": Arm("algorithms/mdpo.py --sgd-steps 1", CONTROL, "1e-2", TEN),
-            "ppo": Arm("algorithms/unimodal_poisson.py --policy gaussian", CONTROL, "3e-4", TEN),
+            "ppo": Arm(PPO, CONTROL, "3e-4", TEN),
         },
         scores={name: RETURNS[name] for name in ("train_return", "eval_deterministic")},
         curves=("charts/episodic_return",),
