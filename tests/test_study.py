@@ -11,7 +11,7 @@ import pytest
 import tyro
 from processes import ROOT, fork
 
-from benchmarks import cross_play, study
+from benchmarks import cross_play, make_tables, study
 from benchmarks.study import Args, Arm, Run, Study
 from benchmarks.sweep_problems import SweepQuestions, SweepThreeHops
 from envs.search_qa import SearchQA
@@ -141,6 +141,15 @@ def test_the_cheapest_claim_again(tmp_path, forked, capsys):
     assert told[0].startswith("fm3q_alone_quiet: ") and told[-2].startswith("  before ")
     with pytest.raises(SystemExit, match="--repeat: give --results"):
         study.repeat(Args(repeat=1))
+
+
+def test_a_claim_without_runs_is_not_repeated(tmp_path, monkeypatch):
+    """A study is declared before its runs, so it has no CSV yet."""
+    monkeypatch.setitem(study.STUDIES, "declared", Study("", {"a": Arm(), "b": Arm()}))
+    rows = make_tables.load_rows("claims.csv")
+    monkeypatch.setattr(make_tables, "load_rows", lambda name: [SimpleNamespace(**vars(rows[0]) | {"study": "declared"})])
+    study.repeat(Args(repeat=1, results=str(tmp_path)))
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_command_of_every_study_parses():
