@@ -73,6 +73,7 @@ class Study:
     tasks: dict[str, str] = field(default_factory=lambda: {"": ""})
     scores: dict[str, tuple[str, str]] = field(default_factory=dict)  # column: (tag, which value)
     curves: tuple[str, ...] | list[str] = ()  # tags
+    interval: int = 1  # steps; a point of a curve is the mean over so many, at their last step
     best: str = ""  # column that the sweep goes by
     sweep: str = ""  # flags of the sweep alone: problems of its own
     rate_flag: str = "--learning-rate"
@@ -534,6 +535,22 @@ STUDIES = {
         best="train_return",
         minutes=3.3,
     ),
+    "mdpo_ten_million": Study(  # as long as its authors train, at the best rates of mdpo_million, on seeds it has not used
+        command="",
+        tasks={"Hopper-v5": "--env-id Hopper-v5 --total-timesteps 10000000"},
+        arms={
+            name: Arm(flags, seeds=tuple(range(12, 17)))
+            for name, flags in {
+                "mdpo": "algorithms/mdpo.py --learning-rate 3e-3",
+                "one_step": "algorithms/mdpo.py --sgd-steps 1 --learning-rate 3e-3",
+                "ppo": f"{PPO} --learning-rate 3e-4",
+            }.items()
+        },
+        scores={name: RETURNS[name] for name in ("train_return", "eval_deterministic")},
+        curves=("charts/episodic_return",),
+        interval=100_000,
+        minutes=26.0,
+    ),
     "fm3q_games": Study(  # a seed is a game
         command="algorithms/fm3q.py --env-id arat_random --num-pro 3 --num-ant 3 --num-states 50"
         " --total-timesteps 50000 --eval-steps 2500",
@@ -731,6 +748,15 @@ def score(metrics: pd.DataFrame, tag: str, which: str) -> float:
     return chosen[word].value.mean()
 
 
+def thin(metrics: pd.DataFrame, interval: int) -> pd.DataFrame:
+    """Rows (step, tag, value): means over the logged values of each interval, at its last logged step."""
+    rows = metrics[["step", "tag", "value"]]
+    if interval == 1 or rows.empty:
+        return rows
+    parts = rows.groupby([rows.tag, (rows.step - 1) // interval], sort=False)
+    return parts.agg(step=("step", "last"), tag=("tag", "first"), value=("value", "mean"))
+
+
 def finished(args: Args) -> pd.DataFrame:
     """Rows of the study's CSV, as text."""
     path = Path(args.results, f"{args.study}.csv")
@@ -802,7 +828,7 @@ def train(args: Args, run: Run) -> None:
         how["device"] = torch.cuda.get_device_name()
     row |= {name: how[name] for name in ("device", "torch", "python")}
     row |= {"commit": made, "command": shlex.join(["python", *words])}
-    curve = metrics[metrics.tag.isin(study.curves)][["step", "tag", "value"]]
+    curve = thin(metrics[metrics.tag.isin(study.curves)], study.interval)
     curve = pd.DataFrame([vars(run)]).merge(curve, "cross")
     with lock:
         append(Path(args.results, f"{args.study}_curves.csv"), curve)

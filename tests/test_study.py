@@ -91,6 +91,12 @@ def forked(monkeypatch):
     monkeypatch.setattr(study, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run_forked}))
 
 
+def test_points_of_a_curve_are_means_over_an_interval():
+    metrics = pd.DataFrame({"step": [40, 100, 160, 160], "tag": ["x", "x", "x", "y"], "value": [1.0, 3, 5, 7], "time": 0})
+    assert study.thin(metrics, 100).values.tolist() == [[100, "x", 2], [160, "x", 5], [160, "y", 7]]
+    assert study.thin(metrics, 1).values.tolist() == metrics[["step", "tag", "value"]].values.tolist()
+
+
 def test_kept_runs_meet(tmp_path, forked):
     """What a learner wins against another in cross-play, the other loses."""
     args = Args("fm3q_pong", results=str(tmp_path), keep=str(tmp_path / "runs"))
