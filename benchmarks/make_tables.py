@@ -271,7 +271,7 @@ def source(runs: pd.DataFrame, links: str) -> str:
 
 
 def load_rows(name: str) -> list[SimpleNamespace]:
-    """Rows of claims.csv or methods.csv."""
+    """Rows of claims.csv, methods.csv or added.csv."""
     rows = pd.read_csv(ROOT / "benchmarks" / name, dtype=str, keep_default_na=False)
     return [SimpleNamespace(**row) for row in rows.to_dict("records")]
 
@@ -300,6 +300,11 @@ def scores_of(claim: SimpleNamespace) -> tuple[pd.Series, pd.Series]:
 def form_of(claim: SimpleNamespace) -> tuple[float, int]:
     """Factor and digits of a claim's numbers."""
     return 100.0 if claim.unit == "%" else 1.0, int(claim.digits)
+
+
+def unit_of(claim: SimpleNamespace) -> str:
+    """Unit of a claim's differences."""
+    return "points" if claim.unit == "%" else claim.unit
 
 
 def margin_of(claim: SimpleNamespace, theirs: pd.Series) -> float:
@@ -421,14 +426,28 @@ def unsettled(links: str) -> str:
         needed["rule out"] = pairs_to_rule_out(margin / difference.std())
         more = {name: ((pairs or 200) - len(difference)) * hours for name, pairs in needed.items()}
         cells = {name: f"{pairs or '> 200'} ({'> ' * (not pairs)}{more[name]:.1f} h)" for name, pairs in needed.items()}
-        unit = "points" if claim.unit == "%" else claim.unit
         row = {"claim": f"{claim.method}: {claim.claim}", "pairs": len(difference)}
-        row["difference seen"] = f"{factor * difference.mean():+.{digits}f}" + ", against the claim" * bool(against)
+        row["difference seen"] = f"{factor * difference.mean():+.{digits}f} {unit_of(claim)}".strip() + ", against the claim" * bool(against)
         row["pairs to show it (hours more)"] = cells["show"]
-        row["X"] = f"{factor * margin:.3g} {unit}".strip()
+        row["X"] = f"{factor * margin:.3g} {unit_of(claim)}".strip()
         row["pairs to rule out more than X (hours more)"] = cells["rule out"]
         rows.append((min(more.values()), row))
     return markdown([row for _, row in sorted(rows, key=lambda pair: pair[0])])
+
+
+def added(links: str) -> str:
+    """Claims whose pairs were added, or run anew, after earlier results: the difference of these pairs alone."""
+    known = {claim.name: claim for claim in load_rows("claims.csv")}
+    rows = []
+    for change in load_rows("added.csv"):
+        claim = known[change.claim]
+        first, last = map(int, change.seeds.split("-"))
+        ours, theirs = (scores[scores.index.isin(range(first, last + 1))] for scores in scores_of(claim))
+        row = {"claim": f"{claim.method}: {claim.claim}", "pairs at first": change.first, "pairs now": claim.seeds}
+        row["later pairs"] = len(ours)
+        row["these alone (95 %)"] = f"{show_interval(paired(ours, theirs), *form_of(claim))} {unit_of(claim)}".strip()
+        rows.append(row | {"remarks": change.remarks})
+    return markdown(rows)
 
 
 def sign_flips(links: str) -> str:
@@ -464,12 +483,12 @@ def headlines(links: str) -> str:
         found = paired(ours, theirs)
         means = f"{form[0] * ours.mean():.{form[1]}f} against {form[0] * theirs.mean():.{form[1]}f}"
         row["method against control"] = f"{means} {claim.unit}".strip() + f" ({claim.control})"
-        row["difference (95 %)"] = show_interval(found, *form)
         said = judge(claim)[1].partition(" (")[0]
         if said in ("reproduced", "opposite") and not survives(claim):
-            said += ", not after correction"
+            said += r"\*"
         said += ", our question" * bool(claim.asked)
-        rows.append(row | {"verdict": said})
+        row["difference (95 %), verdict"] = f"{show_interval(found, *form)}: {said}"
+        rows.append(row | {"but": claim.caveat})
     return markdown(rows)
 
 
@@ -493,11 +512,17 @@ def counts(links: str) -> str:
     rest = len(shown) - len(found["reproduced"]) - len(found["opposite"]) - none - open_
     public = sum(survives(claim) for claim in found["reproduced"] if "135 M" in claim.scale)
     ours = sum(bool(claim.asked) for claim in shown)
-    text = f"Of all {len(shown)} claims, {ours} of which are questions of ours, {len(found['reproduced'])} are reproduced, {kept['reproduced']} of them also after "
-    text += f"the correction; {len(found['opposite'])} came out opposite, {kept['opposite']} of them after it; {none} show no "
-    text += f"difference, {open_} are not settled, and {rest} have no verdict, most because they have fewer than five pairs. The picture has one claim of each method, "
-    text += f"and all that came out opposite; [a longer one](benchmarks/README.md#claims) has {sum(bool(c.plot) for c in shown)}. "
-    return text + f"Of the reproduced ones that survive the correction, {public or 'none'} are with the public model of 135 M parameters."
+    rows = [claim for claim in shown if claim.headline]
+    good, opposite = len(found["reproduced"]), len(found["opposite"])
+    return (
+        f"Of the {len(rows)} rows of the table {sum(claim in found['reproduced'] for claim in rows)} are reproduced, but of "
+        f"all {len(shown)} claims, {ours} of which are questions of ours, only {good}: {kept['reproduced']} of them also "
+        f"after the correction, {public or 'none'} of these with the public model of 135 M parameters. {opposite} came out "
+        f"opposite, {kept['opposite']} of them after the correction; {none} show no difference, {open_} are not settled, "
+        f"and {rest} have no verdict, most because they have fewer than five pairs. The picture has one claim of each "
+        f"script, and all that came out opposite; [a longer one](benchmarks/README.md#claims) has "
+        f"{sum(bool(claim.plot) for claim in shown)}."
+    )
 
 
 def methods(links: str) -> str:
@@ -505,9 +530,9 @@ def methods(links: str) -> str:
     rows = []
     for method in load_rows("methods.csv"):
         name = method.script
-        pages = f"[{name}.py](algorithms/{name}.py), [page](algorithms/{name}.md)"
-        row = {"method": method.title, "script, page": pages, "made for": method.use}
-        rows.append({**row, "arXiv": f"[{method.arxiv}](https://arxiv.org/abs/{method.arxiv})"})
+        row = {"method": f"[{method.title}](https://arxiv.org/abs/{method.arxiv})"}
+        row["script, page"] = f"[{name}.py](algorithms/{name}.py), [page](algorithms/{name}.md)"
+        rows.append(row | {"made for": method.use, "found here": method.found})
     return markdown(rows)
 
 
@@ -832,7 +857,7 @@ def draw_for_both_themes() -> None:
 
 TABLES = {name: functools.partial(study_table, name) for name in DECLARED["tables"]}
 TABLES |= {"claims": claims, "headlines": headlines, "methods": methods, "tally": tally}
-TABLES |= {"unsettled": unsettled, "sign_flips": sign_flips, "counts": counts}
+TABLES |= {"unsettled": unsettled, "added": added, "sign_flips": sign_flips, "counts": counts}
 TABLES |= {"speed_grpo": speed_grpo, "speed_ppo": speed_ppo, "speed_marl": speed_marl}
 TABLES |= {"speed_vllm": speed_vllm, "gpu": gpu_h200}
 TABLES |= {"memory_fit": memory_fit}
