@@ -155,7 +155,7 @@ class Args:
     """steps between evaluations; 0 evaluates at the end only"""
     save_steps: int = 20_000
     """steps between checkpoints, 0 disables them; games start anew at each of them, so let it be
-    many times num_envs x horizon"""
+    many times num_envs x horizon x number of graphs, which take turns"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<game>__<seed>__<time>_<process>"""
     resume: str | None = None
@@ -1209,7 +1209,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "video"):
+        if now == before or name in ("resume", "evaluate", "opponent", "video"):
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():

@@ -140,7 +140,8 @@ class Args:
     lone_call: Literal["raw", "zero"] = "raw"
     """advantage of an agent's only call in a group: its score (the official code), or 0"""
     invalid_penalty: float = 0.1
-    """taken off the score of a call without the tags of its role (paper: 0.1 math, 0.01 search)"""
+    """taken off the score of a call without the tags of its role (paper: 0.1 math, 0.01 search); as
+    in the official code, a search team's calls also need one think block, and no Chinese text"""
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
     """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
@@ -1236,6 +1237,9 @@ def load_player(name: str, agents, messages: list[dict], args: Args, device, eng
         sampler = engine or VllmSampler(model, args)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
+    states.get_state_dict(model, optimizer)  # makes the state by a step of size 0, which it counts
+    for state in optimizer.state.values():
+        state["step"].zero_()
     return Player(name, agents, args, tokenizer, model, sampler, reference, optimizer)
 
 
@@ -1296,7 +1300,7 @@ def save_checkpoint(run_dir: str, players: list[Player], progress: dict, rank: i
 def load_checkpoint(run_dir: str, players: list[Player], progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # get_state_dict would make a new AdamW count a step
+        return
     state = checkpoint_state(players, progress)
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     only_trained = states.StateDictOptions(strict=False)

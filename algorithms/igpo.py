@@ -1030,10 +1030,12 @@ def answer_logprobs(
     contexts = []
     answers = []
     for context, before, answer in rows:
-        before = tokenizer(before, add_special_tokens=False)["input_ids"]
-        answer = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        contexts.append([*context, *before, *answer[:-1]])
-        answers.append(torch.tensor(answer, device=model.device))
+        # Together, because some tokenizers put a space before a text, so also before an answer.
+        texts = [before, before + answer]
+        before, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+        start = len(os.path.commonprefix([before, both]))
+        contexts.append([*context, *both[:-1]])
+        answers.append(torch.tensor(both[start:], device=model.device))
     lengths = list(map(len, answers))
     size = args.micro_batch_size  # contexts at once
     if memory is not None:

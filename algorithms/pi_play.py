@@ -132,7 +132,7 @@ class Args:
     # method
     privileged_context: Literal["qcp", "partial", "answer", "none"] = "qcp"
     """what only the teacher sees: the question's construction path, half of it, or its answer;
-    control: none has no teacher"""
+    control: none, in which the teacher is never asked"""
     lambda_schedule: tuple[float, ...] | None = None
     """lambda, weight of the divergence, in each round; the last one stays; None is 1 0.3 0.1 for
     the tiny model and the paper's 0.03 0.003 0.002 for others"""
@@ -1636,8 +1636,11 @@ def start_gate(
         problems = [question for question in questions if question is not None]
     kind = args.privileged_context
     shown = [task.with_privilege(p, kind, str(seed)) for p, seed in zip(problems, seeds)]
+    lengths = [len(encode(tokenizer, task, problem, args)) for problem in shown]
+    pairs = [pair for pair, n in zip(zip(problems, shown), lengths) if n <= args.max_prompt_length]
     gate = {}
-    for tag, asked in (("without", problems), ("with", shown)):
+    for tag, place in (("without", 0), ("with", 1)):
+        asked = [pair[place] for pair in pairs]
         episodes = answer(policy, tokenizer, task, asked, args.num_answers, args, seeds)
         rewards = gather([episode.reward for episode in episodes])
         gate[f"eval/pi_play/gate_{tag}"] = sum(rewards) / max(1, len(rewards))
@@ -1665,7 +1668,8 @@ def train(args: Args) -> dict[str, float]:
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
     check_model(student, encode(tokenizer, task, eval_problems[0], args), args)
-    if 2 * args.max_prompt_length + args.max_completion_length > longest_text(student):
+    longest = 2 * args.max_prompt_length + args.max_completion_length
+    if args.privileged_context != "none" and longest > longest_text(student):
         sys.exit("--max-prompt-length: the teacher reads up to twice this; the model is too short")
     teacher = copy_model(student, torch.float32)
     reference = copy_model(student, torch.float32) if args.beta > 0 and not args.lora_rank else None
@@ -1709,7 +1713,7 @@ def train(args: Args) -> dict[str, float]:
             scores = evaluate(
                 policies["student"], tokenizer, task, eval_problems, args, rank, world_size
             )
-            if step == 0 and args.privileged_context != "none":
+            if step == 0 and not last and args.privileged_context != "none":
                 scores |= start_gate(policies["student"], tokenizer, task, args, rank, world_size)
             if rank == 0:
                 log(run_dir, board, step, scores)

@@ -20,6 +20,7 @@ Differs from the authors' code:
    in one. The policy's gradients with respect to its network's outputs are written by hand.
 2. Each episode starts from a seed made of --seed and the step, so that a resumed run is the same.
 3. At the end, the policy is evaluated with frozen statistics of observations.
+4. Discrete tasks keep their own time limit (authors: 10,000 steps).
 
     python algorithms/stream_x.py                                    # Hopper-v5, CPU, a minute
     python algorithms/stream_x.py --env-id HalfCheetah-v5 --total-timesteps 2000000

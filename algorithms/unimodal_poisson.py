@@ -1040,7 +1040,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "video"):
+        if now == before or name in ("resume", "evaluate", "opponent", "video"):
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():

@@ -200,3 +200,14 @@ def test_a_process_may_have_no_call_of_an_agent(monkeypatch):
     assert recorder.gradient.abs().max() == 0
     assert metrics["sampling/logprob_difference/mean"] == pytest.approx(0.1)
     assert metrics["sampling/logprob_difference/max"] == pytest.approx(0.2)
+
+
+def test_a_checkpoint_before_the_first_call_counts_no_step(tmp_path):
+    """torch makes AdamW's state when it is first asked for it, and counts a step in that."""
+    args = dr_mas.Args(learning_rate=1e-3, eval_problems=1, output_dir=str(tmp_path))
+    team, problems = dr_mas.load_task(args)
+    players = dr_mas.load_players(team, problems[0], args, torch.device("cpu"))
+    dr_mas.save_checkpoint(str(tmp_path), players, {"step": 0, "num_tokens": 0}, rank=0)
+    for optimizer in [player.optimizer for player in players]:
+        assert len(optimizer.state) == len(optimizer.param_groups[0]["params"])
+        assert all(state["step"] == 0 for state in optimizer.state.values())

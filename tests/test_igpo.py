@@ -223,6 +223,19 @@ def test_right_answers_of_different_lengths(played):
     assert_close(torch.tensor(found), torch.stack(plain), 1e-5)
 
 
+def test_the_space_before_a_text_is_not_put_before_the_answer(played):
+    """Tokenizers as that of Llama 2 put one before every text; the model writes none after <answer>."""
+    model, tokenizer, _, _, episodes = played
+    spaced = lambda text, add_special_tokens: tokenizer(" " + text, add_special_tokens=add_special_tokens)  # noqa: E731
+    task = SimpleNamespace(right_answer=lambda problem: ("<answer>", "Jodo"))
+    asked = [igpo.Episode(0, episodes[0].prompt)]
+    memory = igpo.read(model, [episodes[0].prompt])[0]
+    (found,) = igpo.answer_logprobs(model, spaced, task, asked, memory, ARGS)
+    before, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (" <answer>", "Jodo"))
+    assert len(answer) < len(tokenizer(" Jodo", add_special_tokens=False)["input_ids"])
+    assert found == pytest.approx(plain_logprobs(model, asked[0].prompt + before, answer).mean().item(), abs=1e-5)
+
+
 def test_episodes_belong_to_their_seeds(played):
     """Whoever else plays, and however many at once; greedy episodes are all alike."""
     model, tokenizer, task, problems, episodes = played
