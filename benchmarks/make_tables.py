@@ -435,6 +435,31 @@ def unsettled(links: str) -> str:
     return markdown([row for _, row in sorted(rows, key=lambda pair: pair[0])])
 
 
+def ties(links: str) -> str:
+    """Arms whose best two rates were within 5 % in a sweep of one run each, of claims whose verdict may hang on it."""
+    from benchmarks.study import STUDIES
+
+    rows = []
+    for claim in load_rows("claims.csv"):
+        said = judge(claim)[1].partition(" (")[0]
+        if said not in ("reproduced", "opposite"):
+            continue
+        for study, arm in ((claim.study, claim.ours), (claim.other_study or claim.study, claim.theirs)):
+            runs = load_runs(study)
+            runs = runs[runs.is_sweep & (runs.task == claim.task) & (runs.arm == arm)]
+            declared = STUDIES.get(study)
+            best = declared.best if declared else claim.column
+            lowest = declared.lowest if declared else claim.better == "lower"
+            if best not in runs:
+                continue
+            scores = runs.set_index("learning_rate")[best].dropna().sort_values(ascending=lowest)
+            if len(scores) > 1 and abs(scores.iloc[0] - scores.iloc[1]) <= 0.05 * abs(scores.iloc[0]):
+                two = "; ".join(f"{rate}: {score:.4g}" for rate, score in scores.iloc[:2].items())
+                row = {"claim": f"{claim.method}: {claim.claim}", "verdict": said + r"\*" * (not survives(claim))}
+                rows.append(row | {"arm": f"`{arm}`", "best two rates, scores": two})
+    return markdown(rows)
+
+
 def added(links: str) -> str:
     """Claims whose pairs were added, or run anew, after earlier results: the difference of these pairs alone."""
     known = {claim.name: claim for claim in load_rows("claims.csv")}
@@ -512,15 +537,15 @@ def counts(links: str) -> str:
     rest = len(shown) - len(found["reproduced"]) - len(found["opposite"]) - none - open_
     public = sum(survives(claim) for claim in found["reproduced"] if "135 M" in claim.scale)
     ours = sum(bool(claim.asked) for claim in shown)
-    rows = [claim for claim in shown if claim.headline]
+    rows = [claim for claim in found["reproduced"] if claim.headline]
     good, opposite = len(found["reproduced"]), len(found["opposite"])
     return (
-        f"Of the {len(rows)} rows of the table {sum(claim in found['reproduced'] for claim in rows)} are reproduced, but of "
-        f"all {len(shown)} claims, {ours} of which are questions of ours, only {good}: {kept['reproduced']} of them also "
-        f"after the correction, {public or 'none'} of these with the public model of 135 M parameters. {opposite} came out "
-        f"opposite, {kept['opposite']} of them after the correction; {none} show no difference, {open_} are not settled, "
-        f"and {rest} have no verdict, most because they have fewer than five pairs. The picture has one claim of each "
-        f"script, and all that came out opposite; [a longer one](benchmarks/README.md#claims) has "
+        f"Of the {sum(bool(claim.headline) for claim in shown)} rows of the table {len(rows)} are reproduced, "
+        f"{sum(map(survives, rows))} of them also after the correction; but of all {len(shown)} claims, {ours} of which are "
+        f"questions of ours, only {good}, {kept['reproduced']} of them after it ({public or 'none'} with the public model). "
+        f"{opposite} came out opposite, {kept['opposite']} of them after the correction; {none} show no difference, {open_} "
+        f"are not settled, and {rest} have no verdict, most because they have fewer than five pairs. The picture has one "
+        f"claim of each script, and all that came out opposite; [a longer one](benchmarks/README.md#claims) has "
         f"{sum(bool(claim.plot) for claim in shown)}."
     )
 
@@ -857,7 +882,7 @@ def draw_for_both_themes() -> None:
 
 TABLES = {name: functools.partial(study_table, name) for name in DECLARED["tables"]}
 TABLES |= {"claims": claims, "headlines": headlines, "methods": methods, "tally": tally}
-TABLES |= {"unsettled": unsettled, "added": added, "sign_flips": sign_flips, "counts": counts}
+TABLES |= {"unsettled": unsettled, "added": added, "ties": ties, "sign_flips": sign_flips, "counts": counts}
 TABLES |= {"speed_grpo": speed_grpo, "speed_ppo": speed_ppo, "speed_marl": speed_marl}
 TABLES |= {"speed_vllm": speed_vllm, "gpu": gpu_h200}
 TABLES |= {"memory_fit": memory_fit}
