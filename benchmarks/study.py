@@ -93,13 +93,8 @@ MEAN_AT_8 = mean_at(8) | {"pass_at_8": ("eval/pass_at_8", "last"), "num_tokens":
 LENGTH = "train/completions/mean_length"
 MEAN_AT_2 = mean_at(2) | {"first_length": (LENGTH, "first"), "length": (LENGTH, "late")}
 RETURNS = {"train_return": ("charts/episodic_return", "late")}
-RETURNS |= {
-    f"eval_{how}": (f"eval/{how}/return_mean", "last") for how in ("deterministic", "sampled")
-}
-KUHN = {
-    name: (f"eval/kuhn/{name}", "last")
-    for name in ("nash_conv_last", "nash_conv_average", "illegal")
-}
+RETURNS |= {f"eval_{how}": (f"eval/{how}/return_mean", "last") for how in ("deterministic", "sampled")}
+KUHN = {name: (f"eval/kuhn/{name}", "last") for name in ("nash_conv_last", "nash_conv_average", "illegal")}
 KUHN |= {"forfeits": ("train/spiral_rae/kuhn/forfeits", "late"), "length": (LENGTH, "late")}
 KUHN_CURVES = ("eval/kuhn/nash_conv_average", "train/spiral_rae/kuhn/forfeits")
 ARITHMETIC = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task chain_sum
@@ -127,9 +122,7 @@ GOALS = ("right", "short", "well_formed")
 TRIES = ("solver", "critic", "refiner")
 REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOALS)
 PPO = "algorithms/unimodal_poisson.py --policy gaussian"
-PPO_BATCH_1 = (
-    f"{PPO} --num-envs 1 --num-steps 64 --num-minibatches 64 --update-epochs 1 --no-norm-adv"
-)
+PPO_BATCH_1 = f"{PPO} --num-envs 1 --num-steps 64 --num-minibatches 64 --update-epochs 1 --no-norm-adv"
 BASELINES = {"role": "", "none": "--baseline none", "global": "--baseline global"}
 FIXED = [(name, *run) for name in ("role", "none") for run in (("1e-5", (2, 5, 6)), ("4e-5", TEN))]
 FIXED.append(("global", "4e-5", THREE))
@@ -143,18 +136,14 @@ WEIGHTS = ("0.001", "0.003", "0.01", "0.03", "0.1", "0.2")
 ARAC = {"adaptive": Arm(), "by_time": Arm("--beta-mode exp"), "none": Arm("--beta-mode none")}
 ARAC |= {f"fixed_{beta}": Arm(f"--beta-mode fixed --beta {beta}", seeds=(1,)) for beta in WEIGHTS}
 WON = {f"{which}_success": ("charts/success", which) for which in ("mean", "early", "late")}
-WON |= {
-    f"{who}_success": (f"eval/{who}/success", "last") for who in ("sampled", "greedy", "reference")
-}
+WON |= {f"{who}_success": (f"eval/{who}/success", "last") for who in ("sampled", "greedy", "reference")}
 WON |= {"beta": ("train/arac/beta", "last")}
 TEAMS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 TEAMS |= {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
 QUIET = "--end-e 0.02 --buffer-size 10000"  # fewer random moves in the end, and early ones are forgotten
 PONG = "qmix vdn selfplay_qmix iql".split()
-PONG_SCORES = (
-    "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
-)
+PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
 SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo arpo empg spiral_rae pi_play hpt ampo unimodal_poisson"
 SCRIPTS += " mdpo stream_x fm3q arac"
@@ -169,9 +158,7 @@ STUDIES = {
         command="",
         arms={
             "grpo": Arm(f"algorithms/grpo.py {ARITHMETIC}", LADDER, "4e-5", TWENTY),
-            "no_baseline": Arm(
-                f"algorithms/grpo.py {ARITHMETIC} --advantage none", LADDER, "4e-5", TWENTY
-            ),
+            "no_baseline": Arm(f"algorithms/grpo.py {ARITHMETIC} --advantage none", LADDER, "4e-5", TWENTY),
         },
         scores=MEAN_AT_2 | {"train_late": ("train/rewards/correctness/mean", "last 10")},
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean"),
@@ -183,10 +170,7 @@ STUDIES = {
         arms={"grpo_13": Arm(f"algorithms/grpo.py {THIRTEEN} --learning-rate 4e-5", seeds=EIGHT)}
         | {"grpo_6": Arm(f"algorithms/grpo.py {ARITHMETIC} --learning-rate 4e-5", seeds=EIGHT)},
         scores=MEAN_AT_2
-        | {
-            "num_tokens": (SAMPLED, "last"),
-            "train_late": ("train/rewards/correctness/mean", "last 10"),
-        }
+        | {"num_tokens": (SAMPLED, "last"), "train_late": ("train/rewards/correctness/mean", "last 10")}
         | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean", SAMPLED),
         minutes=11.0,
@@ -195,24 +179,14 @@ STUDIES = {
         command="",
         arms={
             "dapo": Arm(f"algorithms/dapo.py {LARGER_BATCHES} {DAPO}", LADDER, "4e-5", TWENTY_ONE),
-            "grpo_4e-5": Arm(
-                f"algorithms/grpo.py {LARGER_BATCHES} --learning-rate 4e-5", seeds=TWENTY_ONE
-            ),
-            "grpo_2e-5": Arm(
-                f"algorithms/grpo.py {LARGER_BATCHES} --learning-rate 2e-5", seeds=TWENTY_ONE
-            ),
-            "none_2e-5": Arm(
-                f"algorithms/grpo.py {LARGER_BATCHES} --advantage none --learning-rate 2e-5",
-                seeds=TWENTY_ONE,
-            ),
+            "grpo_4e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --learning-rate 4e-5", seeds=TWENTY_ONE),
+            "grpo_2e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --learning-rate 2e-5", seeds=TWENTY_ONE),
+            "none_2e-5": Arm(f"algorithms/grpo.py {LARGER_BATCHES} --advantage none --learning-rate 2e-5", seeds=TWENTY_ONE),
         },
         scores=MEAN_AT_2
         | {f"mean_at_2_{step}": ("eval/mean_at_2", f"at {step}") for step in (12, 18)}
         | {f"num_tokens_{step}": (SAMPLED, f"at {step}") for step in (12, 18)}
-        | {
-            "num_tokens": (SAMPLED, "last"),
-            "train_late": ("train/rewards/correctness/mean", "last 10"),
-        }
+        | {"num_tokens": (SAMPLED, "last"), "train_late": ("train/rewards/correctness/mean", "last 10")}
         | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
         curves=("eval/greedy", "eval/mean_at_2", "train/rewards/correctness/mean", SAMPLED),
         best="train_late",
@@ -289,9 +263,7 @@ STUDIES = {
             "grpo": Arm("--advantage grpo", LADDER, "4e-5"),
             "grpo_batch_norm": Arm("--advantage grpo_batch_norm", LADDER, "4e-5", seeds=THREE),
             "gdpo_conditioned": Arm("--conditioned-rewards short", LADDER, "4e-5", TWENTY),
-            "grpo_conditioned": Arm(
-                "--advantage grpo --conditioned-rewards short", LADDER, "4e-5", TWENTY
-            ),
+            "grpo_conditioned": Arm("--advantage grpo --conditioned-rewards short", LADDER, "4e-5", TWENTY),
         },
         scores=MEAN_AT_2 | {name: (f"eval/rewards/{name}", "last") for name in GOALS},
         best="mean_at_2",
@@ -302,9 +274,7 @@ STUDIES = {
         arms={
             "gdpo": Arm("--learning-rate 2e-4", seeds=TWENTY),
             "grpo": Arm("--advantage grpo --learning-rate 4e-4", seeds=TWENTY),
-            "grpo_batch_norm": Arm(
-                "--advantage grpo_batch_norm --learning-rate 4e-4", seeds=TWENTY
-            ),
+            "grpo_batch_norm": Arm("--advantage grpo_batch_norm --learning-rate 4e-4", seeds=TWENTY),
         },
         scores=MEAN_AT_8,
         curves=("eval/mean_at_8",),
@@ -315,10 +285,7 @@ STUDIES = {
         """ --game-options '{"kuhn": {"handicap": 3}}' --num-games-per-step 12 --micro-batch-size 16"""
         " --max-completion-length 40 --max-steps 20 --eval-steps 5 --eval-games 1 --eval-samples 16",
         arms={name: Arm(flags, LADDER, "2e-5", seeds=THREE) for name, flags in BASELINES.items()}
-        | {
-            name + rate: Arm(f"{BASELINES[name]} --learning-rate {rate}", seeds=seeds)
-            for name, rate, seeds in FIXED
-        },
+        | {name + rate: Arm(f"{BASELINES[name]} --learning-rate {rate}", seeds=seeds) for name, rate, seeds in FIXED},
         scores={f"first_{name}": (tag, "first") for name, (tag, _) in KUHN.items()} | KUHN,
         curves=KUHN_CURVES,
         best="nash_conv_average",
@@ -344,26 +311,11 @@ STUDIES = {
             "empg": Arm("algorithms/empg.py"),
         },
         scores=MEAN_AT_2
-        | {
-            f"silent_{when}": ("train/frac_reward_zero_std", f"{when} 3")
-            for when in ("first", "last")
-        }
-        | {
-            f"train_{when}": ("train/rewards/exact_match/mean", f"{when} 3")
-            for when in ("first", "last")
-        }
-        | {
-            "first_turns": ("eval/turns", "first"),
-            "turns": ("eval/turns", "last"),
-        }  # of the greedy episode
+        | {f"silent_{when}": ("train/frac_reward_zero_std", f"{when} 3") for when in ("first", "last")}
+        | {f"train_{when}": ("train/rewards/exact_match/mean", f"{when} 3") for when in ("first", "last")}
+        | {"first_turns": ("eval/turns", "first"), "turns": ("eval/turns", "last")}  # of the greedy episode
         | {"steps_to_15": ("train/rewards/exact_match/mean", "reach 0.15")},
-        curves=(
-            "eval/greedy",
-            "eval/mean_at_2",
-            "train/rewards/exact_match/mean",
-            "train/igpo/turns",
-            "train/empg/turns",
-        ),
+        curves=("eval/greedy", "eval/mean_at_2", "train/rewards/exact_match/mean", "train/igpo/turns", "train/empg/turns"),
         minutes=28.0,
     ),
     "igpo": Study(
@@ -371,10 +323,7 @@ STUDIES = {
         arms={
             "f1ig": Arm("", TINY, "4e-4"),
             "f1": Arm("--advantage f1", TINY, "4e-4"),
-            **{
-                name: Arm(f"{flags} --learning-rate 4e-4", seeds=THREE)
-                for name, flags in VARIANTS.items()
-            },
+            **{name: Arm(f"{flags} --learning-rate 4e-4", seeds=THREE) for name, flags in VARIANTS.items()},
         },
         scores=MEAN_AT_8
         | {"steps_to_f1": ("train/rewards/f1/mean", "reach 0.8")}
@@ -421,9 +370,7 @@ STUDIES = {
             "grpo": Arm("--method grpo", ("1e-4", "4e-4", "1.6e-3", "6.4e-3"), "4e-4"),
             "sft": Arm("--method sft", HPT, "1e-3", TWENTY),
             "srft": Arm("--method srft --learning-rate 1e-3", seeds=THREE),
-            "hpt_length": Arm(
-                "--method hpt --normalizer length", HPT, "1e-3", TWENTY
-            ),  # RL weighs more, as in HPT's code
+            "hpt_length": Arm("--method hpt --normalizer length", HPT, "1e-3", TWENTY),  # RL weighs more, as in HPT's code
         },
         scores=MEAN_AT_8 | {"demonstration_tokens": ("train/num_demonstration_tokens", "last")},
         curves=("eval/greedy", "eval/mean_at_8", "train/sft_share"),
@@ -449,13 +396,8 @@ STUDIES = {
         arms={name: Arm(f"--method {name}") for name in ("inpo", "grpo")}
         | {"grpo_kl": Arm("--method grpo --beta 0.1", seeds=THREE)}  # pulls as --tau 0.1 does
         | {name: Arm(f"--method {name}", seeds=THREE) for name in ("mnpo", "nash_mp", "spo")},
-        scores={
-            tag: (f"eval/{tag}", "last") for tag in ("exploitability", "nash_distance", "win_rate")
-        }
-        | {
-            kind: (f"train/kind/{kind}", "late")
-            for kind in ("sum", "difference", "product", "other")
-        },
+        scores={tag: (f"eval/{tag}", "last") for tag in ("exploitability", "nash_distance", "win_rate")}
+        | {kind: (f"train/kind/{kind}", "late") for kind in ("sum", "difference", "product", "other")},
         curves=[f"eval/{tag}" for tag in ("exploitability", "nash_distance", "win_rate")]
         + [f"train/kind/{kind}" for kind in ("sum", "difference", "product", "other")],
         best="exploitability",
@@ -487,16 +429,8 @@ STUDIES = {
         },
         scores=MEAN_AT_8
         | {"steps_to_f1": ("train/rewards/f1/mean", "reach 0.8")}
-        | {
-            "tool_calls": ("train/arpo/tool_calls", "mean"),
-            "branched": ("train/arpo/branched", "mean"),
-        },
-        curves=(
-            "eval/mean_at_8",
-            "train/rewards/f1/mean",
-            "train/arpo/tool_calls",
-            "train/arpo/sampled_tokens",
-        ),
+        | {"tool_calls": ("train/arpo/tool_calls", "mean"), "branched": ("train/arpo/branched", "mean")},
+        curves=("eval/mean_at_8", "train/rewards/f1/mean", "train/arpo/tool_calls", "train/arpo/sampled_tokens"),
         minutes=1.5,
     ),
     "arpo_sparse": Study(  # three hops, from the model of sparse_search; 12 problems need as many calls as ARPO's 16
@@ -504,19 +438,14 @@ STUDIES = {
         arms={
             "arpo": Arm("", TINY, "2e-4", EIGHT),
             "grpo": Arm("--initial-rollouts 8", TINY, "2e-4", EIGHT),
-            "grpo_equal_calls": Arm(
-                "--initial-rollouts 8 --num-prompts-per-step 12", TINY, "2e-4", EIGHT
-            ),
+            "grpo_equal_calls": Arm("--initial-rollouts 8 --num-prompts-per-step 12", TINY, "2e-4", EIGHT),
             "random": Arm("--entropy-weight 0", TINY, "2e-4", EIGHT),
             "random_2e-4": Arm("--entropy-weight 0 --learning-rate 2e-4", seeds=EIGHT),
             "strong": Arm("--entropy-weight 5", TINY, "2e-4", EIGHT),
         },
         scores=MEAN_AT_8
         | {"mean_at_8_20": ("eval/mean_at_8", "at 20")}
-        | {
-            name: (f"train/arpo/{name}", "mean")
-            for name in ("tool_calls", "sampled_tokens", "branched")
-        }
+        | {name: (f"train/arpo/{name}", "mean") for name in ("tool_calls", "sampled_tokens", "branched")}
         | {f"change_{when}": ("train/arpo/entropy_change", when) for when in ("early", "late")}
         | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")},
         curves=("eval/mean_at_8", "train/arpo/entropy_change"),
@@ -530,9 +459,7 @@ STUDIES = {
         arms={
             "stream": Arm("algorithms/stream_x.py", seeds=TWENTY),
             "ppo": Arm(PPO, CONTROL, "3e-4", TWENTY),
-            "ppo_1e-3": Arm(
-                f"{PPO} --learning-rate 1e-3", seeds=TWENTY, tasks=MUJOCO[:1]
-            ),  # nearly tied in the sweep
+            "ppo_1e-3": Arm(f"{PPO} --learning-rate 1e-3", seeds=TWENTY),  # nearly tied in the sweeps
             "ppo_batch_1": Arm(PPO_BATCH_1, ("1e-6", "3e-6", "1e-5", *CONTROL), "3e-5"),
         },
         scores={name: RETURNS[name] for name in ("train_return", "eval_sampled")},
@@ -548,9 +475,7 @@ STUDIES = {
             "no_bound": Arm("--optimizer sgd", STEP_SIZES, "1e-4", SIX),
             "no_layer_norm": Arm("--no-layer-norm", seeds=SIX),
             "no_sparse_init": Arm("--no-sparse-init", seeds=SIX),
-            "none": Arm(
-                "--optimizer sgd --no-layer-norm --no-sparse-init", STEP_SIZES, "1e-4", SIX
-            ),
+            "none": Arm("--optimizer sgd --no-layer-norm --no-sparse-init", STEP_SIZES, "1e-4", SIX),
         },
         scores={name: RETURNS[name] for name in ("train_return", "eval_sampled")},
         curves=("charts/episodic_return",),
@@ -573,10 +498,7 @@ STUDIES = {
     "mdpo_cheetah": Study(  # at the best rates of mdpo, on seeds that it has not used
         command="",
         arms={
-            name: Arm(
-                f"{flags} --env-id HalfCheetah-v5 --total-timesteps 300000",
-                seeds=tuple(range(7, 27)),
-            )
+            name: Arm(f"{flags} --env-id HalfCheetah-v5 --total-timesteps 300000", seeds=tuple(range(7, 27)))
             for name, flags in {
                 "mdpo": "algorithms/mdpo.py --learning-rate 1e-3",
                 "one_step": "algorithms/mdpo.py --sgd-steps 1 --learning-rate 1e-2",
@@ -593,9 +515,7 @@ STUDIES = {
         arms={
             "mdpo": Arm("algorithms/mdpo.py", CONTROL, "3e-3"),
             "one_step": Arm("algorithms/mdpo.py --sgd-steps 1", CONTROL, "3e-3"),
-            "one_step_1e-2": Arm(
-                "algorithms/mdpo.py --sgd-steps 1 --learning-rate 1e-2", tasks=MUJOCO[1:]
-            ),  # nearly tied
+            "one_step_1e-2": Arm("algorithms/mdpo.py --sgd-steps 1 --learning-rate 1e-2", tasks=MUJOCO[1:]),  # nearly tied
             "ppo": Arm(PPO, CONTROL, "3e-4"),  # the rows of its sweep are from poisson_heads
         },
         scores={name: RETURNS[name] for name in ("train_return", "eval_deterministic")},
@@ -637,14 +557,8 @@ STUDIES = {
         " --total-timesteps 50000 --eval-steps 2500",
         tasks={"arat_random": "--game-seed {seed}"},
         arms={name: Arm(flags, CONTROL, "3e-3", TEN) for name, flags in TEAMS.items()}
-        | {
-            f"{name}_quiet": Arm(f"{TEAMS[name]} {QUIET}", CONTROL, "3e-3", TWENTY)
-            for name in ("qmix", "selfplay_qmix", "iql")
-        },
-        scores={
-            "nash_conv": ("eval/nash_conv_mean", "last"),
-            "late_nash_conv": ("eval/nash_conv_mean", "late"),
-        }
+        | {f"{name}_quiet": Arm(f"{TEAMS[name]} {QUIET}", CONTROL, "3e-3", TWENTY) for name in ("qmix", "selfplay_qmix", "iql")},
+        scores={"nash_conv": ("eval/nash_conv_mean", "last"), "late_nash_conv": ("eval/nash_conv_mean", "late")}
         | {"value_error": ("eval/value_error_max", "last")},
         curves=("eval/nash_conv_mean",),
         best="late_nash_conv",
@@ -653,14 +567,8 @@ STUDIES = {
     ),
     "fm3q_small": Study(  # seeds that the earlier runs of this game have not used
         command="algorithms/fm3q.py --env-id arat --total-timesteps 40000 --eval-steps 800",
-        arms={
-            name: Arm(TEAMS[name], CONTROL, "1e-3", OTHER_TWENTY)
-            for name in ("qmix", "selfplay_qmix")
-        }
-        | {
-            f"{name}_quiet": Arm(f"{TEAMS[name]} {QUIET}", CONTROL, "1e-3", OTHER_TWENTY)
-            for name in ("qmix", "selfplay_qmix")
-        },
+        arms={name: Arm(TEAMS[name], CONTROL, "1e-3", OTHER_TWENTY) for name in ("qmix", "selfplay_qmix")}
+        | {f"{name}_quiet": Arm(f"{TEAMS[name]} {QUIET}", CONTROL, "1e-3", OTHER_TWENTY) for name in ("qmix", "selfplay_qmix")},
         scores={"steps_to_005": ("eval/nash_conv_mean", "below 0.05")}
         | {f"{which}_nash_conv": ("eval/nash_conv_mean", which) for which in ("late", "mean")},
         curves=("eval/nash_conv_mean",),
@@ -687,9 +595,7 @@ STUDIES = {
         command="algorithms/arac.py --graph cycle_12 --horizon 24 --total-timesteps 60000 --eval-steps 0",
         arms=ARAC
         | {"fixed": Arm("--beta-mode fixed --beta 0.003")}  # the best weight
-        | {
-            "adaptive_low": Arm("--beta 0.0067")
-        },  # an unused first weight of EPG, for a reward of 1
+        | {"adaptive_low": Arm("--beta 0.0067")},  # an unused first weight of EPG, for a reward of 1
         scores=WON,
         curves=("charts/success", "train/arac/beta"),
         minutes=1.5,
@@ -697,16 +603,9 @@ STUDIES = {
     "arac_large": Study(  # the same with a good reference; seeds that arac_grid has not used
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
         " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
-        arms={
-            name: replace(arm, seeds=FRESH) if len(arm.seeds) > 1 else arm
-            for name, arm in ARAC.items()
-        }
-        | {
-            "fixed": Arm("--beta-mode fixed --beta 0.003", seeds=FRESH)
-        }  # the best weight by training
-        | {
-            "fixed_low": Arm("--beta-mode fixed --beta 0.001", seeds=FRESH)
-        }  # the best weight in the end
+        arms={name: replace(arm, seeds=FRESH) if len(arm.seeds) > 1 else arm for name, arm in ARAC.items()}
+        | {"fixed": Arm("--beta-mode fixed --beta 0.003", seeds=FRESH)}  # the best weight by training
+        | {"fixed_low": Arm("--beta-mode fixed --beta 0.001", seeds=FRESH)}  # the best weight in the end
         | {"adaptive_low": Arm("--beta 0.0067", seeds=FRESH)},
         scores=WON,
         curves=("charts/success", "train/arac/beta"),
@@ -716,11 +615,7 @@ STUDIES = {
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 80"
         " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
         arms={"adaptive": Arm(), "none": Arm("--beta-mode none")}
-        | {
-            name: arm
-            for name, arm in ARAC.items()
-            if name in ("fixed_0.001", "fixed_0.003", "fixed_0.01")
-        }
+        | {name: arm for name, arm in ARAC.items() if name in ("fixed_0.001", "fixed_0.003", "fixed_0.01")}
         | {"fixed": Arm("--beta-mode fixed --beta 0.003")},  # the best weight
         scores=WON,
         curves=("charts/success", "train/arac/beta"),
@@ -730,16 +625,11 @@ STUDIES = {
         command="algorithms/arac.py --graph grid_10x10 --evader dp --start far --horizon 128"
         " --total-timesteps 60000 --eval-steps 0 --batch-size 32",
         tasks={"shortest": "--reference shortest", "dp": "--reference dp"},
-        arms={
-            name: Arm(f"--beta-mode {name}", seeds=(1, 2, 3)) for name in ("dual", "exp", "fixed")
-        }
+        arms={name: Arm(f"--beta-mode {name}", seeds=(1, 2, 3)) for name in ("dual", "exp", "fixed")}
         | {"none": Arm("--beta-mode none", seeds=(1, 2, 3), tasks=("shortest",))},
         scores={
             **{f"{which}_success": ("charts/success", which) for which in ("early", "late")},
-            **{
-                f"{who}_success": (f"eval/{who}/success", "last")
-                for who in ("sampled", "greedy", "reference")
-            },
+            **{f"{who}_success": (f"eval/{who}/success", "last") for who in ("sampled", "greedy", "reference")},
             "beta": ("train/arac/beta", "last"),
         },
         curves=("charts/success", "train/arac/beta"),
@@ -760,14 +650,8 @@ STUDIES = {
     "poisson_heads": Study(
         command="algorithms/unimodal_poisson.py --total-timesteps 300000",
         tasks={name: f"--env-id {name}" for name in (*TWO_TASKS, "HalfCheetah-v5")},
-        arms={
-            name: Arm(f"--policy {name}", CONTROL, "3e-4") for name in POLICIES
-        }  # on Hopper three have 20 seeds
-        | {
-            "poisson_softplus": Arm(
-                "--second-activation softplus", CONTROL, "3e-4", tasks=TWO_TASKS
-            )
-        }
+        arms={name: Arm(f"--policy {name}", CONTROL, "3e-4") for name in POLICIES}  # on Hopper three have 20 seeds
+        | {"poisson_softplus": Arm("--second-activation softplus", CONTROL, "3e-4", tasks=TWO_TASKS)}
         | {"poisson_3e-4": Arm("--policy poisson --learning-rate 3e-4", tasks=("Hopper-v5",))},
         scores=RETURNS,
         curves=("charts/episodic_return",),
@@ -783,10 +667,7 @@ STUDIES = {
     ),
     "poisson_humanoid": Study(
         command="algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 500000",
-        arms={
-            name: Arm(f"--policy {name}", CONTROL, "3e-4", TWELVE)
-            for name in ("poisson", "gaussian")
-        },
+        arms={name: Arm(f"--policy {name}", CONTROL, "3e-4", TWELVE) for name in ("poisson", "gaussian")},
         scores=RETURNS,
         curves=("charts/episodic_return",),
         best="train_return",
@@ -920,9 +801,7 @@ def train(args: Args, run: Run) -> None:
     if is_done(finished(args), run):
         return
     words = shlex.split(command_of(args.study, run))
-    kept = (
-        "2000" if "stream_x.py" in words[0] else "1000000000"
-    )  # there they are also the steps of a row
+    kept = "2000" if "stream_x.py" in words[0] else "1000000000"  # there they are also the steps of a row
     words += ["--seed", str(run.seed), "--save-steps", kept if args.keep else "0"]
     words += shlex.split(args.extra)
     made = commit()
@@ -974,9 +853,7 @@ def sweep(args: Args, task: str, name: str) -> str:
         rows = rows[(rows.task == task) & (rows.arm == name) & (rows.seed == str(SWEEP_SEED))]
         failed = set(rates[low : high + 1]) - set(rows.learning_rate)
         if failed:
-            sys.exit(
-                f"{name}: no run at {', '.join(failed)}, so the sweep has no best rate; start it again"
-            )
+            sys.exit(f"{name}: no run at {', '.join(failed)}, so the sweep has no best rate; start it again")
         scores = rows.set_index("learning_rate")[study.best].astype(float)
         best = rates.index(scores.idxmin() if study.lowest else scores.idxmax())
         if best <= low and low > 0:
@@ -1028,15 +905,8 @@ def repeat(args: Args) -> None:
 
     plans = []  # minutes, claim, its runs
     for claim in tables.load_rows("claims.csv"):
-        is_simple = (
-            not claim.other_study and " at " not in claim.other_column
-        )  # one study, columns of its CSV
-        if (
-            claim.study in STUDIES
-            and claim.kind != "exact"
-            and is_simple
-            and tables.judge(claim)[0]
-        ):
+        is_simple = not claim.other_study and " at " not in claim.other_column  # one study, columns of its CSV
+        if claim.study in STUDIES and claim.kind != "exact" and is_simple and tables.judge(claim)[0]:
             rows = tables.final_runs(claim.study)
             rows = rows[(rows.task == claim.task) & rows.arm.isin([claim.ours, claim.theirs])]
             rows = rows[rows.seed.isin(args.seeds)] if args.seeds else rows
@@ -1045,10 +915,7 @@ def repeat(args: Args) -> None:
     plans.sort(key=lambda plan: plan[0])
     os.makedirs(args.results, exist_ok=True)
     for minutes, claim, rows in plans[: args.repeat]:
-        print(
-            f"{claim.name}: {claim.claim} ({claim.run}); {minutes:.0f} minutes of a thread",
-            flush=True,
-        )
+        print(f"{claim.name}: {claim.claim} ({claim.run}); {minutes:.0f} minutes of a thread", flush=True)
         args.study = claim.study
         runs = [Run(row.task, row.arm, row.seed, row.learning_rate) for row in rows.itertuples()]
         with ThreadPoolExecutor(args.jobs) as pool:
@@ -1057,16 +924,12 @@ def repeat(args: Args) -> None:
         again = again[again.task.fillna("") == claim.task]
         for when, found in (("before", rows), ("again ", again)):
             ours = found[found.arm == claim.ours].set_index("seed")[claim.column]
-            theirs = found[found.arm == claim.theirs].set_index("seed")[
-                claim.other_column or claim.column
-            ]
+            theirs = found[found.arm == claim.theirs].set_index("seed")[claim.other_column or claim.column]
             difference = tables.paired(ours, theirs)
             margin = tables.margin_of(claim, theirs)
             said = tables.verdict(difference, claim.better, margin)
             said += f" {margin:.3g}" * said.startswith("no difference")
-            low, high = (
-                f"{x:.4g}" if x is not None else "-" for x in (difference.low, difference.high)
-            )
+            low, high = (f"{x:.4g}" if x is not None else "-" for x in (difference.low, difference.high))
             print(f"  {when} {difference.mean:.4g} ({low} to {high}): {said}", flush=True)
 
 
