@@ -444,7 +444,8 @@ def ties(links: str) -> str:
         said = judge(claim)[1].partition(" (")[0]
         if said not in ("reproduced", "opposite"):
             continue
-        for study, arm in ((claim.study, claim.ours), (claim.other_study or claim.study, claim.theirs)):
+        sides = {(claim.study, claim.ours), (claim.other_study or claim.study, claim.theirs)}
+        for study, arm in sorted(sides):
             runs = load_runs(study)
             runs = runs[runs.is_sweep & (runs.task == claim.task) & (runs.arm == arm)]
             declared = STUDIES.get(study)
