@@ -154,6 +154,13 @@ STUDIES = {
         curves="eval/mean_at_8 eval/tictactoe/random/first/win eval/nash_conv_mean eval/sampled/success"
         " eval/exploitability charts/episodic_return charts/success".split(),
     ),
+    "grpo_second_rate": Study(  # both arms of grpo_runs.csv nearly tied at two rates; that has 2e-4
+        command="algorithms/grpo.py --max-steps 60 --eval-steps 20 --learning-rate 1e-4",
+        arms={"grpo": Arm(), "no_baseline": Arm("--advantage none")},
+        scores=MEAN_AT_8,
+        curves=("eval/greedy", "eval/mean_at_8"),
+        minutes=2.7,
+    ),
     "grpo_135m": Study(
         command="",
         arms={
@@ -568,7 +575,9 @@ STUDIES = {
     "fm3q_small": Study(  # seeds that the earlier runs of this game have not used
         command="algorithms/fm3q.py --env-id arat --total-timesteps 40000 --eval-steps 800",
         arms={name: Arm(TEAMS[name], CONTROL, "1e-3", OTHER_TWENTY) for name in ("qmix", "selfplay_qmix")}
-        | {f"{name}_quiet": Arm(f"{TEAMS[name]} {QUIET}", CONTROL, "1e-3", OTHER_TWENTY) for name in ("qmix", "selfplay_qmix")},
+        | {f"{name}_quiet": Arm(f"{TEAMS[name]} {QUIET}", CONTROL, "1e-3", OTHER_TWENTY) for name in ("qmix", "selfplay_qmix")}
+        | {"selfplay_3e-2": Arm(f"{TEAMS['selfplay_qmix']} --learning-rate 3e-2", seeds=OTHER_TWENTY)}  # nearly tied
+        | {"selfplay_quiet_3e-2": Arm(f"{TEAMS['selfplay_qmix']} {QUIET} --learning-rate 3e-2", seeds=OTHER_TWENTY)},
         scores={"steps_to_005": ("eval/nash_conv_mean", "below 0.05")}
         | {f"{which}_nash_conv": ("eval/nash_conv_mean", which) for which in ("late", "mean")},
         curves=("eval/nash_conv_mean",),
