@@ -1637,10 +1637,10 @@ def start_gate(
     kind = args.privileged_context
     shown = [task.with_privilege(p, kind, str(seed)) for p, seed in zip(problems, seeds)]
     lengths = [len(encode(tokenizer, task, problem, args)) for problem in shown]
-    pairs = [pair for pair, n in zip(zip(problems, shown), lengths) if n <= args.max_prompt_length]
+    kept = [i for i, length in enumerate(lengths) if length <= args.max_prompt_length]
     gate = {}
-    for tag, place in (("without", 0), ("with", 1)):
-        asked = [pair[place] for pair in pairs]
+    for tag, candidates in (("without", problems), ("with", shown)):
+        asked = [candidates[i] for i in kept]
         episodes = answer(policy, tokenizer, task, asked, args.num_answers, args, seeds)
         rewards = gather([episode.reward for episode in episodes])
         gate[f"eval/pi_play/gate_{tag}"] = sum(rewards) / max(1, len(rewards))

@@ -467,8 +467,9 @@ def added(links: str) -> str:
     rows = []
     for change in load_rows("added.csv"):
         claim = known[change.claim]
-        first, last = map(int, change.seeds.split("-"))
-        ours, theirs = (scores[scores.index.isin(range(first, last + 1))] for scores in scores_of(claim))
+        ranges = [map(int, seeds.split("-")) for seeds in change.seeds.split()]
+        later = [seed for first, last in ranges for seed in range(first, last + 1)]
+        ours, theirs = (scores[scores.index.isin(later)] for scores in scores_of(claim))
         row = {"claim": f"{claim.method}: {claim.claim}", "pairs at first": change.first, "pairs now": claim.seeds}
         row["later pairs"] = len(ours)
         row["these alone (95 %)"] = f"{show_interval(paired(ours, theirs), *form_of(claim))} {unit_of(claim)}".strip()

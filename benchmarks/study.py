@@ -557,7 +557,7 @@ STUDIES = {
         scores={name: RETURNS[name] for name in ("train_return", "eval_deterministic")},
         curves=("charts/episodic_return",),
         interval=100_000,
-        minutes=26.0,
+        minutes=34.0,
     ),
     "fm3q_games": Study(  # a seed is a game
         command="algorithms/fm3q.py --env-id arat_random --num-pro 3 --num-ant 3 --num-states 50"

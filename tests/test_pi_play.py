@@ -289,6 +289,21 @@ def test_the_start_gate_is_open_for_the_tiny_model(policies, tools, capsys):
     assert "the teacher has little to teach" in capsys.readouterr().out
 
 
+def test_the_start_gate_leaves_out_long_prompts(monkeypatch, tools):
+    """Of both sides, as the two are compared."""
+    args = replace(ARGS, eval_problems=24, hops=Args.hops)
+    tokenizer, task = tools[0], pi_play.load_task(args)[0]
+    asked = []
+    monkeypatch.setattr(pi_play, "answer", lambda *words: asked.append(words[3]) or [])
+    pi_play.start_gate(None, tokenizer, task, args, 0, 1)
+    lengths = [len(pi_play.encode(tokenizer, task, problem, args)) for problem in asked[1]]
+    longest = min(lengths)
+    pi_play.start_gate(None, tokenizer, task, replace(args, max_prompt_length=longest), 0, 1)
+    kept = [i for i, length in enumerate(lengths) if length == longest]
+    assert 0 < len(kept) < len(lengths) == 24
+    assert asked[2] == [asked[0][i] for i in kept] and asked[3] == [asked[1][i] for i in kept]
+
+
 def updated(models, episodes, advantages, weight, args, reference=None):
     recorder = Recorder(models["student"])
     metrics = update(models["student"], reference, models["teacher"], recorder, episodes, advantages, weight, args)

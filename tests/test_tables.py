@@ -15,7 +15,7 @@ T_95 = {5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060, 10: 2.2622, 12: 2
 NUMBER = r"[-+]?\d[\d,]*\.?\d*"
 INTERVAL = re.compile(rf"(?<![\w-])({NUMBER}) to ({NUMBER})")
 QUOTES = load_rows("quoted.csv")
-# Of runs at earlier commits (DAPO, GDPO, stream-x twice), from single steps (Dr. MAS, twice), and an example (IGPO).
+# Of runs at earlier commits (DAPO, GDPO), from single steps (Dr. MAS, twice), and an example (IGPO).
 ELSEWHERE = {(7.3, 18.1), (1.9, 6.7), (8.0, 27.1), (0.1, 19.9), (7, 8)}
 CLAIMS = {claim.name: claim for claim in load_rows("claims.csv")}
 STANDING = set(re.findall(r"<!-- table:(\w+) -->", "".join(path.read_text() for path in pages())))
