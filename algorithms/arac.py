@@ -10,8 +10,8 @@ divergence whose weight beta adapts. Shi et al., arXiv 2511.08412.
     beta       rises while the divergence is above its target, else falls; never above its start
 
 Q' are copies of the critics, renewed now and then; d is 1 where a game was decided, 0 where it was
-cut off. The losses are actor_loss, critic_targets, temperature_loss (of alpha) and coefficient_loss
-(of beta); update puts them together, and beta itself is current_beta.
+cut off. The losses are the critics' squared error to critic_targets, actor_loss, temperature_loss
+(of alpha) and coefficient_loss (of beta). update adds them up, and current_beta gives beta.
 
 A reconstruction: neither the paper's text nor its code was available. Network, pointer and losses
 are those of EPG (arXiv 2511.00811), public code by the same group. Our choices:
@@ -30,14 +30,15 @@ are those of EPG (arXiv 2511.00811), public code by the same group. Our choices:
 
 Copied elsewhere, the script plays pursuit on GraphML files (pip install networkx). Graphs by name,
 perfect play and confrontation are in envs/. For another reward change GraphPursuit.outcome, which
-sees the positions after a step. A reward above 0 counts as a game won, so give none before the
-end; the first --alpha takes a win to be worth 1. Perfect play knows only the rule of capture: for
-another rule change capture_times in envs/graph_games.py, too, or do without dp and noisy.
+sees the positions after a step, and also rules out starts. A reward above 0 counts as a game won,
+so give none before the end; the first --alpha takes a win to be worth 1. Perfect play knows only
+the rule of capture: for another rule change capture_times in envs/graph_games.py, too, or do
+without dp and noisy.
 
 Letters in shapes: E games, B transitions of a batch, n nodes, K slots (an agent stays, or goes to a
-neighbour), N agents of the learning team, P players of both teams, d width, h heads. A game lists
-team 0 first; networks and batches list the learning team last (GraphGame.view). A removed player
-has position -1.
+neighbour), N agents of the learning team, P players of both teams, m pursuers, d width, h heads. A
+game lists team 0 first; networks and batches list the learning team last (GraphGame.view). A
+removed player has position -1.
 """
 
 import copy
@@ -180,7 +181,7 @@ def forward_kl(log_probs: Tensor, reference_actions: Tensor) -> Tensor:
 
 
 def joint_sums(values: Tensor) -> Tensor:
-    """Sums over agents for all joint actions, whose number is sum_i a_i K^i. (B,N,K) -> (B,K^N)"""
+    """Sums over agents for all joint actions, at index sum_i a_i K^i. (B,N,K) -> (B,K^N)"""
     total = values[:, 0]  # (B,K)
     for agent in range(1, values.size(1)):
         total = values[:, agent, :, None] + total[:, None]  # (B,K,K^agent)
@@ -192,8 +193,8 @@ def soft_value(log_probs: Tensor, q1: Tensor, q2: Tensor, alpha: Tensor | float)
     """E_pi[min(Q1, Q2) - alpha log pi], what a state is worth. log_probs (B,N,K) -> (B,)
 
     With critics (B,K^N), one value for each joint action, this is exact. With critics (B,N,K),
-    whose values are summed over agents, min(E_pi[Q1], E_pi[Q2]) takes the place of
-    E_pi[min(Q1, Q2)]; it is never below that.
+    whose values are summed over agents, E_pi[min(Q1, Q2)] is replaced by min(E_pi[Q1], E_pi[Q2]),
+    which is never smaller.
     A padded slot has log-probability -1e8, so it drops out.
     """
     if q1.dim() == 2:
@@ -362,17 +363,18 @@ class GraphPolicy(GraphEncoder):
         keys = self.key(self.neighbours(nodes, positions, graph))  # (B,N,K,d)
         scores = (keys @ query[..., None])[..., 0] / math.sqrt(query.size(-1))  # (B,N,K)
         closed = graph.slot_mask[positions[:, -self.num_agents :]]  # (B,N,K)
+        # The scores lie between -10 and 10.
         return (10 * scores.tanh()).masked_fill(closed, -1e8).log_softmax(-1)
 
 
 class GraphCritic(GraphEncoder):
-    """Values of every agent's slots; that of a joint action is their sum."""
+    """Values of every agent's slots, summed for a joint action. The size depends on N and K."""
 
     def __init__(self, num_slots: int, *sizes: int):
         super().__init__(*sizes)
         width = self.num_agents * num_slots
         self.action = nn.Linear(3 * self.embed.out_features, width)
-        self.out = nn.Linear(width * width, width)
+        self.out = nn.Linear(width * width, width)  # each value sees the slots of all agents
 
     def forward(self, positions: Tensor, graph) -> Tensor:
         """(B,P), own team last -> (B,N,K)"""
@@ -524,7 +526,7 @@ class GraphGame:
 
     def __init__(self, graph: Graph, device, teams: tuple[int, int], horizon: int):
         """`horizon`: steps after which a game is cut off (truncated, not terminated)."""
-        self.graph = graph
+        self.graph = graph  # on the CPU, where find_starts works
         self.teams = teams
         self.num_players = sum(teams)
         self.horizon = horizon
@@ -749,7 +751,7 @@ def make_games(args: Args, names: tuple[str, ...], device) -> list:
 def act(policy: GraphPolicy, game, side: int, greedy: bool = False) -> Tensor:
     """Slots (E,N) of a side, sampled or the likeliest."""
     log_probs = policy(game.view(game.positions, side), game.graph)  # (E,N,K)
-    if not greedy:  # exponential noise samples without waiting for the device
+    if not greedy:  # the Gumbel trick, which does not wait for the device
         log_probs = log_probs - torch.empty_like(log_probs).exponential_().log()
     return log_probs.argmax(-1)
 
@@ -881,7 +883,7 @@ def update(
             target = args.beta_target * uniform
             loss = loss + coefficient_loss(learner.log_beta, divergence, target)
         metrics["train/arac/divergence"] = divergence.mean()
-        metrics["train/arac/beta"] = beta + torch.zeros_like(alpha)  # also where it is a number
+        metrics["train/arac/beta"] = beta + torch.zeros_like(alpha)  # always a tensor
 
     learner.optimizer.zero_grad()
     loss.backward()
@@ -1085,7 +1087,7 @@ def train(args: Args) -> dict:
         )
 
     scores = {}
-    # Of the games that began in each round, a step of E games: won, ended, and their steps.
+    # A round is a step of E games. A row counts those that began in it: won, ended, their steps.
     tally = torch.zeros(args.total_timesteps // args.num_envs + 2, 3, device=device)
     logged = progress["step"]
     began = time.perf_counter()
@@ -1158,7 +1160,8 @@ def train(args: Args) -> dict:
                 metrics = dict(zip(metrics, values))
             if not all(map(math.isfinite, metrics.values())):
                 sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
-            # Only games that began a horizon ago: of later ones, those that are won end first.
+            # Count games whose time limit has passed; of younger ones only early ends are known. A
+            # graph has its turn once in len(games) rounds.
             known = step // args.num_envs - (args.horizon - 1) * len(games)
             won, num_games, num_steps = tally[counted : max(counted, known)].sum(0).tolist()
             counted = max(counted, known)
@@ -1209,12 +1212,13 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "opponent", "video"):
+        if now == before:
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        print(f"{flag} {now}: the run began with {before}", flush=True)
+        if name not in ("resume", "evaluate", "opponent", "video"):
+            print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 
 

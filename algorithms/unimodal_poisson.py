@@ -14,7 +14,7 @@ On-Policy Reinforcement Learning, arXiv 2408.00309. PPO: Schulman et al., arXiv 
 the details of CleanRL's ppo_continuous_action.py.
 
 The method is poisson_logits and the class PoissonHead. Other policies are heads beside it; PPO is
-in gae, ppo_loss and update. A task with discrete actions gets a softmax over them.
+in gae, ppo_loss and update. By default, discrete actions get a softmax over them.
 
 Differs from the authors' released code (of the paper we could read only the abstract):
 1. The policy is softmax(log-PMF / temperature), which is unimodal as the title says. The code puts
@@ -23,8 +23,8 @@ Differs from the authors' released code (of the paper we could read only the abs
    the code's 2.5 and ln 2, this policy starts near the lowest atom.
 3. Network and learning rate are the same for all policies, and are CleanRL's.
 4. The value of the last state is added where the time limit cut off an episode.
-Differs from CleanRL: 8 environments, statistics that are updated after each rollout, and
-advantages that are divided by the population's standard deviation.
+Differs from CleanRL: this value, 8 environments, statistics that are updated after each rollout,
+and advantages that are divided by the population's standard deviation.
 
     python algorithms/unimodal_poisson.py                           # HalfCheetah-v5, CPU, 1 minute
     python algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 3000000
@@ -95,7 +95,7 @@ class Args:
     rate_init: float | None = None
     """poisson: rate before training; None is (K + 1) / 2, or ln 2 for poisson_repo"""
     rate_link: Literal["softplus", "exp"] = "softplus"
-    """poisson: makes the rate of the network's output"""
+    """poisson: maps the network's output to the rate"""
     second_activation: Literal["tanh", "softplus"] = "tanh"
     """after the policy's second hidden layer; the released code has softplus"""
     hidden_size: int = 64
@@ -181,7 +181,7 @@ def poisson_repo_logits(rate: Tensor, num_atoms: int, temperature: float) -> Ten
     """Policy of the released code, which is not unimodal. (B,A) -> (B,A,K)
 
     With the probabilities p of poisson_logits it is (K - i) ln(p_i + 1e-8) + i ln(1 - p_i + 1e-8)
-    for atoms i = 0..K-1. This looks like a slip of an axis in ordinal_logits. At rate ln 2 nearly
+    for atoms i = 0..K-1. It looks like ordinal_logits with two axes swapped. At rate ln 2 nearly
     all mass is at the two ends.
     """
     probabilities = poisson_logits(rate, num_atoms, temperature).softmax(-1)
@@ -207,7 +207,7 @@ class Head(nn.Module):
     """Base class of policies. To add one, subclass it and add it to HEADS and Args.policy.
 
     The network gives num_outputs numbers for each action dimension, and first_bias is its last bias
-    before training. Of these outputs (B,A,num_outputs), mode and sample make actions (B,A), and
+    before training. mode and sample turn these outputs (B,A,num_outputs) into actions (B,A);
     log_prob and entropy are summed over dimensions, (B,). to_env gives the environment's units.
     """
 
@@ -373,7 +373,7 @@ HEADS = {
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and population variance of all rows seen so far, in NumPy. Rows (B,...), both (...)."""
+    """Mean and population variance, (...) each, of all rows (B,...) seen so far, in NumPy."""
 
     def __init__(self, shape: tuple[int, ...] = ()):
         super().__init__()
@@ -461,7 +461,7 @@ class Agent(nn.Module):
         return torch.from_numpy(np.float32(observations)).to(self.device)
 
     def outputs(self, observations: Tensor) -> Tensor:
-        """What the head takes, of normalized observations. (...,O) -> (...,A,num_outputs)"""
+        """The head's input for normalized observations. (...,O) -> (...,A,num_outputs)"""
         return self.actor(observations).view(*observations.shape[:-1], -1, self.head.num_outputs)
 
     def values(self, observations: Tensor) -> Tensor:
@@ -585,7 +585,7 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> di
 
 
 def scale_rewards(rewards: np.ndarray, dones: np.ndarray, agent, unfinished, args: Args):
-    """Rewards (T,N) over the running std of the discounted return, which they update first."""
+    """Update the running std of the discounted return, then divide rewards (T,N) by it."""
     rows = []
     for reward, done in zip(rewards, dones):
         unfinished.discounted = unfinished.discounted * args.gamma + reward
@@ -725,7 +725,7 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args):
 
 
 def as_vector(agent: Agent) -> Tensor:
-    """All parameters (P,). They become views of this vector, and their gradients views of its own,
+    """All parameters (P,). They and their gradients become views of this vector and of its .grad,
     so that clipping and Adam are single operations and not one for each layer."""
     parameters = list(agent.parameters())
     vector = torch.cat([parameter.detach().flatten() for parameter in parameters])
@@ -1040,12 +1040,13 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before or name in ("resume", "evaluate", "opponent", "video"):
+        if now == before:
             continue
         flag = "--" + name.replace("_", "-")
         if args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        print(f"{flag} {now}: the run began with {before}", flush=True)
+        if name not in ("resume", "evaluate", "opponent", "video"):
+            print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 
 

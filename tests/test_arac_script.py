@@ -179,6 +179,8 @@ def test_what_a_run_began_with(runs, monkeypatch):
     run = runs("pursuit")
     sentence = refusal(arac, monkeypatch, "--resume", run, "--graph", "cycle_6")
     assert sentence.endswith("cannot change on resume, the run began with ('cycle_8',)")
+    sentence = refusal(arac, monkeypatch, "--resume", run, "--opponent", "self")
+    assert sentence.startswith("--opponent self: cannot change on resume")
     sentence = refusal(arac, monkeypatch, "--evaluate", run, "--num-agents", "3")
     assert "its policy is for other teams" in sentence
 

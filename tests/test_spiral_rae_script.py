@@ -90,6 +90,15 @@ def test_a_game_of_ones_own_against_an_opponent(tmp_path):
     assert rows[0]["advantages"][1] == 0 and rows[1]["advantages"][0] == 0
 
 
+@pytest.mark.quick
+def test_evaluation_without_read_outs_and_with_an_opponent_twice(tmp_path):
+    found = train_here(tmp_path, max_steps=0, eval_steps=1, eval_samples=0, eval_opponents=("random", "random"))
+    shares = {tag: value for (_, tag), value in found.items() if tag.startswith("eval/")}
+    assert len(shares) == 6 and sum(shares.values()) == 2  # win, draw and loss as first and as second
+    with pytest.raises(SystemExit, match="the policy had no turn"):
+        train_here(tmp_path / "no_games", num_games_per_step=0)
+
+
 def test_learning(tmp_path):
     """Nim, which the tiny model has never seen: it learns not to forfeit."""
     values = {"games": (NIM,), "game_options": json.dumps({NIM: {"pile": 5}}), "num_games_per_step": 32}
