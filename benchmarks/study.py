@@ -120,6 +120,7 @@ TWO_HOPS = """--model-name-or-path smollm2_two_hops --bf16 --max-turns 4 --hops 
  --eval-problems 64 --num-generations-eval 2 --learning-rate 2e-5"""
 GOALS = ("right", "short", "well_formed")
 TRIES = ("solver", "critic", "refiner")
+SEARCHERS = ("router", "searcher", "refiner", "responder")
 REWARDS = " ".join(f"envs/examples/arithmetic_rewards.py:{name}" for name in GOALS)
 PPO = "algorithms/unimodal_poisson.py --policy gaussian"
 PPO_BATCH_1 = f"{PPO} --num-envs 1 --num-steps 64 --num-minibatches 64 --update-epochs 1 --no-norm-adv"
@@ -154,7 +155,14 @@ STUDIES = {
         curves="eval/mean_at_8 eval/tictactoe/random/first/win eval/nash_conv_mean eval/sampled/success"
         " eval/exploitability charts/episodic_return charts/success".split(),
     ),
-    "grpo_second_rate": Study(  # both arms of grpo_runs.csv nearly tied at two rates; that has 2e-4
+    "grpo_countdown": Study(  # at the best rate of both sweeps in grpo_runs.csv, whose runs are of a script before 1.0
+        command="algorithms/grpo.py --max-steps 60 --eval-steps 20 --learning-rate 2e-4",
+        arms={"grpo": Arm(), "no_baseline": Arm("--advantage none")},
+        scores=MEAN_AT_8,
+        curves=("eval/greedy", "eval/mean_at_8"),
+        minutes=2.7,
+    ),
+    "grpo_second_rate": Study(  # both arms of grpo_runs.csv nearly tied at two rates; grpo_countdown has the other
         command="algorithms/grpo.py --max-steps 60 --eval-steps 20 --learning-rate 1e-4",
         arms={"grpo": Arm(), "no_baseline": Arm("--advantage none")},
         scores=MEAN_AT_8,
@@ -228,6 +236,17 @@ STUDIES = {
         curves=("eval/mean_at_8",),
         best="mean_at_8",
         minutes=4.0,
+    ),
+    "dr_mas_team": Study(  # at the best rate of both sweeps in dr_mas_runs.csv, whose runs are of a script before 1.0
+        command="benchmarks/refiner_team.py --max-steps 40 --num-prompts-per-step 16 --eval-steps 20 --eval-problems 64"
+        " --learning-rate 2e-4",
+        arms={"agent": Arm(), "global": Arm("--normalization global")},
+        scores=MEAN_AT_8
+        | {f"{name}_norm_max": (f"train/dr_mas/{name}/grad_norm", "max") for name in SEARCHERS}
+        | {f"{name}_calls": (f"train/dr_mas/{name}/calls", "mean") for name in SEARCHERS}
+        | {"refiner_inflation": ("train/dr_mas/refiner/inflation_factor", "mean")},
+        curves=("eval/mean_at_8", *(f"train/dr_mas/{name}/grad_norm" for name in SEARCHERS)),
+        minutes=2.8,
     ),
     "dr_mas_135m": Study(  # after a cold start, see dr_mas.md
         command="algorithms/dr_mas.py --env envs/examples/retry.py:Retry --bf16"
