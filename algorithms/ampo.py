@@ -6,7 +6,7 @@
 those that the model follows best. Yuan et al., More Than One Teacher, arXiv 2510.02227.
 
     no rollout is right         min(--num-replaced, teachers) of them are replaced by solutions
-    which solutions             those whose answers have the highest mean probability of a token,
+    which solutions             those whose answer's tokens have the highest mean probability,
                                 given the prompt and the solution's reasoning
     loss of a teacher's token   -A * p / (p + 0.1) with the token's probability p, as in LUFFY
 
@@ -22,8 +22,8 @@ Differs from the paper; 1 to 3 are as in the authors' code of v1, if not said ot
 2. Advantages are not divided by the std, and all tokens of a step weigh the same (in the code, all
    of a micro-batch). The paper's equations are `--scale-rewards group --loss-type paper`.
 3. The score of a solution is the arithmetic mean of the probabilities; `--comprehension geometric`
-   is the paper's. The probabilities are those at --temperature of the answer in the solution,
-   tokenized by itself; the code puts the known answer there, and adds a part for the format.
+   is the paper's. Both are taken at --temperature, of the solution's own answer, tokenized by
+   itself. The code scores the known answer instead, and adds a part for the format.
 4. The last wrong rollouts are replaced and not random ones, which comes to the same, because the
    rollouts of a question are drawn independently.
 5. Left out: the code's entropy bonus, its penalty for repetition, and its bounds on ratios and on
@@ -287,8 +287,8 @@ def token_weights(
 
 
 def paper_weights(lengths: Tensor, is_teacher: Tensor, num_generations: int, num_prompts: int):
-    """token_weights of AMPO eq. 7: mean over questions of the mean over the tokens of rollouts plus
-    the mean over teachers' rows of the mean over their tokens. (B,), (B,) bool -> (B,)"""
+    """token_weights of AMPO eq. 7: the mean over questions of two terms, which are the mean over
+    tokens of rollouts, and the mean over teachers' rows of a row's mean. (B,), (B,) bool -> (B,)"""
     lengths = lengths.view(-1, num_generations)  # (P,G)
     is_teacher = is_teacher.view(-1, num_generations)
     num_teachers = is_teacher.sum(1, keepdim=True).clamp(min=1)  # (P,1)
@@ -452,7 +452,7 @@ def load_problems(args: Args, dataset: str | None):
         if args.env == "countdown" and dataset is None:
             from envs.countdown import Countdown
 
-            return Countdown(num_numbers=2, max_number=25)  # new to the tiny model
+            return Countdown(num_numbers=2, max_number=25)  # the tiny model solves none of these
         from envs.math_jsonl import MathJsonl
 
         return MathJsonl(dataset, args.env)
@@ -467,7 +467,7 @@ def from_file(flag: str, name: str):
     path, _, attribute = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.path.append(os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(Path(path).stem)
     if getattr(module, "__file__", None) != os.path.abspath(path):
         sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
@@ -986,7 +986,7 @@ def answer_logprobs(model, tokenizer, pool: list[Completion], spare, args: Args)
         some = answers[first : first + size] or [spare]
         packed = pack(some, list(range(len(some))), model.device)
         logprobs = model.token_logprobs(packed, args)  # (N,)
-        in_order = packed.completion_index.argsort(stable=True)
+        in_order = packed.completion_index.argsort(stable=True)  # pack may have split a group
         found += logprobs[in_order].cpu().split([len(answer.ids) for answer in some])
     return found[: len(answers)]
 
@@ -1176,7 +1176,7 @@ def update(
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
         rows = advantages.nonzero()[:, 0].tolist()
-        if is_teacher[rows].all():  # sampling_metrics need a rollout, and the first row is one
+        if is_teacher[rows].all():  # or no row at all; sampling_metrics needs a rollout
             rows = [0, *rows]
     weights = weights.to(device)
     advantages = advantages.to(device)
@@ -1537,16 +1537,15 @@ def train(args: Args) -> dict[str, float]:
         indices = range(first, first + share)
         problems = [task.train_problem(i, args.seed) for i in indices]
         seeds = [random_seed(args.seed, i) for i in indices]
-        completions = complete(
-            sampler, tokenizer, task, problems, args.num_generations, args, seeds
-        )
+        size = args.num_generations
+        completions = complete(sampler, tokenizer, task, problems, size, args, seeds)
         progress["num_prompts"] += args.num_prompts_per_step
         sampled = time.perf_counter()
 
         # 2. teachers' solutions replace failed rollouts, and each row is compared with its group
         if args.vllm:
             sampler.sleep()  # before the policy scores solutions, which needs its memory
-        rows, scores_of_solutions = replace_failures(
+        rows, scores_of_solutions = replace_failures(  # rollouts that stay are the same objects
             model, tokenizer, task, problems, completions, seeds, args
         )
         own_is_teacher = torch.tensor([row is not c for row, c in zip(rows, completions)])

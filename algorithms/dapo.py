@@ -8,14 +8,15 @@
 
 Differs from grpo.py:
 1. Clip-higher: the clip range is wider above than below, so unlikely tokens can become likely. On
-   the first optimizer step of a batch the ratio is 1, so this acts from the second of
-   --num-iterations on.
-2. Dynamic sampling: a group of right or of wrong answers only says nothing about being right.
-   More prompts are drawn until P groups have answers that differ in the first reward function.
+   the first optimizer step of a batch the ratio is 1, so it acts from the second on, and
+   --num-iterations is 2. --max-steps is 75, half of grpo.py's.
+2. Dynamic sampling: a group whose answers are all right, or all wrong, says nothing about being
+   right. More prompts are drawn until P groups have answers that differ in the first reward.
 3. The loss is a mean over all tokens of a step, so long answers weigh more.
 4. Answers close to the length limit lose reward (soft overlong punishment), or answers that reach
    it are left out of the loss (--mask-truncated-completions --overlong-buffer-len 0, the paper's
    overlong filtering).
+The method is steps 1 and 2 of train, soft_overlong_penalty, policy_loss and token_weights.
 
 Differs from the paper:
 1. Every optimizer step uses the whole batch; the paper makes 16 steps, each on a part of it.
@@ -23,8 +24,11 @@ Differs from the paper:
    goes on sampling by default. Useful groups beyond the batch are thrown away, as in verl.
 3. Tokens are averaged over the whole step, as in TRL and verl; eq. 8 averages over one group.
 
-It has no --advantage flag, because its controls are these four: --epsilon-high 0.2,
---no-dynamic-sampling, --loss-type grpo and --overlong-buffer-len 0.
+Its controls are these four flags: --epsilon-high 0.2, --no-dynamic-sampling, --loss-type grpo and
+--overlong-buffer-len 0. With them and --num-iterations 1 it is GRPO.
+
+Two shortcuts do not change the gradient: the answers of a group share the computation of their
+prompt, and the update skips answers with zero advantage (not with a KL penalty or --fsdp).
 
     python algorithms/dapo.py                                # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/dapo.py --fsdp ...
@@ -128,13 +132,13 @@ class Args:
     """sampling temperature, also of the log-probabilities in the loss"""
     # method
     dynamic_sampling: bool = True
-    """draw prompts until P groups have right and wrong answers (control: --no-dynamic-sampling)"""
+    """draw prompts until P groups differ in the first reward (control: --no-dynamic-sampling)"""
     overlong_buffer_len: int = 16
     """tokens before the limit in which a penalty grows from 0 to 1; 0 is off (paper: 4096)"""
     mask_truncated_completions: bool = False
     """leave completions without an end token out of the loss"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """divide advantages by the std of the group, of the batch, or not"""
+    """divide advantages by the std of the group, of the batch, or not at all (Dr. GRPO)"""
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
     """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
@@ -408,7 +412,7 @@ def from_file(flag: str, name: str):
     path, _, attribute = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.path.append(os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(Path(path).stem)
     if getattr(module, "__file__", None) != os.path.abspath(path):
         sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
@@ -1343,7 +1347,7 @@ def train(args: Args) -> dict[str, float]:
         if last:
             break
 
-        # 1. draw groups until P of them have right and wrong answers, or 10 times; share them out
+        # 1. draw groups until P of them differ in the first reward, or 10 times; share them out
         began = time.perf_counter()
         share = args.num_prompts_per_step // world_size
         useful = []  # groups of all processes, in the order of drawing

@@ -11,17 +11,21 @@ added, so that none drowns the others by its size. Liu et al., arXiv 2601.05242.
 
 Differs from grpo.py:
 1. The advantages, --advantage gdpo. Its controls: gdpo_no_batch_norm leaves out the last line;
-   grpo adds the rewards up first; grpo_no_std also leaves out the std, and grpo_batch_norm adds
-   the last line to grpo.
+   grpo also adds the weighted rewards before comparing; grpo_no_std is grpo without its std, and
+   grpo_batch_norm is grpo with the last line.
 2. --conditioned-rewards names rewards that are 0 where the first reward is below 1.
 3. Evaluations log every reward.
 4. The default task is tool calls, as in the paper.
+The method is decoupled_advantages and condition_rewards, both used in step 2 of train.
 
 Differs from the paper:
-1. The paper has no epsilon beside the group's std and does not say how std is computed. Here, both
-   are the sample std plus 1e-4, as in TRL 1.16.
+1. The paper has no epsilon beside the group's std and does not say how std is computed. Here, the
+   std of the group and that of the step are sample stds plus 1e-4, as in TRL 1.16.
 2. Every optimizer step uses the whole batch; the paper cuts it into 4 (tool calls) or 8 (math).
 3. Tokens are averaged as in its eq. 3; its own scripts average over the tokens of a micro-batch.
+
+Two shortcuts do not change the gradient: the answers of a group share the computation of their
+prompt, and the update skips answers with zero advantage (not with a KL penalty or --fsdp).
 
     python algorithms/gdpo.py                                # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/gdpo.py --fsdp ...
@@ -130,7 +134,7 @@ class Args:
     the sum of the rewards, as grpo.py does; grpo_no_std does not divide it by its std;
     grpo_batch_norm is grpo with batch norm"""
     conditioned_rewards: tuple[str, ...] = ()
-    """names of reward functions whose rewards are 0 where that of the first one is below 1"""
+    """names of reward functions, never negative, that count as 0 where the first is below 1"""
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
     """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
@@ -435,7 +439,7 @@ def from_file(flag: str, name: str):
     path, _, attribute = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.path.append(os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(Path(path).stem)
     if getattr(module, "__file__", None) != os.path.abspath(path):
         sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
@@ -1287,7 +1291,7 @@ def report(step: int, metrics: dict, task, args: Args) -> None:
 
 def evaluate(sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int) -> dict:
     """Scores of unseen problems by the first reward function: the greedy completion, and the mean
-    and the best of k samples; each reward of the greedy one. Prints one of these."""
+    and the best of k samples; each reward of the greedy one. Prints one greedy completion."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
     seeds = [random_seed("evaluation", i) for i in mine]
@@ -1371,9 +1375,8 @@ def train(args: Args) -> dict[str, float]:
         indices = range(first, first + share)
         problems = [task.train_problem(i, args.seed) for i in indices]
         seeds = [random_seed(args.seed, i) for i in indices]
-        completions = complete(
-            sampler, tokenizer, task, problems, args.num_generations, args, seeds
-        )
+        size = args.num_generations
+        completions = complete(sampler, tokenizer, task, problems, size, args, seeds)
         progress["num_prompts"] += args.num_prompts_per_step
         sampled = time.perf_counter()
 

@@ -20,13 +20,14 @@ Differs from the paper:
 3. Functions, not a model, score an answer as a whole, and the reference model stays fixed.
 
 Two shortcuts do not change the gradient: the answers of a group share the computation of their
-prompt; and without a KL penalty or --fsdp, the update skips answers with zero advantage.
+prompt, and the update skips answers with zero advantage (not with a KL penalty or --fsdp).
 
     python algorithms/grpo.py                                # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/grpo.py --fsdp ...
 
-`--vllm` samples with VllmSampler in place of generate. `--lora-rank 16` trains adapters.
-Your own reward is `--reward FILE.py:function`, called as function(problem, completion) -> float.
+`--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+
+Your own reward: `--reward FILE.py:function`, called as function(problem, completion) -> float.
 
 Letters in shapes: P prompts, G completions of each, B in all (of this process, if not said
 otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, K reward functions; R
@@ -390,7 +391,7 @@ def from_file(flag: str, name: str):
     path, _, attribute = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.path.append(os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(Path(path).stem)
     if getattr(module, "__file__", None) != os.path.abspath(path):
         sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")

@@ -5,16 +5,18 @@
 """HPT: supervised fine-tuning on questions that the model cannot solve, reinforcement learning on
 the others. Lv et al., Towards a Unified View of LLM Post-Training, arXiv 2509.04419.
 
-    rollouts right <= --gate    -log p of each token of the demonstration
-    otherwise                   grpo.py's loss of each token of the rollouts
+    at most --gate right rollouts    -log p of each token of the demonstration
+    more right rollouts              grpo.py's loss of each token of the rollouts
 
 A rollout is right if its first reward is exactly 1. SRFT (arXiv 2506.19767), which learns from both
-at once, is `--method srft`.
+at once, is `--method srft`. The method is route and assign, called in step 2 of train, and hpt_loss
+and srft_loss, called in update.
 
 Differs from the papers:
-1. HPT's loss is s * mean over SFT tokens + (1 - s) * mean over RL tokens, where s is the share of
-   questions that use their demonstration, and advantages are not divided by std. The scaling of
-   HPT's code is `--normalizer length`; its entropy bonus is left out.
+1. Here, HPT's loss is s * mean over SFT tokens + (1 - s) * mean over RL tokens, where s is the
+   share of questions that use their demonstration. `--normalizer length` has no shares and divides
+   the sum over RL tokens by --max-completion-length, as HPT's code does with each micro-batch.
+   Advantages are not divided by std, as in that code. Its entropy bonus is left out.
 2. SRFT's authors published no code. Both of its terms are means over tokens, and its entropy is
    the mean over a row, as in HPT's code.
 
@@ -75,7 +77,7 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
-# Flags that cannot change when a run is resumed.
+# Flags that cannot change when a run is resumed. max_completion_length decides which rows stay.
 FIXED = "seed env dataset eval_dataset reward max_prompt_length max_completion_length system_prompt"
 FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir lora_rank"
 
@@ -126,8 +128,8 @@ class Args:
     scale_rewards: Literal["group", "batch", "none"] = "none"
     """divide advantages by the std of the group, of the batch, or not at all (Dr. GRPO)"""
     normalizer: Literal["tokens", "length"] = "tokens"
-    """tokens: the RL and the SFT term are means over tokens, in hpt times the share of questions
-    that they learn from; length: RL is a sum / --max-completion-length, not clipped; no shares"""
+    """tokens: both terms are means over tokens, in hpt times their share of the questions; length:
+    no shares, and the RL term is a sum / --max-completion-length, which hpt does not clip"""
     epsilon: float = 0.2
     """clip range of the probability ratio; acts from the second of --num-iterations on"""
     beta: float = 0.0
@@ -253,11 +255,10 @@ def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: flo
 
 
 def route(num_solved: Tensor, gate: int, gate_off: int | None = None) -> Tensor:
-    """HPT eq. 10: 1, learn from the demonstration, for at most `gate` right rollouts, else 0.
+    """HPT eq. 10: 1 if at most `gate` rollouts are right, so the demonstration teaches; else 0.
 
-    -1, above gate and up to gate_off, is off-policy RL on the demonstration, which
-    no script of the authors uses.
-    (P,) -> (P,)
+    With gate_off, -1 above gate and up to it: off-policy RL on the demonstration, which no script
+    of the authors uses, nor does this one. (P,) -> (P,)
     """
     off_policy = num_solved <= (gate if gate_off is None else gate_off)
     return torch.where(num_solved <= gate, 1, -off_policy.long())
@@ -269,7 +270,7 @@ def assign(totals: Tensor, solved: Tensor, args: Args) -> Tensor:
     Stacked: advantage; weight of its tokens; 1 if it is in the RL term; 1 if it is in the SFT term.
     P and B count the questions and rollouts of all processes. (B,), (P,G) -> (4,P,G+1)
     """
-    if args.method == "srft":  # rewards of 0 and 1, and of 1 for the demonstration
+    if args.method == "srft":  # other rewards do not count, and the demonstration is right
         correct = F.pad(solved.float(), (0, 1), value=1.0)  # (P,G+1)
         advantages = group_advantages(correct.flatten(), correct.size(1), args.scale_rewards)
         ones = torch.ones_like(correct)
@@ -281,7 +282,7 @@ def assign(totals: Tensor, solved: Tensor, args: Args) -> Tensor:
     in_sft = F.pad(taught, (args.num_generations, 0))  # (P,G+1)
     weights = in_rl + in_sft
     advantages = group_advantages(totals, args.num_generations, args.scale_rewards)
-    # A 1 keeps the demonstration when rows without advantage are skipped; SFT does not use it.
+    # 1, so that update does not skip the demonstration. The SFT term ignores advantages.
     advantages = F.pad(advantages.view(solved.shape), (0, 1), value=1.0) * weights
     if args.normalizer == "tokens":
         weights = (1 - taught.mean()) * in_rl + taught.mean() * in_sft
@@ -290,7 +291,7 @@ def assign(totals: Tensor, solved: Tensor, args: Args) -> Tensor:
 
 def two_terms(losses, mask, sft_losses, sft_mask, normalizer: str, divisors) -> Tensor:
     """Sum of RL losses / divisors[0] + sum of SFT losses / divisors[1]. (B,T) each -> scalar"""
-    if divisors is None:  # of this batch; a term without tokens is 0, the official code has NaN
+    if divisors is None:  # not in update; a term without tokens is 0, the official code has NaN
         num_tokens = mask.size(1) if normalizer == "length" else mask.sum().clamp(min=1)
         divisors = (num_tokens, sft_mask.sum().clamp(min=1))
     return (losses * mask).sum() / divisors[0] + (sft_losses * sft_mask).sum() / divisors[1]
@@ -330,7 +331,7 @@ def srft_loss(
 ) -> Tensor:
     """RL on all rows and SFT on demonstrations, SRFT eq. 5 to 13. (B,T) each and (B,) -> scalar
 
-    A group contains its demonstration, which is right; so wrong rollouts have advantages below 0.
+    A group has its right demonstration, so the wrong rollouts, and only they, have advantages < 0.
     """
     entropy = (entropy * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     entropy = entropy.detach()  # (B,1), the mean of a row
@@ -338,7 +339,7 @@ def srft_loss(
     if correction is not None:  # that of sampling_correction
         rollout_losses = rollout_losses * correction
     ratio = logprobs.exp()  # the probability under the demonstration's author is taken as 1
-    if off_policy_reshape == "p_div_p_0.1":  # as in LUFFY; an option of HPT's code
+    if off_policy_reshape == "p_div_p_0.1":  # as in LUFFY; an option of HPT's code, no flag here
         ratio = ratio / (ratio + 0.1)
     sft_mask = mask * is_demonstration[:, None]
     losses = torch.where(sft_mask > 0, -ratio * advantages, rollout_losses)
@@ -447,7 +448,7 @@ def load_problems(args: Args, dataset: str | None):
         if args.env == "countdown" and dataset is None:
             from envs.countdown import Countdown
 
-            return Countdown(num_numbers=2, max_number=25)  # new to the tiny model
+            return Countdown(num_numbers=2, max_number=25)  # the tiny model solves none of these
         from envs.math_jsonl import MathJsonl
 
         return MathJsonl(dataset, args.env)
@@ -462,7 +463,7 @@ def from_file(flag: str, name: str):
     path, _, attribute = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.path.append(os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(Path(path).stem)
     if getattr(module, "__file__", None) != os.path.abspath(path):
         sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
@@ -1076,7 +1077,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
     if args.beta == 0 and args.method != "srft" and not args.fsdp:
         # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
         # processes different numbers of passes, and they would wait for each other forever.
-        # Row 0 is a rollout, so that the sampler is compared also if all others are demonstrations.
+        # Row 0, a rollout, stays for sampling_metrics: all other rows may be demonstrations.
         rows = sorted({0, *assigned[0].nonzero()[:, 0].tolist()})
     assigned = assigned.to(device)[:, :, None]  # (4,B,1)
     batches = micro_batches(completions, rows, args, device)
@@ -1451,13 +1452,12 @@ def train(args: Args) -> dict[str, float]:
         indices = range(first, first + share)
         problems = [task.train_problem(i, args.seed) for i in indices]
         seeds = [random_seed(args.seed, i) for i in indices]
-        completions = complete(
-            sampler, tokenizer, task, problems, args.num_generations, args, seeds
-        )
+        size = args.num_generations
+        completions = complete(sampler, tokenizer, task, problems, size, args, seeds)
         progress["num_prompts"] += args.num_prompts_per_step
         sampled = time.perf_counter()
 
-        # 2. rollouts or demonstration of each question; B counts the rollouts of all processes
+        # 2. choose rollouts or demonstration for each question; B counts rollouts of all processes
         table = gather([(c.rewards, len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
         rewards, lengths, ended, logprobs = zip(*table)
         rewards = torch.tensor(rewards)  # (B,K)
@@ -1472,7 +1472,7 @@ def train(args: Args) -> dict[str, float]:
             unknown = [math.nan] * len(ids)  # nobody sampled it
             examples += [*rollouts, Completion(rollouts[0].prompt, ids, unknown, ended=True)]
 
-        # 3. gradient steps on both
+        # 3. gradient steps on the rows that were chosen
         rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
         optimizer.param_groups[0]["lr"] = rate
         if args.vllm:

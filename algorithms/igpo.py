@@ -383,7 +383,7 @@ def from_file(flag: str, name: str):
     path, _, attribute = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.path.append(os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(Path(path).stem)
     if getattr(module, "__file__", None) != os.path.abspath(path):
         sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")

@@ -17,11 +17,11 @@ Nash policy, which no other policy beats. Zhang et al., arXiv 2407.00617; Wu et 
 
 INPO, MNPO and Nash-MP have one fixed point, the regularised Nash policy: it is proportional to
 initial(y) * exp(w(y) / tau), where the opponent is the policy itself. Where preferences go in a
-circle it mixes answers that beat each other; a reward orders them, and prefers one.
+circle, this policy mixes answers that beat each other; a reward would make it prefer one.
 
 All three fit their equation by least squares on pairs of answers of one prompt, with
 --num-iterations optimizer steps: group_losses, called in update, with inpo_loss and nash_mp_target.
-MNPO's mean is last_logprobs in update, and add_past_logprobs reads what goes into it. SPO and the
+MNPO's mean is last_logprobs in update; add_past_logprobs computes its parts. SPO and the
 control use policy_loss.
 
 Differs from the papers:
@@ -118,7 +118,7 @@ class Args:
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     preference: str | None = None
     """FILE.py:function, called as function(problem, a, b) -> probability that answer a is preferred
-    to b. With --dataset, problem is the line of the file as a dict; without, what envs/ makes"""
+    to b; problem is a line of --dataset as a dict, or without --dataset a Problem of Countdown"""
     kind: str | None = None
     """FILE.py:function, called as function(problem, completion) -> str. Evaluations report how
     often each kind of answer comes, and how well the best kind does against the policy"""
@@ -148,7 +148,7 @@ class Args:
     beta: float = 0.0
     """spo, grpo: weight of the KL penalty; above 0, the initial model is kept"""
     num_iterations: int = 4
-    """optimizer steps on each batch of completions, for nash_mp in each half"""
+    """optimizer steps on each batch of completions; nash_mp takes twice as many"""
     # optimizer
     learning_rate: float | None = None
     """learning rate of AdamW; None is 1e-4 for the tiny model and 1e-6 for others, and ten times
@@ -267,8 +267,8 @@ def inpo_loss(
 ) -> Tensor:
     """INPO's loss of each pair, as in COMAL's code. Log-probabilities of whole answers; any shape.
 
-    last is the policy at the beginning of the step, for MNPO a mean that includes it. eta is the
-    inverse of a step size.
+    last is the policy at the beginning of the step, for MNPO a mean that includes it. eta is
+    tau / alpha, and tau_eta_ratio is alpha.
     """
     policy = policy_chosen - policy_rejected
     ref = ref_chosen - ref_rejected
@@ -294,18 +294,19 @@ def group_losses(
     """Mean loss of the pairs of each group. (P,G) each, preferences (P,G,G) -> (P,)
 
     An answer with itself counts as a pair, which multiplies the gradient by (G - 1) / G.
-    rates (P,G) are win rates against another opponent than the group, for Nash-MP's second half.
+    rates (P,G) are win rates against another opponent than the group, for Nash-MP's second step.
     None: INPO's loss, which compares the two answers of a pair with each other.
     """
     if rates is None:
-        # The preferences P and 1 - P weigh the gaps +1 / (2 eta) and -1 / (2 eta), so that a pair's
-        # best gap is (P - 1/2) / eta. By least squares the group gets the mean, w / eta + constant.
+        # With h = log pi - alpha ref - (1 - alpha) last, a pair's gap h(y) - h(z) has the targets
+        # +1 / (2 eta) with weight P and -1 / (2 eta) with weight 1 - P, so (P - 1/2) / eta is best.
+        # Over the pairs of a group, h(y) goes to w(y) / eta + constant.
         pairs = []
         for values in (logprobs, ref, last):
             pairs += [values[:, :, None], values[:, None, :]]  # chosen, rejected
         losses = inpo_loss(*pairs, eta=args.tau / args.alpha, tau_eta_ratio=args.alpha)  # (P,G,G)
         return 2 * (preferences * losses).mean((1, 2))  # 2: a pair's loss is the sum of both orders
-    eta = args.alpha / (1 - args.alpha)
+    eta = args.alpha / (1 - args.alpha)  # the Nash-MP paper's, not INPO's
     errors = logprobs - nash_mp_target(last, ref, rates, beta=args.tau, eta=eta)  # (P,G)
     return (errors[:, :, None] - errors[:, None, :]).square().mean((1, 2))
 
@@ -321,7 +322,7 @@ def regularised_nash(P: Tensor, ref: Tensor, tau: float) -> Tensor:
     P = P.double()
     for _ in range(math.ceil(20 / tau)):
         opponent = log_pi
-        for _ in range(2):  # against the policy, then against the half step
+        for _ in range(2):  # against the policy, then against the one after the trial step
             rates = P @ opponent.exp()
             opponent = nash_mp_target(log_pi, log_ref, rates, tau, 2 * tau).log_softmax(0)
         log_pi = opponent
@@ -441,7 +442,7 @@ def from_file(flag: str, name: str):
     path, _, attribute = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.path.append(os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(Path(path).stem)
     if getattr(module, "__file__", None) != os.path.abspath(path):
         sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
@@ -1065,8 +1066,8 @@ def update(
 ) -> dict:
     """num_iterations optimizer steps on the batch of all processes.
 
-    completions, preferences (P,G,G) and rates (P,G) are those of this process; see group_losses.
-    policies is for MNPO, see add_past_logprobs.
+    completions, preferences (P,G,G) and rates (P,G) are those of this process. For spo and grpo
+    rates are the rewards; for the others see group_losses. policies: see add_past_logprobs.
     The loss of a step is a sum over groups, so its gradient depends neither on micro-batches nor on
     the number of processes.
     """
@@ -1076,7 +1077,7 @@ def update(
     num_tokens = sum(gather([sum(len(c.ids) for c in completions)]))
     policy_gradient = args.method in ("spo", "grpo")
     if policy_gradient:
-        advantages = (rates - rates.mean(1, keepdim=True)).flatten().to(device)  # (B,)
+        advantages = (rates - rates.mean(1, keepdim=True)).flatten().to(device)  # spo: mean is 1/2
     else:
         preferences = preferences.to(device)
         rates = None if rates is None else rates.to(device)
@@ -1356,7 +1357,7 @@ def report(step: int, metrics: dict, args: Args) -> None:
 
 @dataclass
 class InitialAnswers:
-    """Those of the initial model to the evaluation problems, and the game between their kinds."""
+    """The initial model's answers to the evaluation problems, and the game between their kinds."""
 
     completions: list[Completion]  # those of this process
     kinds: list[str]  # K names
@@ -1374,7 +1375,7 @@ def evaluation_answers(sampler, tokenizer, task, problems, who: str, args, rank,
 
 
 def initial_answers(sampler, tokenizer, task, problems, args: Args, rank, world_size):
-    """Compares every answer with the next one to the same problem."""
+    """These answers, and how their kinds fare: each meets the next one to the same problem."""
     problems, completions = evaluation_answers(
         sampler, tokenizer, task, problems, "initial", args, rank, world_size
     )
@@ -1382,7 +1383,7 @@ def initial_answers(sampler, tokenizer, task, problems, args: Args, rank, world_
     results = []  # kinds of two answers, preference for the first
     for row, completion in enumerate(completions if task.kind else []):
         problem = problems[row // k]
-        other = completions[row - row % k + (row + 1) % k]
+        other = completions[row - row % k + (row + 1) % k]  # after the last comes the first
         kinds = [task.kind(problem, c.text) for c in (completion, other)]
         results.append((*kinds, prefer(task, problem, completion.text, other.text)))
     results = gather(results)
@@ -1397,7 +1398,7 @@ def initial_answers(sampler, tokenizer, task, problems, args: Args, rank, world_
         counts[i, j] += 1
         counts[j, i] += 1
     preferences = torch.where(counts > 0, sums / counts.clamp(min=1), 0.5)
-    frequencies = counts.sum(1) / counts.sum()
+    frequencies = counts.sum(1) / counts.sum()  # every answer is in two comparisons
     return InitialAnswers(completions, names, preferences, frequencies)
 
 
@@ -1528,7 +1529,7 @@ def train(args: Args) -> dict[str, float]:
             rates = win_rates(preferences)
         if args.vllm:
             sampler.sleep()
-        if args.method == "nash_mp":  # the policy after a trial step, which is then undone
+        if args.method == "nash_mp":  # the policy after a trial step of INPO, which is then undone
             start = clone_weights(trained)
             update(model, reference, optimizer, completions, preferences, None, [], args)
             refresh(sampler, model)

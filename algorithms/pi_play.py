@@ -13,16 +13,16 @@ for every token of the student what it would have written. Zhang et al., arXiv 2
                              if 0 < k < n of n answers of the student are right, else 0
     teacher                  (1 - tau) teacher + tau student, after each step of the student
 
-A round is --examiner-steps, then --student-steps. No questions are needed: the student is rewarded
-if its answer equals the examiner's. `--privileged-context none` is the control, the same self-play
-without a teacher.
+A round is --examiner-steps, then --student-steps. The student is rewarded if its answer equals the
+examiner's, so training needs no right answers. `--privileged-context none` is the control, the
+same self-play without a teacher. The loss is in update, the divergence in token_divergence.
 
 Differs from grpo.py:
 1. Two policies take turns; each step trains one of them. The teacher is a moving average.
 2. An episode has several turns. What the model reads in between, results of its searches, gets no
    gradient. The cache of a turn's keys and values is used again in the next turn.
-3. The examiner's advantages are taken among questions of as many hops (hop_advantages), divided by
-   sqrt(variance + epsilon).
+3. hop_advantages compares the examiner's questions with those of the same number of hops, and
+   divides, for the student too, by sqrt(variance + epsilon).
 4. By default losses are averaged over all tokens of the step, as in DAPO.
 5. No FSDP: student, examiner and teacher must fit on every GPU.
 
@@ -82,7 +82,7 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
-DRAWS = (1, 2, 4, 8, 16)  # drafts of a missing question, try by try, until one is well-formed
+DRAWS = (1, 2, 4, 8, 16)  # draws for each question that is still missing, at each attempt
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length"
 FIXED += " system_prompt chat_template_kwargs model_name_or_path num_prompts_per_step"
@@ -262,9 +262,9 @@ def hop_advantages(
 ) -> Tensor:
     """pi-Play eq. 6 and 9: (reward - mean) / sqrt(variance + epsilon) among equal hops.
 
-    For the student, hops are the numbers of the questions. Equal rewards and a lone one get
-    exactly 0. The code of Dr. Zero has ddof=1, divides by std + epsilon (outside=True) and leaves
-    a lone reward as it is (lone="raw"). (B,), (B,) -> (B,)
+    Rewards with equal hops form a group; for the student, hops are the numbers of the questions.
+    Equal rewards and a lone one get exactly 0. The code of Dr. Zero has ddof=1, divides by
+    std + epsilon (outside=True) and leaves a lone reward as it is (lone="raw"). (B,), (B,) -> (B,)
     """
     advantages = torch.zeros(rewards.shape, dtype=torch.float64)
     for hop in hops.unique():
@@ -413,7 +413,7 @@ def from_file(flag: str, name: str):
     path, _, attribute = name.rpartition(":")
     if not os.path.isfile(path):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.path.append(os.path.dirname(os.path.abspath(path)))
     module = importlib.import_module(Path(path).stem)
     if getattr(module, "__file__", None) != os.path.abspath(path):
         sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
@@ -1084,10 +1084,9 @@ def examiner_rollout(policies: dict, tokenizer, task, numbers: range, args: Args
 
 
 def draw_questions(policy: Policy, tokenizer, task, numbers, args: Args) -> dict[int, tuple]:
-    """A question of the examiner for each number, the prompt of its teacher, and how often it was
-    drawn in vain.
+    """A question of the examiner for each number, the prompt of its teacher, and the failed draws.
 
-    What is malformed, too long or of the evaluation is drawn again; a number without a question
+    A question that is malformed, too long or held out is drawn again; a number without a question
     after sum(DRAWS) draws is left out. A question depends on its number and the examiner alone.
     """
     questions = {}
@@ -1122,11 +1121,11 @@ def student_rollout(policies: dict, tokenizer, task, numbers: range, args: Args)
     seeds = [random_seed(args.seed, number) for number in drawn]
     G = args.num_generations
     episodes = answer(policies["student"], tokenizer, task, questions, G, args, seeds)
-    for row, number in enumerate(drawn):
+    for row, (number, (_, prompt, failed_draws)) in enumerate(drawn.items()):
         for episode in episodes[row * G : (row + 1) * G]:
             episode.pool = number
-            episode.teacher_prompt = drawn[number][1]
-            episode.info["pi_play/redrawn_questions"] = drawn[number][2]
+            episode.teacher_prompt = prompt
+            episode.info["pi_play/redrawn_questions"] = failed_draws
     return episodes
 
 
@@ -1283,8 +1282,9 @@ def micro_batches(
         private = None
         if taught:
             private = pack(privileged, some, device)
-            # pack may have split the teacher's longer prompts elsewhere. So sort both by episode:
-            # token i of packed is number places[i] there. Only predicting is used for tokens.
+            # Longer prompts may change the order of pack. Sorted by episode, token i of packed has
+            # rank places[i], and so has the same token in private. Of private's fields (N,) only
+            # predicting is read.
             places = packed.completion_index.argsort(stable=True).argsort()
             order = private.completion_index.argsort(stable=True)[places]
             private.predicting = private.predicting[order]
@@ -1331,7 +1331,7 @@ def update(
                 batch.ref_logprobs = reference.token_logprobs(batch, args)
         values = token_values(model, batch, args, teacher, private)  # (1 or 2,N)
         logprobs = values[0]
-        old_logprobs = logprobs.detach()
+        old_logprobs = logprobs.detach()  # one step a batch: the ratio is 1, nothing is clipped
         log_ratios.append(old_logprobs - batch.sampled_logprobs)
         if cap > 0:
             batch.correction = sampling_correction(old_logprobs, batch.sampled_logprobs, cap)
@@ -1734,7 +1734,7 @@ def train(args: Args) -> dict[str, float]:
         episodes = rollout(policies, tokenizer, task, numbers, args)
         sampled = time.perf_counter()
 
-        # 2. compare questions with those of as many hops, answers with those to the same question
+        # 2. compare questions with the same number of hops, or answers to the same question
         rewards = gather([episode.reward for episode in episodes])  # B of all processes
         pools = gather([episode.pool for episode in episodes])
         advantages = hop_advantages(torch.tensor(rewards), torch.tensor(pools))  # (B,)

@@ -506,7 +506,8 @@ def headlines(links: str) -> str:
         form = form_of(claim)
         scale = claim.scale.removesuffix(" parameters")
         lower = ", lower is better" if claim.better == "lower" else ""
-        row = {"method": claim.method, "task, score": f"{claim.headline} ({scale}, {len(ours)} seeds{lower})"}
+        seeds = "one seed each" if scale.endswith(" games") else f"{len(ours)} seeds"
+        row = {"method": claim.method, "task, score": f"{claim.headline} ({scale}, {seeds}{lower})"}
         found = paired(ours, theirs)
         means = f"{form[0] * ours.mean():.{form[1]}f} against {form[0] * theirs.mean():.{form[1]}f}"
         row["method against control"] = f"{means} {claim.unit}".strip() + f" ({claim.control})"
@@ -541,15 +542,22 @@ def counts(links: str) -> str:
     ours = sum(bool(claim.asked) for claim in shown)
     rows = [claim for claim in found["reproduced"] if claim.headline]
     good, opposite = len(found["reproduced"]), len(found["opposite"])
+    five = sum(pairs_of(claim) == PAIRS for claims in found.values() for claim in claims)
     return (
         f"Of the {sum(bool(claim.headline) for claim in shown)} rows of the table {len(rows)} are reproduced, "
-        f"{sum(map(survives, rows))} of them also after the correction; but of all {len(shown)} claims, {ours} of which are "
-        f"questions of ours, only {good}, {kept['reproduced']} of them after it ({public or 'none'} with the public model). "
-        f"{opposite} came out opposite, {kept['opposite']} of them after the correction; {none} show no difference, {open_} "
-        f"are not settled, and {rest} have no verdict, most because they have fewer than five pairs. The picture has one "
-        f"claim of each script, and all that came out opposite; [a longer one](benchmarks/README.md#claims) has "
-        f"{sum(bool(claim.plot) for claim in shown)}."
+        f"{sum(map(survives, rows))} also after the correction. Of all {len(shown)} claims ({ours} are questions of ours) {good} "
+        f"are reproduced, {kept['reproduced']} also after the correction, {public or 'none'} of these with SmolLM2-135M; "
+        f"{opposite} came out opposite, {kept['opposite']} also after it. Of these {good + opposite} verdicts {five} rest on "
+        f"five pairs. {none} claims show no difference, {open_} are not settled, and {rest} have no verdict, most because they "
+        f"have fewer than five pairs. The picture has one claim of each script, and all that came out opposite; [a longer "
+        f"one](benchmarks/README.md#claims) has {sum(bool(claim.plot) for claim in shown)}."
     )
+
+
+def pairs_of(claim: SimpleNamespace) -> int:
+    """Pairs of runs that a claim rests on."""
+    ours, theirs = scores_of(claim)
+    return len((ours - theirs).dropna())
 
 
 def methods(links: str) -> str:

@@ -140,7 +140,7 @@ def verdict(completion: str) -> bool | None:
 
 @dataclass
 class Countdown:
-    """Problems, prompts, demonstrations; `reward_functions` maps a name to f(problem, completion) -> float or None."""
+    """Problems, prompts, demonstrations; `reward_functions` maps a name to f(problem, completion) -> float."""
 
     num_numbers: int = 3
     max_number: int = 10

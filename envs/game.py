@@ -4,11 +4,14 @@ The games are in `envs/text_games.py`. A game of your own (envs/examples/nim.py 
 Game and has four methods:
 
     start(generator)     set the game up; chance comes from this random.Random alone
-    legal_actions()      what the player whose turn it is (self.player) may do, as in ["[0]", "[4]"]
+    legal_actions()      what the player whose turn it is (self.player) may do, each in square
+                         brackets, as in ["[0]", "[4]"]
     observation(player)  what a player sees, its role in the first line
     play(action)         carry a legal action out, give the turn on (self.player) and call self.end
-                         when the game is over; False rejects the action, as it must "", no text
+                         when the game is over. Return True, or False to reject the action; reject
+                         "", which stands for an empty text
 
+Where any text is a move, override parse(text), as envs/negotiation.py does.
 Without Game, a class needs reset(generator), step(text), prompt(player), legal_actions() and the
 attributes player, turns, done, rewards, reason, handicap, all as they are here.
 
@@ -57,10 +60,10 @@ def parse_action(text: str, legal: list[str]) -> str | None:
 class Game:
     """What the games share: two seats, forfeits, the turn limit, the prompt.
 
-    forfeit_rewards: of the player whose text names no legal action, and of the other one; not
+    forfeit_rewards: for the player whose text names no legal action, and for the other one; not
         zero-sum.
-    zero_sum_forfeits: -1 and +1 instead, also for what the game itself rejects, which costs -1
-        and brings the other one nothing otherwise.
+    zero_sum_forfeits: both get -1 and +1 instead, also where the game itself rejects an action,
+        which otherwise gives -1 and 0.
     max_turns: of both players together; then the game is a draw.
     handicap: added to player 0's result and subtracted from player 1's, however the game ends.
     """

@@ -22,12 +22,11 @@ MOST_STATES = 10**8  # of capture_times(), which keeps a few numbers for each
 
 
 class Confrontation:
-    """Two teams of k (rules ours): after a move, players are removed whom opponents within one hop
-    outnumber.
+    """Two teams of k (rules ours): after a move, a player is removed if more opponents than team
+    mates, itself included, are within one hop.
 
-    Their own side counts who is within one hop of them, themselves included. All are judged at
-    once. A team whose opponents are gone wins: 1 for team 0, -1 for team 1, 0 if both are gone.
-    opponent: `shortest` or `random`. Rules only: a class of these and of arac.GraphGame is a game.
+    All are judged at once. A team whose opponents are gone wins: 1 for team 0, -1 for team 1, 0 if both are gone.
+    opponent: `shortest` or `random`. Rules only: arac.py adds them to its GraphGame.
     """
 
     def __init__(self, graph, device, *, team_size=2, opponent="shortest", horizon: int = 64):

@@ -91,7 +91,7 @@ class ReasoningGym:
         return self.dataset[generator.randrange(1000)]
 
     def held_out(self, problem: dict) -> bool:
-        """1 question in 4 is for evaluation, by a hash; with fewer, slow tasks start too slowly."""
+        """1 question in 4 is for evaluation, by a hash; with a smaller share, slow tasks start too slowly."""
         return zlib.crc32(problem["question"].encode()) % 4 == 0
 
     def train_problem(self, index: int, seed: int) -> dict:

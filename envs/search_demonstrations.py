@@ -59,8 +59,8 @@ def episode(task: SearchQA, problem, generator: random.Random, slip: float, earl
     """Searches along the chain of the question, then an answer: the turns of one agent.
 
     A result is searched for the fact that is needed. If it is not there, or missed, the searcher tries again or takes
-    another fact for it. `early` is the chance to answer after each search although hops are left: above one half, so
-    that the most probable turn is wrong from two hops on, and greedy decoding has something to learn too.
+    another fact for it. `early` is the chance to answer after each search while hops are left. It is above one half,
+    so greedy decoding fails from two hops on, and has something to learn.
     """
     relations, turns = [relation for _, relation, _ in problem.path], []
     person, done = problem.path[0][0], 0

@@ -59,7 +59,7 @@ def render(steps: tuple[tuple[str, str], ...]) -> str:
 
 
 class SearchQA:
-    """Problems, searches, prompts. `hops` are drawn from uniformly: (1, 1, 2) has twice as many of 1.
+    """Problems, searches, prompts. The number of hops is drawn uniformly from `hops`, so (1, 1, 2) has twice as many of 1.
 
     With `dataset` (lines with `question` and `golden_answers`, `answers` or `answer`) the questions come from a file,
     and `retriever_url` must name a server to search in.
@@ -79,7 +79,7 @@ class SearchQA:
         self._order_of, self._order = None, []
 
     def sample(self, generator: random.Random, held_out: bool = False) -> Problem:
-        """A random row of the file; without a file a chain of relations from a person, which never comes back."""
+        """A random row of the file; without a file a chain of relations that meets nobody twice."""
         if self.train_rows:
             return generator.choice(self.evaluation_rows if held_out else self.train_rows)
         while True:

@@ -1,17 +1,20 @@
 """Teams of language-model agents: who writes next, and what it sees. The two teams of Dr. MAS.
 
 A team of your own is a class for `--env FILE.py:ClassName`. It is called with --dataset,
---max-rounds and --missing-verdict, and has
+--max-rounds and --missing-verdict, in this order, and has
 
     agents             names, in the order in which they write when several episodes wait
     task               the problems: train_problem(index, seed), evaluation_problems(count), and
-                       reward_functions, a dict of function(problem, answer) -> float; if it reads
-                       files, also train_rows and evaluation_rows, lists of problems
+                       reward_functions, a dict of function(problem, answer) -> float, of which the
+                       first is trained on and the others are logged; for --eval-dataset also
+                       train_rows, which the script sets and train_problem draws from, and
+                       evaluation_rows, lists of problems
     start(problem)     an Episode
     prompt(episode)    chat messages for the agent that writes next, `episode.agent`
     advance(episodes, texts)
                        enter what each agent wrote: set episode.agent, None at the end, and
-                       episode.answer; return which texts have the tags of their role
+                       episode.answer; return which texts have the tags of their role; the others
+                       cost --invalid-penalty
 """
 
 from dataclasses import dataclass, field

@@ -171,5 +171,5 @@ def game_class(name: str) -> Callable[..., Game]:
         from envs.textarena_games import TextArenaGame
 
         return functools.partial(TextArenaGame, rest)
-    expected = ", ".join([*GAMES, "textarena:NAME or FILE.py:CLASS"])
+    expected = ", ".join([*GAMES, "textarena:NAME or (in spiral_rae.py) FILE.py:CLASS"])
     raise ValueError(f"there is no text game {name}, expected one of {expected}")

@@ -61,8 +61,8 @@ def jaccard(a: list, b: list) -> float:
 
 
 def tool_call_correctness(gold_calls: list[dict], predicted: list[dict] | None) -> float:
-    """-3..3: 6 * score / best score - 3. Score: Jaccard index of the names + for each gold call in order, greedily, the
-    largest Jaccard index of parameter names + number of equal values among the unused calls with its name."""
+    """-3..3: 6 * score / best score - 3. Score: Jaccard index of the names, plus the best match of each gold call, in
+    order, among the unused calls with its name: Jaccard index of the parameter names + number of equal values."""
     try:
         if gold_calls == predicted:
             return 3.0
@@ -119,7 +119,7 @@ def read_line(raw: bytes, where: str) -> Problem:
     for text, names in zip((query, answer), keys):
         if not (isinstance(text, str) and text.strip()):
             raise ValueError(f"{where}: found no {names[0]}, expected text under {' or '.join(names)}")
-    calls = parse_calls(answer) or []  # compared with one call more, a list of calls is above -3
+    calls = parse_calls(answer) or []  # only a broken block scores -3 against itself with one call more
     if "<tool_call>" in answer and tool_call_correctness(calls, [*calls, {"name": "", "parameters": {}}]) == -3.0:
         raise ValueError(f"{where}: found a broken tool_call block, expected JSON with name and parameters a line")
     return Problem(answer, query, "" if tools == query else tools if isinstance(tools, str) else json.dumps(tools))

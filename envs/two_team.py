@@ -104,9 +104,9 @@ def best_response(rewards: Tensor, transitions: Tensor, gamma: float) -> Tensor:
 
 
 def minimax_values(rewards: Tensor, transitions: Tensor, gamma: float) -> Tensor:
-    """Values of pure minimax play: antagonists improve against best answers. (S,A,B) -> (S,)
+    """Values if protagonists see the antagonists' joint action and answer best. (S,A,B) -> (S,)
 
-    As if protagonists saw what antagonists do; for this game with turns, the iteration is exact.
+    Antagonists play pure, and improve against best answers; for this game with turns it is exact.
     """
     states = torch.arange(len(rewards))
     values = rewards.new_zeros(len(rewards))

@@ -32,7 +32,7 @@ class Calculator:
     reward_functions = {"right": right}
     reward_weights = (1.0,)
 
-    def __init__(self, dataset: None = None):
+    def __init__(self, dataset: str | None = None):
         pass  # the problems are generated
 
     def problem(self, generator: random.Random, for_evaluation: bool) -> dict:

@@ -8,7 +8,8 @@ from envs.game import Game
 class Nim(Game):
     """Players take one to three of a pile of stones in turn; who takes the last one wins.
 
-    The pile has `pile` stones, at random 5 to 20 if it is None. Who faces a multiple of four loses.
+    The pile has `pile` stones, at random 5 to 20 if it is None. Whoever must move at a multiple of four loses to
+    perfect play.
     """
 
     def __init__(self, *, pile: int | None = None, **options):

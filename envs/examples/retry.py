@@ -1,6 +1,8 @@
 """A team of one's own, complete: if the solver is wrong, a critic says why, and a refiner answers again.
 
 python algorithms/dr_mas.py --env envs/examples/retry.py:Retry --model-name-or-path ... --max-completion-length 32
+
+The right answer decides whether they write, also in evaluations. Needs the package reasoning-gym.
 """
 
 from envs.reasoning_gym import ReasoningGym
@@ -12,7 +14,7 @@ PRODUCTS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 class Retry:
     agents = ("solver", "critic", "refiner")
 
-    def __init__(self, dataset: None = None, max_rounds: None = None, missing_verdict: str = ""):
+    def __init__(self, dataset: str | None = None, max_rounds: int | None = None, missing_verdict: str = ""):
         self.task = ReasoningGym("products", PRODUCTS)  # its problems and their rewards
 
     def start(self, problem: dict) -> Episode:
