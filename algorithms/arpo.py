@@ -23,7 +23,7 @@ it. Advantages are chosen in step 2 of train.
 
 Differs from igpo.py:
 1. play starts some episodes of each problem, and play_turns lets them branch. generate keeps the
-   entropy of a turn's first tokens; with vLLM it is that of the ten likeliest tokens only.
+   entropy of a turn's first tokens; with vLLM, of the ten likeliest tokens and the sampled one.
 2. group_advantages replaces turn_advantages, and the right answer's log-probability is not needed.
    --advantage hard gives turns that episodes share the mean of their advantages
    (shared_advantages).
@@ -38,7 +38,7 @@ Differs from the paper, which we know from readers' notes:
 
     python algorithms/arpo.py                                # tiny model, CPU, offline
 
-    # one 80 GB GPU (not run yet); questions with answers, and a search server as of Search-R1
+    # one 80 GB GPU (not run yet); questions with answers, and a search server like Search-R1's
     python algorithms/arpo.py --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 \
         --dataset nq_train.jsonl --eval-dataset nq_test.jsonl \
         --retriever-url http://127.0.0.1:8000/retrieve --max-prompt-length 4096 \
@@ -460,7 +460,10 @@ def load_task(args: Args):
     if len(task.reward_weights) != len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit("--dataset: too few problems to train on, or (--eval-problems) to evaluate")
+        sys.exit(
+            "--dataset: too few problems to train on, or to evaluate (see --eval-dataset and "
+            "--eval-problems)"
+        )
     return task, problems
 
 

@@ -132,7 +132,8 @@ class Args:
     """sampling temperature, also of the log-probabilities in the loss"""
     # method
     dynamic_sampling: bool = True
-    """draw prompts until P groups differ in the first reward (control: --no-dynamic-sampling)"""
+    """draw prompts until enough groups have unequal first rewards; --no-dynamic-sampling is the
+    control"""
     overlong_buffer_len: int = 16
     """tokens before the limit in which a penalty grows from 0 to 1; 0 is off (paper: 4096)"""
     mask_truncated_completions: bool = False
@@ -443,7 +444,10 @@ def load_task(args: Args):
     if len(task.reward_weights) != len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit("--dataset: too few problems to train on, or (--eval-problems) to evaluate")
+        sys.exit(
+            "--dataset: too few problems to train on, or to evaluate (see --eval-dataset and "
+            "--eval-problems)"
+        )
     return task, problems
 
 
@@ -1347,7 +1351,7 @@ def train(args: Args) -> dict[str, float]:
         if last:
             break
 
-        # 1. draw groups until P of them differ in the first reward, or 10 times; share them out
+        # 1. draw groups until P of them have unequal first rewards, or 10 times; share them out
         began = time.perf_counter()
         share = args.num_prompts_per_step // world_size
         useful = []  # groups of all processes, in the order of drawing

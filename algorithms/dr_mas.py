@@ -26,7 +26,7 @@ Differs from the paper:
 
     python algorithms/dr_mas.py                              # tiny models, CPU, offline
 
-    # one 80 GB GPU (not run yet); questions with answers, and a search server as of Search-R1
+    # one 80 GB GPU (not run yet); questions with answers, and a search server like Search-R1's
     python algorithms/dr_mas.py --share-model --model-name-or-path Qwen/Qwen2.5-3B-Instruct --bf16 \
         --dataset nq_train.jsonl --eval-dataset nq_test.jsonl \
         --retriever-url http://127.0.0.1:8000/retrieve --num-prompts-per-step 128 \
@@ -436,7 +436,10 @@ def load_task(args: Args):
         functions = [from_file("--reward", name) for name in args.reward]
         task.reward_functions = dict(zip(names, functions))
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit("--dataset: too few problems to train on, or (--eval-problems) to evaluate")
+        sys.exit(
+            "--dataset: too few problems to train on, or to evaluate (see --eval-dataset and "
+            "--eval-problems)"
+        )
     return team, problems
 
 
@@ -1040,8 +1043,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     batches = micro_batches(completions, rows, args, device)
     idle = None
     if args.fsdp:
-        # Processes have different numbers of calls. Those with fewer make idle passes over a row
-        # that they have; its index -1 means the entry added here, whose weight is 0.
+        # Processes have different numbers of calls. Those with fewer make idle passes over their
+        # first row; its index -1 means the entry added here, whose weight is 0.
         weights = F.pad(weights, (0, 1))
         advantages = F.pad(advantages, (0, 1))
         idle = pack(completions, rows[:1], device)

@@ -587,6 +587,8 @@ def find_maker(env_id: str):
         if name not in names:
             sys.exit(f"--env-id {env_id}: the file has no function {name!r}")
         return names[name]
+    if path:
+        sys.exit(f"--env-id {env_id}: expected FILE.py:function, but there is no file {path!r}")
     try:
         return importlib.import_module(env_id).parallel_env
     except (ImportError, AttributeError) as error:

@@ -16,7 +16,8 @@ Differs from grpo.py:
 2. --conditioned-rewards names rewards that are 0 where the first reward is below 1.
 3. Evaluations log every reward.
 4. The default task is tool calls, as in the paper.
-The method is decoupled_advantages and condition_rewards, both used in step 2 of train.
+The method is condition_rewards and decoupled_advantages (in compute_advantages), in step 2 of
+train.
 
 Differs from the paper:
 1. The paper has no epsilon beside the group's std and does not say how std is computed. Here, the
@@ -470,7 +471,10 @@ def load_task(args: Args):
     if len(task.reward_weights) != len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit("--dataset: too few problems to train on, or (--eval-problems) to evaluate")
+        sys.exit(
+            "--dataset: too few problems to train on, or to evaluate (see --eval-dataset and "
+            "--eval-problems)"
+        )
     return task, problems
 
 

@@ -27,7 +27,7 @@ Differs from the paper:
 
     python algorithms/igpo.py                                # tiny model, CPU, offline
 
-    # one 80 GB GPU (not run yet); questions with answers, and a search server as of Search-R1
+    # one 80 GB GPU (not run yet); questions with answers, and a search server like Search-R1's
     python algorithms/igpo.py --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --bf16 \
         --dataset nq_train.jsonl --eval-dataset nq_test.jsonl \
         --retriever-url http://127.0.0.1:8000/retrieve --max-prompt-length 4096 \
@@ -414,7 +414,10 @@ def load_task(args: Args):
     if len(task.reward_weights) != len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit("--dataset: too few problems to train on, or (--eval-problems) to evaluate")
+        sys.exit(
+            "--dataset: too few problems to train on, or to evaluate (see --eval-dataset and "
+            "--eval-problems)"
+        )
     return task, problems
 
 

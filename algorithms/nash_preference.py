@@ -468,7 +468,10 @@ def load_task(args: Args):
     if args.kind:
         task.kind = from_file("--kind", args.kind)
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit("--dataset: too few problems to train on, or (--eval-problems) to evaluate")
+        sys.exit(
+            "--dataset: too few problems to train on, or to evaluate (see --eval-dataset and "
+            "--eval-problems)"
+        )
     return task, problems
 
 
@@ -1375,7 +1378,7 @@ def evaluation_answers(sampler, tokenizer, task, problems, who: str, args, rank,
 
 
 def initial_answers(sampler, tokenizer, task, problems, args: Args, rank, world_size):
-    """These answers, and how their kinds fare: each meets the next one to the same problem."""
+    """InitialAnswers: how kinds fare, each answer meets the next one to the same problem."""
     problems, completions = evaluation_answers(
         sampler, tokenizer, task, problems, "initial", args, rank, world_size
     )

@@ -1044,8 +1044,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     batches = micro_batches(completions, rows, args, device)
     idle = None
     if args.fsdp:
-        # Processes have different numbers of turns. Those with fewer make idle passes over a row
-        # that they have; its index -1 means the entry added here, whose weight is 0.
+        # Processes have different numbers of turns. Those with fewer make idle passes over their
+        # first row; its index -1 means the entry added here, whose weight is 0.
         weights = F.pad(weights, (0, 1))
         advantages = F.pad(advantages, (0, 1))
         idle = pack(completions, rows[:1], device)
@@ -1341,7 +1341,7 @@ def evaluate(models: dict, tokenizer, args: Args, rank: int, world_size: int) ->
     """Shares of games that the policy wins, draws and loses against each opponent, as player 0
     (first) and 1 (second). Prints one of the games."""
     matches = []
-    # Naming a game twice doubles its share of the training, not of the evaluation.
+    # Naming a game twice doubles its share of the training only. Repeated opponents count once.
     for name, opponent in product(dict.fromkeys(args.games), dict.fromkeys(args.eval_opponents)):
         if opponent == "minimax" and name != "tictactoe":
             continue

@@ -165,7 +165,7 @@ def needs_reference(script: str, flags) -> bool:
 
 
 def preference_copies(flags, sampler: int, initial: int, trained: int, copies: int) -> int:
-    """Bytes that nash_preference.py keeps beside those: weights to go back to after half a step; for
+    """Bytes that nash_preference.py keeps beside those: weights to go back to after a trial step; for
     the control the initial model, which takes turns in the sampler."""
     if flags.method == "nash_mp":
         return trained

@@ -59,7 +59,7 @@ def render(steps: tuple[tuple[str, str], ...]) -> str:
 
 
 class SearchQA:
-    """Problems, searches, prompts. The number of hops is drawn uniformly from `hops`, so (1, 1, 2) has twice as many of 1.
+    """Problems, searches, prompts. The number of hops is drawn uniformly from `hops`; (1, 1, 2) has twice as many of 1.
 
     With `dataset` (lines with `question` and `golden_answers`, `answers` or `answer`) the questions come from a file,
     and `retriever_url` must name a server to search in.

@@ -7,8 +7,8 @@ A team of your own is a class for `--env FILE.py:ClassName`. It is called with -
     task               the problems: train_problem(index, seed), evaluation_problems(count), and
                        reward_functions, a dict of function(problem, answer) -> float, of which the
                        first is trained on and the others are logged; for --eval-dataset also
-                       train_rows, which the script sets and train_problem draws from, and
-                       evaluation_rows, lists of problems
+                       train_rows and evaluation_rows, lists of problems, which the script joins
+                       into train_rows; train_problem then draws from these
     start(problem)     an Episode
     prompt(episode)    chat messages for the agent that writes next, `episode.agent`
     advance(episodes, texts)

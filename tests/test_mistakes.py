@@ -65,7 +65,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("pi_play", "--max-completion-length 5000", "--max-prompt-length + --max-completion-length"),
     ("pi_play", "--max-prompt-length 1024", "the teacher reads up to twice this"),
     ("fm3q", "--env-id chess", "such as mpe2.simple_tag_v3"),
-    ("fm3q", "--env-id nothing.py:make", "nothing.py"),
+    ("fm3q", "--env-id ./nothing.py:make", "there is no file './nothing.py'"),
     ("fm3q", "--env-id own.py:nowhere", "the file has no function 'nowhere'"),
     ("fm3q", "--env-id pong --num-ant 3 --mixer pairwise", "2 against 3"),
     ("arac", "--graph heptagon_7", "names have the forms cycle_8"),
