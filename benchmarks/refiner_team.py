@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algorithms import dr_mas
+from algorithms.dr_mas import Args
 from envs.search_qa import SearchQA
 from envs.teams import Episode, RouterSearcherResponder
 
@@ -41,7 +42,7 @@ class RefinerTeam(RouterSearcherResponder):
         return valid
 
 
-def load_team(args: dr_mas.Args, dataset: str | None) -> RefinerTeam:
+def load_team(args: Args, dataset: str | None) -> RefinerTeam:
     """In place of the script's own."""
     return RefinerTeam(SearchQA(hops=HOPS), args.max_rounds, args.missing_verdict)
 
