@@ -9,7 +9,7 @@ those of the antagonists, who want its negative. Then everybody's own best actio
 
     Q_tot(s, a, b) = mixer(Q_1(s, a_1) .. Q_n(s, a_n), Q_n+1(s, b_1) .. Q_n+m(s, b_m); s)
     target         = r + gamma (1 - d) Q_tot'(s', everybody's best action)  ' is the target network
-    loss           = (Q_tot(s, a, b) - target)^2                            d is 1 at a game's end
+    loss           = (Q_tot(s, a, b) - target)^2                            d is 1 if terminated
 
 Differs from the paper, whose text was not available:
 1. The mixing network is QMIX's (arXiv 1803.11485), fed with utilities that carry the sign of their

@@ -1378,7 +1378,7 @@ def evaluation_answers(sampler, tokenizer, task, problems, who: str, args, rank,
 
 
 def initial_answers(sampler, tokenizer, task, problems, args: Args, rank, world_size):
-    """InitialAnswers: how kinds fare, each answer meets the next one to the same problem."""
+    """The initial model's answers, each compared with the next one to the same problem."""
     problems, completions = evaluation_answers(
         sampler, tokenizer, task, problems, "initial", args, rank, world_size
     )
