@@ -61,7 +61,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from types import MethodType
 from typing import Literal
@@ -79,6 +78,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
+from transformers.cache_utils import StaticLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -167,12 +167,17 @@ class Args:
     # memory and speed; these change results by rounding only, see sampling_correction
     decode_batch_size: int = 256
     """episodes played at once"""
-    micro_batch_size: int = 32
-    """episodes in one forward pass of the update"""
+    micro_batch_tokens: int | None = None
+    """most tokens in one forward pass of the update, prompts and padding counted; None is 16384 on
+    a GPU and 2048 on a CPU"""
+    micro_batch_size: int | None = None
+    """most episodes in one forward pass of the update; None is as many as the tokens allow"""
     bf16: bool = False
     """compute in bfloat16; trained weights and optimizer stay in float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    compile: bool = False
+    """torch.compile for layers and head in the update; costs a minute or more in the first step"""
     fsdp: bool = False
     """shard weights, gradients and optimizer state over the processes of torchrun"""
     # engine and adapters
@@ -342,6 +347,14 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     return rank, world_size, device
+
+
+def warn_of_slow_bfloat16(args: Args, rank: int, device: torch.device) -> None:
+    """Print a line where --bf16 makes an x86 CPU slower, which computes it by way of float32."""
+    can = getattr(torch.cpu, "get_capabilities", dict)()
+    on_x86 = device.type == "cpu" and can.get("architecture", "").startswith("x86")
+    if args.bf16 and on_x86 and rank == 0 and not (can["avx512_bf16"] or can["amx_bf16"]):
+        print("--bf16: this CPU has no bfloat16 of its own and is 2 to 7 times faster without it")
 
 
 def gather(items: list) -> list:
@@ -559,6 +572,18 @@ def recompute_layers(model) -> None:
             layer.forward = partial(recompute_in_backward, layer.forward, **settings)
 
 
+def compile_layers(model) -> None:
+    """torch.compile for the layers where gradients are wanted, which leaves decoding as it is."""
+
+    def forward(plain, compiled, *inputs, **named):
+        return (compiled if torch.is_grad_enabled() else plain)(*inputs, **named)
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            compiled = torch.compile(layer.forward, dynamic=True)
+            layer.forward = partial(forward, layer.forward, compiled)
+
+
 @torch.no_grad()
 def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
     """Largest difference of log-probabilities, in nats, from those of the plain forward pass.
@@ -574,20 +599,23 @@ def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float
             episode.write(completion)
             if turn == 0:
                 episode.read(prompts[0][:5], "")
-    packed = pack(episodes, list(range(len(episodes))), model.device)
-    plain = []
-    for episode in episodes:
-        ids = torch.tensor([episode.prompt + episode.ids], device=model.device)
-        logits = model(ids).logits[0, len(episode.prompt) - 1 : -1]
-        targets = ids[0, len(episode.prompt) :]
-        written = torch.tensor(episode.turns, device=model.device) >= 0
-        plain.append(-F.cross_entropy(logits, targets, reduction="none")[written])
-    plain = torch.cat(plain)  # (N,)
-    learner = model.token_logprobs(packed, args)
-    return {
-        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
-        "packing": (learner - plain).abs().max().item(),
-    }
+    decoding = []
+    packing = []
+    for packed_rows in divide(episodes, list(range(len(episodes))), args, model.device):
+        packed = pack(episodes, packed_rows, model.device)
+        plain = []
+        for number in (number for numbers in packed_rows for number in numbers):
+            episode = episodes[number]
+            ids = torch.tensor([episode.prompt + episode.ids], device=model.device)
+            logits = model(ids).logits[0, len(episode.prompt) - 1 : -1]
+            targets = ids[0, len(episode.prompt) :]
+            written = torch.tensor(episode.turns, device=model.device) >= 0
+            plain.append(-F.cross_entropy(logits, targets, reduction="none")[written])
+        plain = torch.cat(plain)  # (N,)
+        decoding.append(packed.sampled_logprobs - plain)
+        packing.append(model.token_logprobs(packed, args) - plain)
+    gaps = {"decoding": torch.cat(decoding), "packing": torch.cat(packing)}
+    return {computation: gap.abs().max().item() for computation, gap in gaps.items()}
 
 
 def check_model(model, prompt: list[int], args: Args) -> None:
@@ -659,14 +687,6 @@ class Episode:
         self.turns += [-1] * len(ids)
         self.ids += ids
         self.texts.append(text)
-
-
-def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
-    cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    # The sum is only nearly 1. A bit less than it keeps the index within the vocabulary.
-    total = cumulative[:, -1:] * (1 - 2**-22)
-    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
 
 @dataclass
@@ -762,81 +782,187 @@ def generate(
     """A completion of each context: sampled with one seed for each, greedy without seeds.
 
     Also returns the memory of the contexts, which the next turn of the same rows continues from.
-    Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
-    rows does not change others. A VllmSampler in place of the model keeps its own memory.
+    Random numbers belong to (row, position), so dropping rows that have ended does not change
+    others. A VllmSampler in place of the model keeps its own memory.
     """
     if isinstance(model, VllmSampler):
         return model.generate(contexts, args, seeds), None
-    device = model.device
-    steps = args.max_completion_length
-    ends = torch.tensor(model.generation_config.eos_token_id, device=device)
-    if seeds:
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        uniform = torch.stack([torch.rand(steps, generator=g) for g in generators])
-        uniform = uniform.to(device)  # (B,T)
-
-    # The result, in the order of the batch.
-    written = torch.zeros(len(contexts), steps, dtype=torch.long, device=device)  # (B,T)
-    logprobs = torch.zeros(len(contexts), steps, device=device)  # (B,T)
-    entropies = torch.zeros(len(contexts), steps, device=device)  # (B,T)
-
-    # The rows still in the cache: all at first, fewer later. Columns are those of the padded
-    # contexts and the completion; every step uses one more of them.
     memory, hidden = read(model, contexts, memory)
     logits = model.logits_from_hidden(inputs_embeds=hidden).logits[:, 0]  # (B,V)
-    lengths = torch.tensor([len(context) for context in contexts], device=device)
-    width = memory.ids.size(1)  # S
-    cache = memory.cache(width)
-    columns = torch.arange(width + steps, device=device)
-    filled = (columns < lengths[:, None]) | (columns >= width)  # (B,S+T)
-    positions = filled.cumsum(1) - 1  # (B,S+T)
-    rows = torch.arange(len(contexts), device=device)  # their indices in the batch
-    live = torch.ones_like(rows, dtype=torch.bool)
+    decoder = Decoder(model, contexts, memory.cache(memory.ids.size(1)), args, seeds)
+    decoder.decode(decoder.rows, logits)
+    return decoder.completions(contexts), memory
 
-    for t in range(steps):
-        logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
-        tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
-        written[rows, t] = tokens
-        logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
-        entropies[rows, t] = -(logp.exp() * logp).nan_to_num(0).sum(1)  # 0 log 0 = 0
-        live = live & ~torch.isin(tokens, ends)
-        if t == steps - 1:
-            break
-        if device.type == "cpu" or t % 8 == 7:  # waits for a GPU, so only every 8 tokens
-            keep = live.nonzero()[:, 0]
-            if len(keep) == 0:
-                break
-            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache
-                cache.batch_select_indices(keep)
-                rows = rows[keep]
-                tokens = tokens[keep]
-                filled = filled[keep]
-                positions = positions[keep]
-                live = live[keep]
-        last = width + t  # column of the new tokens
-        visible = filled[:, None, : last + 1]
-        query = positions[:, last : last + 1]
-        key = positions[:, : last + 1]
-        out = model(
-            tokens[:, None],
-            attention_mask=attention_masks(model, visible, query, key),
-            position_ids=query,
-            past_key_values=cache,
+
+class Decoder:
+    """Writes completions of a batch, token by token.
+
+    Everything that a step changes is a buffer that keeps its address, so a GPU can record the step
+    as a CUDA graph and replay it: Python then starts all its kernels with one call.
+    """
+
+    def __init__(self, model, prompts: list[list[int]], cache, args: Args, seeds=None):
+        shape = len(prompts), args.max_completion_length
+        self.model = model
+        self.args = args
+        self.cache = cache
+        self.first = cache.get_seq_length()  # S: the column of the first token in the cache
+        with model.device:
+            self.lengths = torch.tensor([len(prompt) for prompt in prompts])  # (B,)
+            self.rows = torch.arange(len(prompts))  # (R,) those that are decoded: all at first
+            self.is_end = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.bool)
+            self.ids = torch.zeros(shape, dtype=torch.long)  # (B,T)
+            self.logprobs = torch.zeros(shape)  # (B,T)
+            self.entropies = torch.zeros(shape)  # (B,T) of what the tokens were drawn from
+            self.count = torch.zeros(1, dtype=torch.long)  # tokens written of each row
+            self.column = torch.zeros(1, dtype=torch.long)  # of the cache, written by a step
+        self.is_end[model.generation_config.eos_token_id] = True
+        self.uniform = None  # (B,T) random numbers that choose the tokens
+        if seeds:
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            uniform = torch.stack([torch.rand(shape[1], generator=g) for g in generators])
+            self.uniform = uniform.to(model.device)
+
+    def decode(self, places: Tensor, logits: Tensor) -> None:
+        """Write all tokens, the first from logits (B,V). places (B,): rows of the cache."""
+        # Columns by which buffers grow; tokens between two looks at which rows have ended, as a
+        # GPU must be waited for; share of live rows below which the others are dropped.
+        settings = (256, 16, 0.5) if self.ids.device.type == "cuda" else (24, 1, 0.75)
+        block, look_every, few = settings
+        steps = self.ids.size(1)
+        width = self.first
+        self.write(logits)
+        t = 1  # tokens written; self.count is the same on the device
+        while t < steps and len(places) > 0:
+            if self.first + t > width:
+                width = min(self.first + steps, width + block)
+            self.allocate(places, width)
+            step = recorded(self)
+            crowded = True
+            while t < steps and self.first + t <= width and crowded:
+                step()
+                t += 1
+                if t % look_every == 0:
+                    crowded = int(self.live(t).sum()) > few * len(self.rows)
+            places = self.live(t).nonzero()[:, 0]
+            self.rows = self.rows[places]
+
+    def live(self, t: int) -> Tensor:
+        """Which rows have no end token among their first t. (R,)"""
+        return ~self.is_end[self.ids[self.rows, :t]].any(1)
+
+    def allocate(self, places: Tensor, width: int) -> None:
+        """Buffers of this width for some rows of the cache; they replace it layer by layer."""
+        for number, layer in enumerate(self.cache.layers):
+            self.cache.layers[number] = Buffers(layer, places, width, self.column)
+        columns = torch.arange(width, device=places.device)
+        lengths = self.lengths[self.rows, None]
+        self.filled = (columns < lengths) | (columns >= self.first)  # (R,W), now or later
+        self.key_positions = self.filled.cumsum(1) - 1  # (R,W)
+
+    def step(self) -> None:
+        """Read the last token of each row, and write the next one.
+
+        In here nothing may depend on a value on the device: no branch, shape or Python number.
+        """
+        last = self.count - 1
+        self.column.copy_(last + self.first)
+        positions = self.key_positions.index_select(1, self.column)  # (R,1)
+        visible = self.filled & (self.key_positions <= positions)  # (R,W)
+        masks = attention_masks(self.model, visible[:, None], positions, self.key_positions)
+        out = self.model(
+            self.ids[self.rows[:, None], last],
+            attention_mask=masks,
+            position_ids=positions,
+            past_key_values=self.cache,
         )
-        logits = out.logits[:, -1]
+        self.write(out.logits[:, -1])
 
-    # A completion ends with its first end token; some finished rows were sampled further.
-    is_end = torch.isin(written, ends)  # (B,T)
-    ends_before = is_end.cumsum(1) - is_end.long()
-    lengths = (ends_before == 0).sum(1).tolist()
-    ended = is_end.any(1).tolist()
-    completions = []
-    table = zip(contexts, written.tolist(), logprobs.tolist(), lengths, ended, entropies.tolist())
-    for context, ids, values, length, has_ended, of_tokens in table:
-        completion = Completion(context, ids[:length], values[:length], has_ended)
-        completion.entropy = sum(of_tokens[:length])
-        completions.append(completion)
-    return completions, memory
+    def write(self, logits: Tensor) -> None:
+        """Choose and write the next token of each row. (R,V)"""
+        logprobs = over_temperature(logits.float(), self.args).log_softmax(1)
+        if self.uniform is None:
+            tokens = logprobs.argmax(1)
+        else:
+            tokens = sample_tokens(logprobs, self.uniform[self.rows, self.count])  # (R,)
+        self.entropies[self.rows, self.count] = (
+            -(logprobs.exp() * logprobs).nan_to_num(0).sum(1)
+        )  # 0 log 0 = 0
+        self.ids[self.rows, self.count] = tokens
+        self.logprobs[self.rows, self.count] = logprobs.gather(1, tokens[:, None])[:, 0]
+        self.count.add_(1)
+
+    def completions(self, prompts: list[list[int]]) -> list[Completion]:
+        """What was written, each up to its first end token: some were written further."""
+        is_end = self.is_end[self.ids]  # (B,T)
+        ends_before = is_end.cumsum(1) - is_end.long()
+        lengths = (ends_before == 0).sum(1).tolist()
+        ended = is_end.any(1).tolist()
+        completions = []
+        columns = [self.ids.tolist(), self.logprobs.tolist(), self.entropies.tolist()]
+        for row in zip(prompts, *columns, lengths, ended):
+            prompt, ids, values, entropies, length, has_ended = row
+            completion = Completion(prompt, ids[:length], values[:length], has_ended)
+            completion.entropy = sum(entropies[:length])
+            completions.append(completion)
+        return completions
+
+
+class Buffers(StaticLayer):
+    """Keys and values of some rows of a layer, in tensors of fixed width.
+
+    All layers write to the same column, a tensor (1,), which the decoder moves on.
+    """
+
+    def __init__(self, layer, rows: Tensor, width: int, column: Tensor):
+        super().__init__(max_cache_len=width)
+        self.keys = layer.keys.index_select(0, rows)
+        self.values = layer.values.index_select(0, rows)
+        added = width - self.keys.size(2)
+        if added > 0:  # columns of zeros, as what is masked must be finite
+            self.keys = F.pad(self.keys, (0, 0, 0, added))
+            self.values = F.pad(self.values, (0, 0, 0, added))
+        self.cumulative_length = column
+        self.is_initialized = True
+
+    def update(self, keys: Tensor, values: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.cumulative_length, keys)
+        self.values.index_copy_(2, self.cumulative_length, values)
+        return self.keys, self.values
+
+
+def recorded(decoder: Decoder):
+    """A decoder's step as a CUDA graph; the step itself on a CPU, or where recording fails."""
+    model = decoder.model
+    if model.device.type == "cpu" or getattr(model, "unrecorded", False):
+        return decoder.step
+    count = decoder.count.clone()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):  # the old stream comes back also after an error
+            decoder.step()  # kernels choose their algorithms in a first run
+            decoder.count.copy_(count)  # which the recorded step repeats
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                decoder.step()
+    except RuntimeError as error:
+        decoder.count.copy_(count)
+        model.unrecorded = True
+        if os.environ.get("RANK", "0") == "0":
+            reason = " ".join(str(error).split())
+            print(f"decoding is not recorded, and so several times slower: {reason:.200}")
+        return decoder.step
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay
+
+
+def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
+    cumulative = logprobs.exp().cumsum(1)  # (B,V)
+    # The sum is only nearly 1. A bit less than it keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
 
 class VllmSampler:
@@ -1007,6 +1133,11 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args) -> None:
         episodes = [episodes[row] for row in rows]
 
 
+def over_temperature(logits: Tensor, args: Args) -> Tensor:
+    """Divided by the temperature, which takes time and memory even where it is 1."""
+    return logits if args.temperature == 1 else logits / args.temperature
+
+
 def random_seed(*names) -> int:
     """A seed made of names: the same after a resume and on any number of processes."""
     return random.Random(" ".join(map(str, names))).getrandbits(63)
@@ -1041,39 +1172,34 @@ class Packed:
     correction: Tensor | None = None  # (N,) see sampling_correction
 
 
-def pack(episodes: list[Episode], rows: list[int], device: torch.device) -> Packed:
-    """Pack the episodes numbered rows; neighbours with the same prompt share a packed row."""
-    packed_rows = []  # lists of (token, position, owner, whether the next token was written)
-    order = []  # the episodes in the order of the packed rows
-    for prompt, group in groupby(rows, key=lambda row: episodes[row].prompt):
-        group = list(group)
-        # A long group is split over several packed rows, each of which repeats the prompt.
-        num_tokens = sum(len(episodes[row].ids) for row in group)
-        num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
-        num_parts = min(num_parts, len(group))
-        for part in range(num_parts):
-            packed_row = [(token, position, 0, 0) for position, token in enumerate(prompt[:-1])]
-            for owner, row in enumerate(group[part::num_parts], start=1):
-                inputs = [prompt[-1]] + episodes[row].ids[:-1]
-                written = [turn >= 0 for turn in episodes[row].turns]
-                positions = range(len(prompt) - 1, len(prompt) + len(inputs) - 1)
-                packed_row += zip(inputs, positions, [owner] * len(inputs), written)
-                order.append(row)
-            packed_rows.append(packed_row)
+def pack(episodes: list[Episode], packed_rows: list[list[int]], device) -> Packed:
+    """Pack the episodes with these numbers; those of a packed row have the same prompt."""
+    table = []  # packed rows as lists of (token, position, owner, whether the next was written)
+    for numbers in packed_rows:
+        prompt = episodes[numbers[0]].prompt
+        packed_row = [(token, position, 0, 0) for position, token in enumerate(prompt[:-1])]
+        for owner, number in enumerate(numbers, start=1):
+            inputs = [prompt[-1]] + episodes[number].ids[:-1]
+            written = [turn >= 0 for turn in episodes[number].turns]
+            positions = range(len(prompt) - 1, len(prompt) + len(inputs) - 1)
+            packed_row += zip(inputs, positions, [owner] * len(inputs), written)
+        table.append(packed_row)
 
-    width = max(len(packed_row) for packed_row in packed_rows)
-    width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
-    for packed_row in packed_rows:
+    table = table or [[]]  # a pass without tokens, see micro_batches
+    width = max([packed_length(episodes, numbers) for numbers in packed_rows], default=8)
+    for packed_row in table:
         packed_row += [(0, 0, -1, 0)] * (width - len(packed_row))
-    input_ids, position_ids, owners, written = torch.tensor(packed_rows).unbind(2)  # (R,L)
+    input_ids, position_ids, owners, written = torch.tensor(table).unbind(2)  # (R,L)
+    order = [number for numbers in packed_rows for number in numbers]
     chosen = [
-        (token, row, turn)
-        for row in order
-        for token, turn in zip(episodes[row].ids, episodes[row].turns)
+        (token, number, turn)
+        for number in order
+        for token, turn in zip(episodes[number].ids, episodes[number].turns)
         if turn >= 0
     ]
-    targets, completion_index, turns = torch.tensor(chosen, device=device).unbind(1)  # (N,)
-    sampled_logprobs = [logprob for row in order for logprob in episodes[row].logprobs]
+    chosen = torch.tensor(chosen, dtype=torch.long, device=device).view(-1, 3)
+    targets, completion_index, turns = chosen.unbind(1)  # (N,)
+    sampled_logprobs = [logprob for number in order for logprob in episodes[number].logprobs]
     return Packed(
         input_ids=input_ids.to(device),
         position_ids=position_ids.to(device),
@@ -1095,7 +1221,7 @@ def token_logprobs(model, packed: Packed, args: Args, entropy: bool = False) -> 
 
     def chunk_logprobs(hidden, targets):
         logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
-        logits = logits / args.temperature
+        logits = over_temperature(logits, args)
         if entropy:
             return torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
         return -F.cross_entropy(logits, targets, reduction="none")
@@ -1110,6 +1236,9 @@ def token_logprobs(model, packed: Packed, args: Args, entropy: bool = False) -> 
         hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
         # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
         size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if args.compile:  # then a chunk keeps fewer copies of its logits
+            size = 4 * size
+            chunk_logprobs = torch.compile(chunk_logprobs, dynamic=True)
         if len(hidden) <= size:
             return chunk_logprobs(hidden, packed.targets)
         logprobs = []
@@ -1121,17 +1250,58 @@ def token_logprobs(model, packed: Packed, args: Args, entropy: bool = False) -> 
 # --- Update -------------------------------------------------------------------------------------
 
 
+def packed_length(completions, numbers: list[int]) -> int:
+    """Tokens of a packed row, rounded up as attention kernels want the width of masks."""
+    length = len(completions[numbers[0]].prompt) - 1
+    length += sum(len(completions[number].ids) for number in numbers)
+    return math.ceil(length / 8) * 8
+
+
+def tokens_at_once(args: Args, device) -> int:
+    """Most tokens in a forward pass: enough to keep a GPU busy, or what suits a CPU's caches."""
+    return args.micro_batch_tokens or (16384 if device.type == "cuda" else 2048)
+
+
+def divide(completions, rows: list[int], args: Args, device) -> list[list[list[int]]]:
+    """Divide rows of the batch into forward passes, and these into packed rows.
+
+    A packed row has completions of one prompt. A pass has no more tokens than micro_batch_tokens,
+    padding counted, and no more completions than micro_batch_size, but always one.
+    """
+    limit = tokens_at_once(args, device)
+    size = args.micro_batch_size or len(rows)
+    groups = {}
+    for row in rows:
+        groups.setdefault(tuple(completions[row].prompt), []).append(row)
+    packed_rows = []
+    for prompt, group in groups.items():
+        # A long group takes several packed rows, each of which repeats the prompt.
+        room = max(1, min(limit, PACKED_LENGTH) - len(prompt))
+        num_tokens = sum(len(completions[row].ids) for row in group)
+        num_parts = max(math.ceil(num_tokens / room), math.ceil(len(group) / size))
+        num_parts = min(num_parts, len(group))
+        packed_rows += [group[first::num_parts] for first in range(num_parts)]
+    # Longest first: a lack of memory shows at once, and neighbours need little padding.
+    packed_rows.sort(key=lambda numbers: packed_length(completions, numbers), reverse=True)
+    passes = []
+    width = num_completions = 0  # of the last pass
+    for numbers in packed_rows:
+        num_completions += len(numbers)
+        full = not passes or (len(passes[-1]) + 1) * width > limit or num_completions > size
+        if full:
+            passes.append([])
+            width = packed_length(completions, numbers)
+            num_completions = len(numbers)
+        passes[-1].append(numbers)
+    return passes
+
+
 def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
-    """Pack rows of the batch. Groups of similar length share a micro-batch, to avoid padding."""
-
-    def group_length(row: int) -> int:
-        first = row - row % args.num_generations
-        return sum(len(c.ids) for c in completions[first : first + args.num_generations])
-
-    # Longest first, so that a lack of memory shows at once. Rows of a group stay neighbours.
-    rows = sorted(rows, key=group_length, reverse=True)
-    size = args.micro_batch_size
-    return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
+    """The rows of the batch, packed for one forward pass after another."""
+    passes = divide(completions, rows, args, device) or [[]]
+    if args.fsdp:  # processes with fewer passes make empty ones, as all must make equally many
+        passes += [[]] * (max(gather([len(passes)])) - len(passes))
+    return [pack(completions, packed_rows, device) for packed_rows in passes]
 
 
 @torch.no_grad()
@@ -1165,9 +1335,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
         max_completion_length=args.max_completion_length,
     ).to(device)  # (B,)
     rows = list(range(len(episodes)))
-    if args.beta == 0 and not args.fsdp:
-        # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
-        # processes different numbers of passes, and they would wait for each other forever.
+    if args.beta == 0:  # without KL, zero advantage means no gradient
         rows = advantages.any(1).nonzero()[:, 0].tolist() or rows[:1]  # one for sampling_metrics
     advantages = advantages.to(device)
     batches = micro_batches(episodes, rows, args, device)
@@ -1468,6 +1636,7 @@ def train(args: Args) -> dict[str, float]:
         rate = 1e-6 if args.model_name_or_path else 2e-4
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
     rank, world_size, device = setup(args)
+    warn_of_slow_bfloat16(args, rank, device)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)
     model.to(device)
@@ -1488,6 +1657,8 @@ def train(args: Args) -> dict[str, float]:
         sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
     if args.lora_rank:
         add_adapters(model, args)
+    if args.compile:
+        compile_layers(model)
     if args.gradient_checkpointing:
         recompute_layers(model)
     if args.fsdp:

@@ -51,7 +51,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
-from itertools import groupby
 from pathlib import Path
 from types import MethodType
 from typing import Literal
@@ -69,6 +68,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.tensorboard import SummaryWriter
+from transformers.cache_utils import StaticLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -151,12 +151,17 @@ class Args:
     # memory and speed; these change results by rounding only, see sampling_correction
     decode_batch_size: int = 256
     """completions sampled at once"""
-    micro_batch_size: int = 32
-    """completions in one forward pass of the update"""
+    micro_batch_tokens: int | None = None
+    """most tokens in one forward pass of the update, prompts and padding counted; None is 16384 on
+    a GPU and 2048 on a CPU"""
+    micro_batch_size: int | None = None
+    """most completions in one forward pass of the update; None is as many as the tokens allow"""
     bf16: bool = False
     """compute in bfloat16; trained weights and optimizer stay in float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    compile: bool = False
+    """torch.compile for layers and head in the update; costs a minute or more in the first step"""
     fsdp: bool = False
     """shard weights, gradients and optimizer state over the processes of torchrun"""
     # engine and adapters
@@ -380,6 +385,14 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     return rank, world_size, device
+
+
+def warn_of_slow_bfloat16(args: Args, rank: int, device: torch.device) -> None:
+    """Print a line where --bf16 makes an x86 CPU slower, which computes it by way of float32."""
+    can = getattr(torch.cpu, "get_capabilities", dict)()
+    on_x86 = device.type == "cpu" and can.get("architecture", "").startswith("x86")
+    if args.bf16 and on_x86 and rank == 0 and not (can["avx512_bf16"] or can["amx_bf16"]):
+        print("--bf16: this CPU has no bfloat16 of its own and is 2 to 7 times faster without it")
 
 
 def gather(items: list) -> list:
@@ -664,23 +677,38 @@ def recompute_layers(model) -> None:
             layer.forward = partial(recompute_in_backward, layer.forward, **settings)
 
 
+def compile_layers(model) -> None:
+    """torch.compile for the layers where gradients are wanted, which leaves decoding as it is."""
+
+    def forward(plain, compiled, *inputs, **named):
+        return (compiled if torch.is_grad_enabled() else plain)(*inputs, **named)
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            compiled = torch.compile(layer.forward, dynamic=True)
+            layer.forward = partial(forward, layer.forward, compiled)
+
+
 @torch.no_grad()
 def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
     """Largest difference of log-probabilities, in nats, from those of the plain forward pass."""
     completions = generate(model, prompts, args, seeds=range(len(prompts)))
-    packed = pack(completions, list(range(len(completions))), model.device)
-    plain = []
-    for completion in completions:
-        ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
-        logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
-        targets = ids[0, len(completion.prompt) :]
-        plain.append(-F.cross_entropy(logits, targets, reduction="none"))
-    plain = torch.cat(plain)  # (N,)
-    learner = model.token_logprobs(packed, args)[:, 0]
-    return {
-        "decoding": (packed.sampled_logprobs - plain).abs().max().item(),
-        "packing": (learner - plain).abs().max().item(),
-    }
+    decoding = []
+    packing = []
+    for packed_rows in divide(completions, list(range(len(completions))), args, model.device):
+        packed = pack(completions, packed_rows, model.device)
+        plain = []
+        for number in (number for numbers in packed_rows for number in numbers):
+            completion = completions[number]
+            ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
+            logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
+            targets = ids[0, len(completion.prompt) :]
+            plain.append(-F.cross_entropy(logits, targets, reduction="none"))
+        plain = torch.cat(plain)  # (N,)
+        decoding.append(packed.sampled_logprobs - plain)
+        packing.append(model.token_logprobs(packed, args)[:, 0] - plain)
+    gaps = {"decoding": torch.cat(decoding), "packing": torch.cat(packing)}
+    return {computation: gap.abs().max().item() for computation, gap in gaps.items()}
 
 
 def check_model(model, prompt: list[int], args: Args) -> None:
@@ -721,21 +749,31 @@ class Completion:
     rewards: tuple[float, ...] = ()
 
 
-def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
-    cumulative = logprobs.exp().cumsum(1)  # (B,V)
-    # The sum is only nearly 1. A bit less than it keeps the index within the vocabulary.
-    total = cumulative[:, -1:] * (1 - 2**-22)
-    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
+@torch.no_grad()
+def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+    """A completion of each prompt: sampled with one seed for each prompt, greedy without seeds.
+
+    Random numbers belong to (row, position), so dropping rows that have ended does not change
+    others. A VllmSampler in place of the model does the same in its own way.
+    """
+    if isinstance(model, VllmSampler):
+        return model.generate(prompts, args, seeds)
+    cache, places, logits = read_prompts(model, prompts)
+    decoder = Decoder(model, prompts, cache, args, seeds)
+    decoder.decode(places, logits)
+    return decoder.completions(prompts)
 
 
 @torch.no_grad()
-def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicCache, Tensor]:
-    """Compute each different prompt once. Returns keys and values, and the next logits, (B,V)."""
-    places = {}  # prompt: its row among the U different ones
+def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.Cache, Tensor, Tensor]:
+    """Compute each of the U different prompts once.
+
+    Returns a cache of U rows, the row of each prompt in it, (B,), and the next logits, (B,V).
+    """
+    numbers = {}  # prompt: its row in the cache
     for prompt in prompts:
-        places.setdefault(tuple(prompt), len(places))
-    ids = [torch.tensor(prompt) for prompt in places]
+        numbers.setdefault(tuple(prompt), len(numbers))
+    ids = [torch.tensor(prompt) for prompt in numbers]
     ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
     positions = torch.arange(ids.size(1), device=model.device)[None]  # (1,S)
     visible = positions[:, None, :] <= positions[:, :, None]  # (1,S,S), one mask for all prompts
@@ -746,86 +784,174 @@ def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.DynamicC
         position_ids=positions.expand(ids.shape),
         past_key_values=cache,
     ).last_hidden_state  # (U,S,H)
-    last = [hidden[place, len(prompt) - 1] for prompt, place in places.items()]
+    last = [hidden[number, len(prompt) - 1] for prompt, number in numbers.items()]
     logits = model.logits_from_hidden(inputs_embeds=torch.stack(last)[None]).logits[0]  # (U,V)
-    rows = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=model.device)
-    cache.batch_select_indices(rows)
-    return cache, logits[rows]
+    places = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
+    return cache, places, logits[places]
 
 
-@torch.no_grad()
-def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
-    """A completion of each prompt: sampled with one seed for each prompt, greedy without seeds.
+class Decoder:
+    """Writes completions of a batch, token by token.
 
-    Finished rows are dropped from the cache. Random numbers belong to (row, position), so dropping
-    rows does not change others. A VllmSampler in place of the model does the same in its own way.
+    Everything that a step changes is a buffer that keeps its address, so a GPU can record the step
+    as a CUDA graph and replay it: Python then starts all its kernels with one call.
     """
-    if isinstance(model, VllmSampler):
-        return model.generate(prompts, args, seeds)
-    device = model.device
-    steps = args.max_completion_length
-    ends = torch.tensor(model.generation_config.eos_token_id, device=device)
-    if seeds:
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        uniform = torch.stack([torch.rand(steps, generator=g) for g in generators])
-        uniform = uniform.to(device)  # (B,T)
 
-    # The result, in the order of the batch.
-    written = torch.zeros(len(prompts), steps, dtype=torch.long, device=device)  # (B,T)
-    logprobs = torch.zeros(len(prompts), steps, device=device)  # (B,T)
+    def __init__(self, model, prompts: list[list[int]], cache, args: Args, seeds=None):
+        shape = len(prompts), args.max_completion_length
+        self.model = model
+        self.args = args
+        self.cache = cache
+        self.first = cache.get_seq_length()  # S: the column of the first token in the cache
+        with model.device:
+            self.lengths = torch.tensor([len(prompt) for prompt in prompts])  # (B,)
+            self.rows = torch.arange(len(prompts))  # (R,) those that are decoded: all at first
+            self.is_end = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.bool)
+            self.ids = torch.zeros(shape, dtype=torch.long)  # (B,T)
+            self.logprobs = torch.zeros(shape)  # (B,T)
+            self.count = torch.zeros(1, dtype=torch.long)  # tokens written of each row
+            self.column = torch.zeros(1, dtype=torch.long)  # of the cache, written by a step
+        self.is_end[model.generation_config.eos_token_id] = True
+        self.uniform = None  # (B,T) random numbers that choose the tokens
+        if seeds:
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            uniform = torch.stack([torch.rand(shape[1], generator=g) for g in generators])
+            self.uniform = uniform.to(model.device)
 
-    # The rows still in the cache: all at first, fewer later. Columns of the cache: S for the padded
-    # prompt, then one for each token written.
-    cache, logits = read_prompts(model, prompts)
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    width = int(cache.get_seq_length())  # S
-    columns = torch.arange(width + steps, device=device)
-    filled = (columns < prompt_lengths[:, None]) | (columns >= width)  # (B,S+T)
-    positions = filled.cumsum(1) - 1  # (B,S+T)
-    rows = torch.arange(len(prompts), device=device)  # their indices in the batch
-    live = torch.ones_like(rows, dtype=torch.bool)
+    def decode(self, places: Tensor, logits: Tensor) -> None:
+        """Write all tokens, the first from logits (B,V). places (B,): rows of the cache."""
+        # Columns by which buffers grow; tokens between two looks at which rows have ended, as a
+        # GPU must be waited for; share of live rows below which the others are dropped.
+        settings = (256, 16, 0.5) if self.ids.device.type == "cuda" else (24, 1, 0.75)
+        block, look_every, few = settings
+        steps = self.ids.size(1)
+        width = self.first
+        self.write(logits)
+        t = 1  # tokens written; self.count is the same on the device
+        while t < steps and len(places) > 0:
+            if self.first + t > width:
+                width = min(self.first + steps, width + block)
+            self.allocate(places, width)
+            step = recorded(self)
+            crowded = True
+            while t < steps and self.first + t <= width and crowded:
+                step()
+                t += 1
+                if t % look_every == 0:
+                    crowded = int(self.live(t).sum()) > few * len(self.rows)
+            places = self.live(t).nonzero()[:, 0]
+            self.rows = self.rows[places]
 
-    for t in range(steps):
-        logp = (logits.float() / args.temperature).log_softmax(1)  # (B,V)
-        tokens = sample_tokens(logp, uniform[rows, t]) if seeds else logp.argmax(1)  # (B,)
-        written[rows, t] = tokens
-        logprobs[rows, t] = logp.gather(1, tokens[:, None])[:, 0]
-        live = live & ~torch.isin(tokens, ends)
-        if t == steps - 1:
-            break
-        if device.type == "cpu" or t % 8 == 7:  # waits for a GPU, so only every 8 tokens
-            keep = live.nonzero()[:, 0]
-            if len(keep) == 0:
-                break
-            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache
-                cache.batch_select_indices(keep)
-                rows = rows[keep]
-                tokens = tokens[keep]
-                filled = filled[keep]
-                positions = positions[keep]
-                live = live[keep]
-        last = width + t  # column of the new tokens
-        visible = filled[:, None, : last + 1]
-        query = positions[:, last : last + 1]
-        key = positions[:, : last + 1]
-        out = model(
-            tokens[:, None],
-            attention_mask=attention_masks(model, visible, query, key),
-            position_ids=query,
-            past_key_values=cache,
+    def live(self, t: int) -> Tensor:
+        """Which rows have no end token among their first t. (R,)"""
+        return ~self.is_end[self.ids[self.rows, :t]].any(1)
+
+    def allocate(self, places: Tensor, width: int) -> None:
+        """Buffers of this width for some rows of the cache; they replace it layer by layer."""
+        for number, layer in enumerate(self.cache.layers):
+            self.cache.layers[number] = Buffers(layer, places, width, self.column)
+        columns = torch.arange(width, device=places.device)
+        lengths = self.lengths[self.rows, None]
+        self.filled = (columns < lengths) | (columns >= self.first)  # (R,W), now or later
+        self.key_positions = self.filled.cumsum(1) - 1  # (R,W)
+
+    def step(self) -> None:
+        """Read the last token of each row, and write the next one.
+
+        In here nothing may depend on a value on the device: no branch, shape or Python number.
+        """
+        last = self.count - 1
+        self.column.copy_(last + self.first)
+        positions = self.key_positions.index_select(1, self.column)  # (R,1)
+        visible = self.filled & (self.key_positions <= positions)  # (R,W)
+        masks = attention_masks(self.model, visible[:, None], positions, self.key_positions)
+        out = self.model(
+            self.ids[self.rows[:, None], last],
+            attention_mask=masks,
+            position_ids=positions,
+            past_key_values=self.cache,
         )
-        logits = out.logits[:, -1]
+        self.write(out.logits[:, -1])
 
-    # A completion ends with its first end token; some finished rows were sampled further.
-    is_end = torch.isin(written, ends)  # (B,T)
-    ends_before = is_end.cumsum(1) - is_end.long()
-    lengths = (ends_before == 0).sum(1).tolist()
-    ended = is_end.any(1).tolist()
-    completions = []
-    for row in zip(prompts, written.tolist(), logprobs.tolist(), lengths, ended):
-        prompt, ids, values, length, has_ended = row
-        completions.append(Completion(prompt, ids[:length], values[:length], has_ended))
-    return completions
+    def write(self, logits: Tensor) -> None:
+        """Choose and write the next token of each row. (R,V)"""
+        logprobs = over_temperature(logits.float(), self.args).log_softmax(1)
+        if self.uniform is None:
+            tokens = logprobs.argmax(1)
+        else:
+            tokens = sample_tokens(logprobs, self.uniform[self.rows, self.count])  # (R,)
+        self.ids[self.rows, self.count] = tokens
+        self.logprobs[self.rows, self.count] = logprobs.gather(1, tokens[:, None])[:, 0]
+        self.count.add_(1)
+
+    def completions(self, prompts: list[list[int]]) -> list[Completion]:
+        """What was written, each up to its first end token: some were written further."""
+        is_end = self.is_end[self.ids]  # (B,T)
+        ends_before = is_end.cumsum(1) - is_end.long()
+        lengths = (ends_before == 0).sum(1).tolist()
+        ended = is_end.any(1).tolist()
+        completions = []
+        for row in zip(prompts, self.ids.tolist(), self.logprobs.tolist(), lengths, ended):
+            prompt, ids, values, length, has_ended = row
+            completions.append(Completion(prompt, ids[:length], values[:length], has_ended))
+        return completions
+
+
+class Buffers(StaticLayer):
+    """Keys and values of some rows of a layer, in tensors of fixed width.
+
+    All layers write to the same column, a tensor (1,), which the decoder moves on.
+    """
+
+    def __init__(self, layer, rows: Tensor, width: int, column: Tensor):
+        super().__init__(max_cache_len=width)
+        self.keys = layer.keys.index_select(0, rows)
+        self.values = layer.values.index_select(0, rows)
+        added = width - self.keys.size(2)
+        if added > 0:  # columns of zeros, as what is masked must be finite
+            self.keys = F.pad(self.keys, (0, 0, 0, added))
+            self.values = F.pad(self.values, (0, 0, 0, added))
+        self.cumulative_length = column
+        self.is_initialized = True
+
+    def update(self, keys: Tensor, values: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.cumulative_length, keys)
+        self.values.index_copy_(2, self.cumulative_length, values)
+        return self.keys, self.values
+
+
+def recorded(decoder: Decoder):
+    """A decoder's step as a CUDA graph; the step itself on a CPU, or where recording fails."""
+    model = decoder.model
+    if model.device.type == "cpu" or getattr(model, "unrecorded", False):
+        return decoder.step
+    count = decoder.count.clone()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):  # the old stream comes back also after an error
+            decoder.step()  # kernels choose their algorithms in a first run
+            decoder.count.copy_(count)  # which the recorded step repeats
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                decoder.step()
+    except RuntimeError as error:
+        decoder.count.copy_(count)
+        model.unrecorded = True
+        if os.environ.get("RANK", "0") == "0":
+            reason = " ".join(str(error).split())
+            print(f"decoding is not recorded, and so several times slower: {reason:.200}")
+        return decoder.step
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay
+
+
+def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
+    cumulative = logprobs.exp().cumsum(1)  # (B,V)
+    # The sum is only nearly 1. A bit less than it keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
 
 
 class VllmSampler:
@@ -939,6 +1065,11 @@ def complete(sampler, tokenizer, task, problems, num_generations, args: Args, se
     return completions
 
 
+def over_temperature(logits: Tensor, args: Args) -> Tensor:
+    """Divided by the temperature, which takes time and memory even where it is 1."""
+    return logits if args.temperature == 1 else logits / args.temperature
+
+
 def random_seed(*names) -> int:
     """A seed made of names: the same after a resume and on any number of processes."""
     return random.Random(" ".join(map(str, names))).getrandbits(63)
@@ -971,41 +1102,35 @@ class Packed:
     correction: Tensor | None = None  # (N,) see sampling_correction
 
 
-def pack(completions: list[Completion], rows: list[int], device: torch.device) -> Packed:
-    """Pack the completions numbered rows; neighbours with the same prompt share a packed row."""
-    packed_rows = []  # lists of (token, position, owner)
-    order = []  # the completions in the order of the packed rows
-    for prompt, group in groupby(rows, key=lambda row: completions[row].prompt):
-        group = list(group)
-        # A long group is split over several packed rows, each of which repeats the prompt.
-        num_tokens = sum(len(completions[row].ids) for row in group)
-        num_parts = math.ceil(num_tokens / max(1, PACKED_LENGTH - len(prompt)))
-        num_parts = min(num_parts, len(group))
-        for part in range(num_parts):
-            packed_row = [(token, position, 0) for position, token in enumerate(prompt[:-1])]
-            for owner, row in enumerate(group[part::num_parts], start=1):
-                inputs = [prompt[-1]] + completions[row].ids[:-1]
-                for position, token in enumerate(inputs, start=len(prompt) - 1):
-                    packed_row.append((token, position, owner))
-                order.append(row)
-            packed_rows.append(packed_row)
+def pack(completions: list[Completion], packed_rows: list[list[int]], device) -> Packed:
+    """Pack the completions with these numbers; those of a packed row have the same prompt."""
+    table = []  # packed rows as lists of (token, position, owner)
+    for numbers in packed_rows:
+        prompt = completions[numbers[0]].prompt
+        packed_row = [(token, position, 0) for position, token in enumerate(prompt[:-1])]
+        for owner, number in enumerate(numbers, start=1):
+            inputs = [prompt[-1]] + completions[number].ids[:-1]
+            for position, token in enumerate(inputs, start=len(prompt) - 1):
+                packed_row.append((token, position, owner))
+        table.append(packed_row)
 
-    width = max(len(packed_row) for packed_row in packed_rows)
-    width = math.ceil(width / 8) * 8  # attention kernels want masks of such widths
-    for packed_row in packed_rows:
+    table = table or [[]]  # a pass without tokens, see micro_batches
+    width = max([packed_length(completions, numbers) for numbers in packed_rows], default=8)
+    for packed_row in table:
         packed_row += [(0, 0, -1)] * (width - len(packed_row))
-    input_ids, position_ids, owners = torch.tensor(packed_rows).unbind(2)  # (R,L)
-    targets = [token for row in order for token in completions[row].ids]
-    sampled_logprobs = [logprob for row in order for logprob in completions[row].logprobs]
-    completion_index = [row for row in order for _ in completions[row].ids]
+    input_ids, position_ids, owners = torch.tensor(table).unbind(2)  # (R,L)
+    order = [number for numbers in packed_rows for number in numbers]
+    targets = [token for number in order for token in completions[number].ids]
+    sampled_logprobs = [logprob for number in order for logprob in completions[number].logprobs]
+    completion_index = [number for number in order for _ in completions[number].ids]
     return Packed(
         input_ids=input_ids.to(device),
         position_ids=position_ids.to(device),
         owners=owners.to(device),
         predicting=(owners > 0).flatten().nonzero()[:, 0].to(device),
-        targets=torch.tensor(targets, device=device),
+        targets=torch.tensor(targets, dtype=torch.long, device=device),
         sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
-        completion_index=torch.tensor(completion_index, device=device),
+        completion_index=torch.tensor(completion_index, dtype=torch.long, device=device),
     )
 
 
@@ -1018,10 +1143,10 @@ def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
 
     def chunk_logprobs(hidden, targets):
         logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
-        logprobs = -F.cross_entropy(logits / args.temperature, targets, reduction="none")
+        logprobs = -F.cross_entropy(over_temperature(logits, args), targets, reduction="none")
         entropy = torch.zeros_like(logprobs)
         if args.method == "srft":
-            logits = logits.detach() / args.temperature
+            logits = over_temperature(logits.detach(), args)
             entropy = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
         return torch.stack([logprobs, entropy], dim=1)
 
@@ -1035,6 +1160,9 @@ def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
         hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
         # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
         size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if args.compile:  # then a chunk keeps fewer copies of its logits
+            size = 4 * size
+            chunk_logprobs = torch.compile(chunk_logprobs, dynamic=True)
         if len(hidden) <= size:
             return chunk_logprobs(hidden, packed.targets)
         logprobs = []
@@ -1046,21 +1174,58 @@ def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
 # --- Update -------------------------------------------------------------------------------------
 
 
+def packed_length(completions, numbers: list[int]) -> int:
+    """Tokens of a packed row, rounded up as attention kernels want the width of masks."""
+    length = len(completions[numbers[0]].prompt) - 1
+    length += sum(len(completions[number].ids) for number in numbers)
+    return math.ceil(length / 8) * 8
+
+
+def tokens_at_once(args: Args, device) -> int:
+    """Most tokens in a forward pass: enough to keep a GPU busy, or what suits a CPU's caches."""
+    return args.micro_batch_tokens or (16384 if device.type == "cuda" else 2048)
+
+
+def divide(completions, rows: list[int], args: Args, device) -> list[list[list[int]]]:
+    """Divide rows of the batch into forward passes, and these into packed rows.
+
+    A packed row has completions of one prompt. A pass has no more tokens than micro_batch_tokens,
+    padding counted, and no more completions than micro_batch_size, but always one.
+    """
+    limit = tokens_at_once(args, device)
+    size = args.micro_batch_size or len(rows)
+    groups = {}
+    for row in rows:
+        groups.setdefault(tuple(completions[row].prompt), []).append(row)
+    packed_rows = []
+    for prompt, group in groups.items():
+        # A long group takes several packed rows, each of which repeats the prompt.
+        room = max(1, min(limit, PACKED_LENGTH) - len(prompt))
+        num_tokens = sum(len(completions[row].ids) for row in group)
+        num_parts = max(math.ceil(num_tokens / room), math.ceil(len(group) / size))
+        num_parts = min(num_parts, len(group))
+        packed_rows += [group[first::num_parts] for first in range(num_parts)]
+    # Longest first: a lack of memory shows at once, and neighbours need little padding.
+    packed_rows.sort(key=lambda numbers: packed_length(completions, numbers), reverse=True)
+    passes = []
+    width = num_completions = 0  # of the last pass
+    for numbers in packed_rows:
+        num_completions += len(numbers)
+        full = not passes or (len(passes[-1]) + 1) * width > limit or num_completions > size
+        if full:
+            passes.append([])
+            width = packed_length(completions, numbers)
+            num_completions = len(numbers)
+        passes[-1].append(numbers)
+    return passes
+
+
 def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
-    """Pack rows of the batch. Groups of similar length share a micro-batch, to avoid padding."""
-
-    group_size = args.num_generations + 1  # a group ends with its demonstration
-    kept = set(rows)
-
-    def group_length(row: int) -> int:
-        first = row - row % group_size
-        group = range(first, first + group_size)
-        return sum(len(completions[i].ids) for i in group if i in kept)
-
-    # Longest first, so that a lack of memory shows at once. Rows of a group stay neighbours.
-    rows = sorted(rows, key=group_length, reverse=True)
-    size = args.micro_batch_size
-    return [pack(completions, rows[i : i + size], device) for i in range(0, len(rows), size)]
+    """The rows of the batch, packed for one forward pass after another."""
+    passes = divide(completions, rows, args, device) or [[]]
+    if args.fsdp:  # processes with fewer passes make empty ones, as all must make equally many
+        passes += [[]] * (max(gather([len(passes)])) - len(passes))
+    return [pack(completions, packed_rows, device) for packed_rows in passes]
 
 
 def update(model, reference, optimizer, completions, assigned: Tensor, args: Args) -> dict:
@@ -1077,9 +1242,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
     divisor = args.max_completion_length if args.normalizer == "length" else max(1, num_tokens)
     divisors = (divisor, max(1, num_sft_tokens))
     rows = list(range(len(completions)))
-    if args.beta == 0 and args.method != "srft" and not args.fsdp:
-        # Without KL, zero advantage means no gradient. Under FSDP, skipping rows would give
-        # processes different numbers of passes, and they would wait for each other forever.
+    if args.beta == 0 and args.method != "srft":  # zero advantage means no gradient
         # Row 0, a rollout, stays for sampling_metrics: all other rows may be demonstrations.
         rows = sorted({0, *assigned[0].nonzero()[:, 0].tolist()})
     assigned = assigned.to(device)[:, :, None]  # (4,B,1)
@@ -1398,6 +1561,7 @@ def train(args: Args) -> dict[str, float]:
         rate = 1e-6 if args.model_name_or_path else 1e-3
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
     rank, world_size, device = setup(args)
+    warn_of_slow_bfloat16(args, rank, device)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)
     model.to(device)
@@ -1420,6 +1584,8 @@ def train(args: Args) -> dict[str, float]:
         sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
     if args.lora_rank:
         add_adapters(model, args)
+    if args.compile:
+        compile_layers(model)
     if args.gradient_checkpointing:
         recompute_layers(model)
     if args.fsdp:

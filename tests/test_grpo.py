@@ -222,14 +222,14 @@ def other_model():
 def compactions(monkeypatch) -> list[int]:
     """Rows that are kept whenever rows leave a cache."""
     kept = []
-    original = transformers.DynamicCache.batch_select_indices
+    original = grpo.Decoder.allocate
 
-    def spy(cache, indices):
-        if len(indices) < len(cache.layers[0].keys):  # else prompts are repeated
-            kept.append(len(indices))
-        return original(cache, indices)
+    def spy(decoder, places, width):
+        if decoder.count > 1 and len(places) < len(decoder.cache.layers[0].keys):
+            kept.append(len(places))
+        return original(decoder, places, width)
 
-    monkeypatch.setattr(transformers.DynamicCache, "batch_select_indices", spy)
+    monkeypatch.setattr(grpo.Decoder, "allocate", spy)
     return kept
 
 
@@ -337,16 +337,18 @@ def batch(model):
     return some_batch(model)
 
 
-@pytest.mark.parametrize("longest, micro_batch", [(4096, 32), (4096, 3), (30, 32), (30, 3), (1, 1)])
-def test_packed_logprobs_equal_one_row_forwards(model, batch, monkeypatch, longest, micro_batch):
+@pytest.mark.parametrize("longest", [4096, 30, 1])
+@pytest.mark.parametrize("tokens, micro_batch", [(None, None), (64, None), (None, 3), (40, 3), (1, 1)])
+def test_packed_logprobs_equal_one_row_forwards(model, batch, monkeypatch, longest, tokens, micro_batch):
     monkeypatch.setattr(grpo, "PACKED_LENGTH", longest)
     monkeypatch.setattr(grpo, "LOGITS_AT_ONCE", 64 * 7)  # 7 tokens at once
-    args = replace(BASE, micro_batch_size=micro_batch)
+    args = replace(BASE, micro_batch_tokens=tokens, micro_batch_size=micro_batch)
     rows = [row for row in range(24) if row != 13]  # rows of a group may be left out
     seen = []
     for packed in grpo.micro_batches(batch, rows, args, model.device):
         here = list(dict.fromkeys(packed.completion_index.tolist()))
-        assert len(here) <= micro_batch
+        assert len(here) <= (micro_batch or 24)
+        assert packed.input_ids.numel() <= (tokens or 2048) or len(here) == 1
         with torch.no_grad():
             found = model.token_logprobs(packed, args)
             expected = torch.cat([plain_chosen(model, batch[row], 0.9) for row in here])
@@ -356,16 +358,26 @@ def test_packed_logprobs_equal_one_row_forwards(model, batch, monkeypatch, longe
         num_packed, width = packed.input_ids.shape
         assert num_packed <= len(here), "a packed row without any completion"
         alone = max(len(batch[row].prompt) + len(batch[row].ids) - 1 for row in here)
-        assert longest > 1 or width == math.ceil(alone / 8) * 8
+        assert min(longest, tokens or 4096) > 1 or width == math.ceil(alone / 8) * 8
         seen += here
     assert sorted(seen) == rows, "a row was lost or taken twice"
 
 
 def test_packing_shares_the_prompt(batch):
-    packed = grpo.pack(batch, [12, 13, 14, 15], torch.device("cpu"))
+    packed = grpo.pack(batch, [[12, 13, 14, 15]], torch.device("cpu"))
     length = len(PROMPTS[3]) - 1 + sum(len(batch[row].ids) for row in (12, 13, 14, 15))
     assert packed.owners.shape == (1, math.ceil(length / 8) * 8)
     assert (packed.owners >= 0).sum() == length
+
+
+def test_a_pass_without_tokens_has_no_gradient(model):
+    """As processes make that have fewer passes than others, under FSDP."""
+    packed = grpo.pack([], [], torch.device("cpu"))
+    model.zero_grad()
+    logprobs = model.token_logprobs(packed, BASE)
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,)
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
 
 
 def flat(tensors) -> torch.Tensor:
@@ -432,8 +444,8 @@ def test_gradient_equals_that_of_the_loss_written_out(model, other_model, batch,
     args = replace(BASE, loss_type=loss_type, beta=beta)
     reference = other_model if beta else None
     expected, loss = written_out_gradient(model, batch, args, reference)
-    for micro_batch in (1, 3, 32):
-        changed = replace(args, micro_batch_size=micro_batch)
+    for micro_batch in ({"micro_batch_size": 1}, {"micro_batch_size": 3}, {"micro_batch_tokens": 40}, {}):
+        changed = replace(args, **micro_batch)
         gradient, metrics = updated_gradient(model, batch, changed, reference)
         assert relative(gradient, expected) < 1e-5, micro_batch
         assert metrics["loss"] == pytest.approx(loss, abs=1e-6)

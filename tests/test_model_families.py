@@ -4,6 +4,7 @@ import copy
 import math
 from dataclasses import replace
 
+import plain_decode
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,6 +16,7 @@ ARGS = Args(max_completion_length=12)
 ONE_STEP = Args(max_completion_length=2)
 PROMPTS = [list(range(10, 27)), list(range(40, 45)), list(range(70, 81))]  # longer than WINDOW
 ROWS = [prompt for prompt in PROMPTS for _ in range(2)]
+GROUPS = [[0, 1], [2, 3], [4, 5]]
 WINDOW = 6
 TWO_KINDS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 FOUR_LAYERS = TWO_KINDS | {"layer_types": TWO_KINDS["layer_types"] * 2, "num_hidden_layers": 4}
@@ -157,15 +159,18 @@ def test_family_is_right(family):
     if "sliding_window" in more:
         assert max(grpo.logprob_gaps(model, ROWS, ARGS).values()) < 1e-3  # with its own
 
+    for seeds in (None, range(6)):
+        found = generate(model, ROWS, ARGS, seeds)
+        plain = plain_decode.generate(model, ROWS, ARGS, seeds)
+        assert [c.ids for c in found] == [c.ids for c in plain]
+
     completions = generate(model, ROWS, ONE_STEP, seeds=range(6))
-    packed = pack(completions, list(range(6)), model.device)
+    packed = pack(completions, GROUPS, model.device)
     kept = gradients(model, packed)
     grpo.recompute_layers(model)
     torch.testing.assert_close(gradients(model, packed), kept)
 
     bf16 = replace(ARGS, bf16=True)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        generate(model, ROWS, ONE_STEP, seeds=range(6))
     assert torch.isfinite(model.token_logprobs(packed, bf16)).all()
     generate(model.bfloat16(), ROWS, ONE_STEP, seeds=range(6))
     assert torch.isfinite(model.token_logprobs(packed, ARGS)).all()
@@ -199,7 +204,7 @@ def test_rope_that_stretches_sets_the_longest_text():
 def test_a_copied_model_has_a_head_of_its_own():
     model = random_model("llama", {})
     reference = copy.deepcopy(model)
-    packed = pack(generate(model, ROWS, ARGS), list(range(6)), model.device)
+    packed = pack(generate(model, ROWS, ARGS), GROUPS, model.device)
     before = reference.token_logprobs(packed, ARGS)
     for parameter in model.parameters():
         parameter.data.zero_()

@@ -8,20 +8,21 @@ from sync_shared_blocks import texts
 
 SHARED = """
 group_advantages kl_estimate policy_loss sampling_correction token_weights
-gather JsonLines epoch_order from_file load_task model_path load_model encode drop_long_prompts
-refuse_unsupported longest_text attention_masks Hidden ReturnHidden add_methods recompute_layers check_model
-sample_tokens VllmSampler repack_head random_seed token_logprobs micro_batches sampling_metrics
+warn_of_slow_bfloat16 gather JsonLines epoch_order from_file load_task model_path load_model encode drop_long_prompts
+refuse_unsupported longest_text attention_masks Hidden ReturnHidden add_methods recompute_layers compile_layers check_model
+Decoder Buffers recorded sample_tokens over_temperature packed_length tokens_at_once divide VllmSampler repack_head random_seed token_logprobs micro_batches sampling_metrics
 add_adapters adapters_off shard copy_model whole_weights refresh
 checkpoints trained_state save_checkpoint load_checkpoint save_final open_run log report parse_args
 """
 ONE_TURN = "load_problems logprob_gaps Completion read_prompts generate complete Packed pack log_completions"
 AGENTS = "group_advantages JsonLines epoch_order"  # not in igpo.py
 SEVERAL_TURNS = "Memory read generate"
+ENTROPIES = "Decoder"  # keeps them in empg.py and arpo.py
 EPISODES = "logprob_gaps Completion reply_ids Packed pack"  # a row is a conversation of several turns
-TREES = "JsonLines epoch_order VllmSampler Completion"  # not in arpo.py, or with entropies there
+TREES = "JsonLines epoch_order VllmSampler Completion Decoder"  # not in arpo.py, or with entropies there
 TEAM = """
 group_advantages JsonLines epoch_order load_problems load_task encode drop_long_prompts Completion complete
-micro_batches save_checkpoint load_checkpoint log_completions
+save_checkpoint load_checkpoint log_completions
 """  # not in dr_mas.py, or with a text of its own there
 THREE_MODELS = """
 group_advantages JsonLines epoch_order from_file load_task token_logprobs micro_batches shard
@@ -29,13 +30,13 @@ trained_state report
 """  # not in pi_play.py, or with a text of its own there
 GAMES = """
 group_advantages JsonLines epoch_order load_problems load_task model_path drop_long_prompts Completion
-complete micro_batches log_completions report
+complete log_completions report
 """  # not in spiral_rae.py, or with a text of its own there
 BOTH_TERMS = """
-token_weights load_problems logprob_gaps token_logprobs micro_batches
+token_weights load_problems logprob_gaps token_logprobs
 """  # not in hpt.py, or with a text of its own
 PREFERENCES = """
-group_advantages token_weights load_task model_path report load_problems Completion complete Packed log_completions
+group_advantages token_weights load_task model_path report load_problems Completion complete Packed micro_batches log_completions
 """  # not in nash_preference.py, or with a text of its own there
 TEACHERS = "load_problems log_completions"  # problems are those that the shipped model cannot solve
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
@@ -53,14 +54,14 @@ FAMILIES = [
     (["grpo", "dapo", "gdpo"], f"{SHARED} {ONE_TURN}".split()),
     (["grpo", "igpo"], without(AGENTS, SHARED)),
     (["grpo", "empg"], ["group_advantages"]),
-    (["igpo", "empg"], without(f"{AGENTS} token_logprobs Completion", f"{SHARED} load_problems setup update evaluate {EPISODES}")),
+    (["igpo", "empg"], without(f"{AGENTS} token_logprobs Completion {ENTROPIES}", f"{SHARED} load_problems setup update evaluate {EPISODES}")),
     (["grpo", "arpo"], without(TREES, SHARED)),
     (["igpo", "arpo"], without(TREES, f"load_problems setup update evaluate Memory read {EPISODES}")),
     (["igpo", "pi_play"], SEVERAL_TURNS.split()),
     (["igpo", "empg"], ["Memory", "read"]),  # generate also keeps entropies in empg.py
     (["igpo", "pi_play"], EPISODES.split()),
     (["grpo", "dapo"], ["evaluate"]),
-    (["grpo", "gdpo"], ["update"]),
+    (["grpo", "gdpo", "dr_mas", "spiral_rae"], ["update"]),
     (["grpo", "dr_mas"], without(TEAM, f"{SHARED} {ONE_TURN}")),
     (["grpo", "hpt"], without(BOTH_TERMS, f"{SHARED} {ONE_TURN} evaluate")),
     (["grpo", "ampo"], without(TEACHERS, f"{SHARED} {ONE_TURN} evaluate")),
