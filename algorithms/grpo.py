@@ -485,7 +485,8 @@ def from_file(flag: str, name: str, *words: str):
         sys.exit(f"{flag} {name}: {sys.modules[title]} does not define {attribute!r}")
     found = getattr(sys.modules[title], attribute)
     try:
-        inspect.signature(found).bind(*words)
+        if words:
+            inspect.signature(found).bind(*words)
     except (TypeError, ValueError) as error:
         sys.exit(f"{flag} {name}: cannot be called as {attribute}({', '.join(words)}), {error}")
     return found
@@ -552,9 +553,11 @@ def load_model(args: Args):
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     ends = [*turn_end(tokenizer, args), tokenizer.eos_token_id, *ends]
-    model.generation_config.eos_token_id = [*dict.fromkeys(end for end in ends if end is not None)]
-    if not model.generation_config.eos_token_id:
-        sys.exit(f"--model-name-or-path {path}: neither tokenizer nor chat template end a turn")
+    ends = [*dict.fromkeys(end for end in ends if end is not None)]
+    if not ends:
+        sys.exit(f"--model-name-or-path {path}: has no token that ends a turn")
+    model.generation_config.eos_token_id = ends
+    tokenizer.eos_token_id = ends[0]  # ends demonstrations, too
     longest = longest_text(model)
     if args.max_prompt_length + (args.max_completion_length or 0) > longest:
         sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
@@ -1330,10 +1333,11 @@ def refresh(sampler, model) -> None:
     if isinstance(sampler, VllmSampler):
         sampler.load(whole_weights(model))  # merged
     elif sampler is not model:
+        weights = dict(model.named_parameters())
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         copies = dict(sampler.named_parameters())
-        for name, weight in model.named_parameters():
-            if weight.requires_grad:
-                copies[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
+        for name, weight in (trained or weights).items():  # all weights of a frozen model
+            copies[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
 
 
 # --- Checkpoints and logs -----------------------------------------------------------------------
