@@ -494,26 +494,19 @@ def epoch_order(size: int, epoch: int, seed: int) -> list[int]:
 def load_problems(args: Args, dataset: str | None):
     """An object with the methods of JsonLines, and its rows if it is a file; without --reward, also
     with reward_functions and reward_weights."""
+    if dataset and args.env == "reasoning_gym":
+        sys.exit("--dataset: reasoning_gym generates its own problems")
+    is_math = args.env == "gsm8k" or (args.env == "countdown" and dataset)
+    name = "math_jsonl" if is_math else args.env
     try:
-        if dataset and args.env == "reasoning_gym":
-            sys.exit("--dataset: reasoning_gym generates its own problems")
         if dataset and args.reward:
             return JsonLines(dataset)
-        if args.env == "reasoning_gym":
-            from envs.reasoning_gym import ReasoningGym
-
-            return ReasoningGym(args.task, json.loads(args.task_config))
-        if args.env == "tool_calls":
-            from envs.tool_calls import ToolCalls
-
-            return ToolCalls(dataset)
-        if args.env == "countdown" and dataset is None:
-            from envs.countdown import Countdown
-
-            return Countdown()
-        from envs.math_jsonl import MathJsonl
-
-        return MathJsonl(dataset, args.env)
+        module = importlib.import_module(f"envs.{name}")
+        if name == "reasoning_gym":
+            return module.ReasoningGym(args.task, json.loads(args.task_config))
+        if name == "tool_calls":
+            return module.ToolCalls(dataset)
+        return module.MathJsonl(dataset, args.env) if is_math else module.Countdown()
     except ModuleNotFoundError as error:
         sys.exit(f"{error}: needs the folder envs/ of the repository, or --dataset and --reward")
     except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken
