@@ -340,14 +340,17 @@ def check_flags(args: Args) -> None:
         least = 1 if name in AT_LEAST_ONE.split() else 0
         is_number = isinstance(value, int | float) and name not in ("seed", "format_penalty")
         if is_number and not least <= value < math.inf:
-            sys.exit(f"--{name.replace('_', '-')} {value}: expected a number from {least}")
+            sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
         sys.exit("--temperature: must be above 0")
     for name in ("task_config", "game_options", "chat_template_kwargs"):
+        flag = f"--{name.replace('_', '-')}"
         try:
-            json.loads(getattr(args, name, "{}")).items()
-        except (ValueError, AttributeError) as error:
-            sys.exit(f"--{name.replace('_', '-')}: expected JSON in braces, found {error}")
+            settings = json.loads(getattr(args, name, "{}"))
+        except ValueError as error:
+            sys.exit(f"{flag}: expected JSON, found {error}")
+        if not isinstance(settings, dict):
+            sys.exit(f"{flag}: expected JSON in braces, found {settings}")
     folder = args.output_dir or "runs"
     if Path(folder, "args.json").exists() and not args.resume:
         sys.exit(f"--output-dir {folder}: holds a run; continue it with --resume {folder}")
@@ -398,7 +401,8 @@ def read_file(name: str, parse_float) -> list:
     if name.startswith("hub:"):
         import datasets
 
-        path, *config, split = name.removeprefix("hub:").split(":", 2)
+        path, *config = name.removeprefix("hub:").split(":", 2)
+        split = config.pop() if config else "train"
         return datasets.load_dataset(path, *config, split=split).to_list()
     if name.endswith(".parquet"):
         import pyarrow.parquet
@@ -406,7 +410,9 @@ def read_file(name: str, parse_float) -> list:
         return pyarrow.parquet.read_table(name).to_pylist()
     if name.endswith(".csv"):
         with open(name, encoding="utf-8-sig", newline="") as file:
-            return list(csv.DictReader(file, restkey="more than the first line names"))
+            names, *rows = csv.reader(file)
+        # A row of another length stays a list, which read_rows refuses.
+        return [dict(zip(names, row)) if len(row) == len(names) else row for row in rows if row]
     # Bytes that are not UTF-8 become half surrogate pairs, which read_rows looks for.
     text = Path(name).read_text(encoding="utf-8-sig", errors="surrogateescape")
     if name.endswith(".json") and text.lstrip().startswith("["):
@@ -440,7 +446,7 @@ def read_rows(name: str, parse_float=float):
             raise ValueError(f"{place}: not UTF-8, or half a surrogate pair") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{place}: not JSON, {str(error).replace('line 1 ', '')}") from None
-        if not isinstance(row, dict) or "more than the first line names" in row:
+        if not isinstance(row, dict):
             raise ValueError(f"{place}: found {row!r:.60}, expected names and values")
         yield place, row
 
@@ -591,8 +597,11 @@ def load_model(args: Args):
             tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
     except Exception as error:  # of safetensors, torch and tokenizers, too
         reason = " ".join(str(error).split())
-        hint = "is a file cut off, or a pointer of Git LFS?" if "header" in reason else ""
-        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({reason:.400}) {hint}")
+        if "header" in reason:
+            reason += "; is a file cut off, or a pointer of Git LFS?"
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({reason:.400})")
+    if not tokenizer.encode("a"):
+        sys.exit(f"--model-name-or-path {path}: has no tokenizer")
     if tokenizer.chat_template is None:
         sys.exit(
             f"--model-name-or-path {path}: has no chat template; use an instruct model, or give "
@@ -619,13 +628,15 @@ def turn_end(tokenizer, args: Args) -> list[int]:
 
     In base models the token that ends a text is often another.
     """
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Xyzzy"}]
+    chat = [{"role": role, "content": "Xyzzy"} for role in ("user", "assistant")]
     settings = json.loads(args.chat_template_kwargs) | {"tokenize": False}
     try:
         text = tokenizer.apply_chat_template(chat, **settings)
     except Exception:  # if the template is broken, encode says so
         return []
-    rest = tokenizer.encode(text.partition("Xyzzy")[2], add_special_tokens=False)
+    if "Xyzzy" not in text:
+        sys.exit("chat template: leaves out messages, see --chat-template-path")
+    rest = tokenizer.encode(text.rpartition("Xyzzy")[2], add_special_tokens=False)
     return [token for token in rest if token in tokenizer.added_tokens_decoder][:1]
 
 
@@ -646,7 +657,7 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
 
 def check_tags(tokenizer, messages: list[dict]) -> None:
     """Exit if tags that the prompt asks for would be missing in the text that rewards read."""
-    for name in re.findall(r"</(\\w+)>", messages[-1]["content"]):
+    for name in re.findall(r"</(\w+)>", messages[-1]["content"]):
         ids = tokenizer.encode(f"<{name}></{name}>", add_special_tokens=False)
         if f"</{name}>" not in tokenizer.decode(ids, skip_special_tokens=True):
             sys.exit(f"--model-name-or-path: <{name}> is a special token, which no reward can see")

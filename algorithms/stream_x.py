@@ -219,13 +219,16 @@ class Stream:
             if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
                 sys.exit(f"--env-id {args.env_id}: actions must be Discrete or a Box of 1-D")
             env = gym.wrappers.ClipAction(env)  # log-probabilities are those before clipping
+        self.env = gym.wrappers.FlattenObservation(env)
         try:
-            env.reset(seed=args.seed)
-            float(env.step(space.sample())[1])
+            observation, _ = self.env.reset(seed=args.seed)
+            reward = float(self.env.step(space.sample())[1])
+            assert observation.shape == self.env.observation_space.shape, observation
         except Exception as error:
             reason = "".join(traceback.format_exception(error))
             sys.exit(f"--env-id {args.env_id}: its reset or its first step fails\n\n{reason}")
-        self.env = gym.wrappers.FlattenObservation(env)
+        if not math.isfinite(reward):
+            sys.exit(f"--env-id {args.env_id}: its first reward is {reward}, expected a number")
         self.time_limit = env.spec.max_episode_steps or math.inf
         self.stats = RunningMeanVar()
         self.scale_reward = ScaleReward(args.gamma)

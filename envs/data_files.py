@@ -10,7 +10,8 @@ def read_file(name: str, parse_float) -> list:
     if name.startswith("hub:"):
         import datasets
 
-        path, *config, split = name.removeprefix("hub:").split(":", 2)
+        path, *config = name.removeprefix("hub:").split(":", 2)
+        split = config.pop() if config else "train"
         return datasets.load_dataset(path, *config, split=split).to_list()
     if name.endswith(".parquet"):
         import pyarrow.parquet
@@ -18,7 +19,9 @@ def read_file(name: str, parse_float) -> list:
         return pyarrow.parquet.read_table(name).to_pylist()
     if name.endswith(".csv"):
         with open(name, encoding="utf-8-sig", newline="") as file:
-            return list(csv.DictReader(file, restkey="more than the first line names"))
+            names, *rows = csv.reader(file)
+        # A row of another length stays a list, which read_rows refuses.
+        return [dict(zip(names, row)) if len(row) == len(names) else row for row in rows if row]
     # Bytes that are not UTF-8 become half surrogate pairs, which read_rows looks for.
     text = Path(name).read_text(encoding="utf-8-sig", errors="surrogateescape")
     if name.endswith(".json") and text.lstrip().startswith("["):
@@ -52,6 +55,6 @@ def read_rows(name: str, parse_float=float):
             raise ValueError(f"{place}: not UTF-8, or half a surrogate pair") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{place}: not JSON, {str(error).replace('line 1 ', '')}") from None
-        if not isinstance(row, dict) or "more than the first line names" in row:
+        if not isinstance(row, dict):
             raise ValueError(f"{place}: found {row!r:.60}, expected names and values")
         yield place, row
