@@ -51,22 +51,29 @@ otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, K
 packed rows of L tokens, N predicted tokens.
 """
 
+import asyncio
 import copy
-import importlib
+import csv
+import importlib.util
+import inspect
 import json
 import math
 import os
 import random
+import re
 import shutil
 import sys
 import time
+import traceback
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
+from threading import Thread
 from types import MethodType
 from typing import Literal
 
@@ -94,7 +101,10 @@ PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset reward max_prompt_length system_prompt"
-FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir lora_rank"
+FIXED += " chat_template_path chat_template_kwargs model_name_or_path"
+FIXED += " num_prompts_per_step output_dir lora_rank"
+AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
+AT_LEAST_ONE += " decode_batch_size micro_batch_size num_iterations eval_problems reward_threads"
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -108,18 +118,24 @@ class Args:
     env: Literal["countdown", "gsm8k"] = "countdown"
     """kind of problems; with --dataset, countdown means the file's questions and answers"""
     dataset: str | None = None
-    """JSON-lines file of problems, each with a `demonstration`, or with a list of several"""
+    """problems: a .jsonl, .json, .parquet or .csv file, or hub:NAME:CONFIG:SPLIT of the Hugging
+    Face Hub (pip install datasets), each with a `demonstration`, or with a list of several"""
     eval_dataset: str | None = None
-    """JSON-lines file, evaluated in full; without it, 1 in 16 lines of --dataset is held out"""
+    """the same, evaluated in full; without it, 1 in 16 rows of --dataset is held out"""
     system_prompt: str | None = None
     """system message of every prompt; replaces the one it has, if any"""
+    chat_template_path: str | None = None
+    """file with a chat template, in place of the one that comes with the model"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
     """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
-    the rewards of --env. With --dataset, problem is a line of the file as a dict, its text alone is
+    the rewards of --env. With --dataset, problem is a row of the file as a dict, its text alone is
     the prompt, and --env only chooses the tiny model. Without --dataset, problem is what envs/
-    makes. Evaluations report the first function"""
+    makes. Evaluations report the first function. It may be async; with function.batched = True it
+    is called with all problems and all completions of a step, and returns a list"""
+    reward_threads: int = 1
+    """answers that a reward function is called for at once"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
@@ -129,8 +145,8 @@ class Args:
     """G, completions of each prompt"""
     max_prompt_length: int = 1024
     """problems with a longer prompt, in tokens, are dropped from datasets and evaluations"""
-    max_completion_length: int = 80
-    """T, longest completion in tokens"""
+    max_completion_length: int | None = None
+    """T, longest completion in tokens; None is 80 for the tiny model and 1024 for others"""
     temperature: float = 1.0
     """sampling temperature, also of the log-probabilities in the loss"""
     # method
@@ -359,26 +375,49 @@ def ampo_loss(
 # --- Processes, problems, model -----------------------------------------------------------------
 
 
+def check_flags(args: Args) -> None:
+    """Exit if a number is out of range, JSON is none, or the run folder cannot be made."""
+    for name, value in asdict(args).items():
+        least = 1 if name in AT_LEAST_ONE.split() else 0
+        is_number = isinstance(value, int | float) and name not in ("seed", "format_penalty")
+        if is_number and not least <= value < math.inf:
+            sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
+    if args.temperature == 0:
+        sys.exit("--temperature: must be above 0")
+    for name in ("task_config", "game_options", "chat_template_kwargs"):
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            settings = json.loads(getattr(args, name, "{}"))
+        except ValueError as error:
+            sys.exit(f"{flag}: expected JSON, found {error}")
+        if not isinstance(settings, dict):
+            sys.exit(f"{flag}: expected JSON in braces, found {settings}")
+    folder = args.output_dir or "runs"
+    if Path(folder, "args.json").exists() and not args.resume:
+        sys.exit(f"--output-dir {folder}: holds a run; continue it with --resume {folder}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--output-dir {folder}: cannot be made ({error.strerror})")
+
+
 def setup(args: Args) -> tuple[int, int, torch.device]:
     """Rank, number of processes, device."""
+    check_flags(args)
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
     rank = int(os.environ.get("RANK", 0))
     if args.num_prompts_per_step % world_size:
         sys.exit(f"--num-prompts-per-step: not divisible by the {world_size} processes")
-    if args.temperature <= 0:
-        sys.exit("--temperature: must be above 0")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
     if not args.model_name_or_path and not os.path.isdir(model_path(args)):
+        if not os.path.isdir(ROOT / "envs"):
+            sys.exit("without the folder envs/ beside it: needs --model-name-or-path")
         sys.exit(f"--env {args.env}: needs --model-name-or-path")
     if args.num_replaced >= args.num_generations and args.method != "grpo" and args.rule == "v1":
         sys.exit("--num-replaced: must be below --num-generations, to leave a rollout to compare")
-    try:
-        json.loads(args.chat_template_kwargs)
-    except ValueError as error:
-        sys.exit(f"--chat-template-kwargs: expected JSON, found {error}")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -408,37 +447,90 @@ def gather(items: list) -> list:
     return [item for piece in pieces for item in piece]
 
 
-class JsonLines:
-    """Problems of a JSON-lines file, whose answers a function of yours judges.
+def read_file(name: str, parse_float) -> list:
+    """The rows of hub:NAME:CONFIG:SPLIT or of a data file. Those of JSON lines are text."""
+    if name.startswith("hub:"):
+        import datasets
 
-    A line is an object with the user's text under `question`, `problem` or `prompt`, or with a
-    list of chat messages under `prompt`. One line in 16 is held out, by a hash of its prompt.
+        path, *config = name.removeprefix("hub:").split(":", 2)
+        split = config.pop() if config else "train"
+        return datasets.load_dataset(path, *config, split=split).to_list()
+    if name.endswith(".parquet"):
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(name).to_pylist()
+    if name.endswith(".csv"):
+        with open(name, encoding="utf-8-sig", newline="") as file:
+            names, *rows = csv.reader(file)
+        # A row of another length stays a list, which read_rows refuses.
+        return [dict(zip(names, row)) if len(row) == len(names) else row for row in rows if row]
+    # Bytes that are not UTF-8 become half surrogate pairs, which read_rows looks for.
+    text = Path(name).read_text(encoding="utf-8-sig", errors="surrogateescape")
+    if name.endswith(".json") and text.lstrip().startswith("["):
+        return json.loads(text, parse_float=parse_float)
+    return text.split("\n")
+
+
+def read_rows(name: str, parse_float=float):
+    """Yield a place, such as "train.jsonl, line 3", and the dict there for each row of a data file.
+
+    .jsonl, .json (also one array), .parquet, .csv, or hub:NAME:CONFIG:SPLIT of the Hugging Face
+    Hub. ValueError of one sentence if something cannot be read.
+    """
+    try:
+        rows = read_file(str(name), parse_float)
+    except ImportError as error:
+        raise ValueError(f"{name}: {error}; pip install datasets") from None
+    except Exception as error:  # of the disk or the network, or whatever pyarrow and datasets raise
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ValueError(f"{name}: cannot be read ({reason:.300})") from None
+    for number, row in enumerate(rows, start=1):
+        place = f"{name}, {'line' if isinstance(row, str) else 'row'} {number}"
+        if isinstance(row, str) and not row.strip():
+            continue
+        try:
+            if isinstance(row, str):
+                row.encode()
+                row = json.loads(row.rstrip(), parse_float=parse_float)
+            json.dumps(row, ensure_ascii=False, default=str).encode()
+        except UnicodeError:
+            raise ValueError(f"{place}: not UTF-8, or half a surrogate pair") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{place}: not JSON, {str(error).replace('line 1 ', '')}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{place}: found {row!r:.60}, expected names and values")
+        yield place, row
+
+
+class JsonLines:
+    """Problems of a data file (see read_rows), whose answers a function of yours judges.
+
+    A row has the user's text, or a list of chat messages, under `prompt`, `question` or `problem`;
+    the first that is there counts. One row in 16 is held out, by a hash of its prompt.
     """
 
     def __init__(self, path: str):
         self.rows = []
-        for number, line in enumerate(open(path, encoding="utf-8-sig"), start=1):
-            if not line.strip():
-                continue
-            try:
-                self.rows.append(json.loads(line.rstrip()))
-                self.prompt(self.rows[-1])
-            except json.JSONDecodeError as error:
-                place = f"{path}, line {number}, column {error.colno}"
-                raise ValueError(f"{place}: not JSON, {error.msg}") from None
-            except (IndexError, TypeError, AttributeError):
-                wanted = "an object with a question, problem or prompt"
-                raise ValueError(f"{path}, line {number}: expected {wanted}") from None
+        for place, row in read_rows(path):
+            messages = self.prompt(row)
+            for message in messages:
+                role = message.get("role") if isinstance(message, dict) else None
+                is_text = role and isinstance(message.get("content"), str)
+                if role not in ("system", "developer", "user", "assistant", "tool") or not is_text:
+                    wanted = "text or chat messages under prompt, question or problem"
+                    raise ValueError(f"{place}: found {message!r:.80}, expected {wanted}")
+            if not messages or not messages[-1]["content"].strip() or role == "assistant":
+                raise ValueError(f"{place}: found {messages!r:.80}, expected something to answer")
+            self.rows.append(row)
         held_out = [zlib.crc32(repr(self.prompt(row)).encode()) % 16 == 0 for row in self.rows]
         self.train_rows = [row for row, held in zip(self.rows, held_out) if not held]
         self.evaluation_rows = [row for row, held in zip(self.rows, held_out) if held]
 
     def prompt(self, row: dict) -> list[dict]:
         """Chat messages."""
-        if isinstance(row.get("prompt"), list):  # messages, ready for the chat template
-            return row["prompt"]
-        texts = [row[key] for key in ("question", "problem", "prompt") if key in row]
-        return [{"role": "user", "content": texts[0]}]
+        texts = [row.get(key) for key in ("prompt", "question", "problem")]
+        given = next((text for text in texts if text is not None), None)
+        return given if isinstance(given, list) else [{"role": "user", "content": given}]
 
     def train_problem(self, index: int, seed: int) -> dict:
         """Row `index` of an endless stream; every epoch is shuffled anew."""
@@ -475,18 +567,32 @@ def load_problems(args: Args, dataset: str | None):
         sys.exit(str(error))
 
 
-def from_file(flag: str, name: str):
-    """The function or class that FILE.py:name names. A file is imported once."""
+def from_file(flag: str, name: str, *words: str):
+    """The function or class that FILE.py:name names, called with what the words say.
+
+    A file is imported once.
+    """
     path, _, attribute = name.rpartition(":")
-    if not os.path.isfile(path):
+    if not path.endswith(".py") or not os.path.isfile(path):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
-    sys.path.append(os.path.dirname(os.path.abspath(path)))
-    module = importlib.import_module(Path(path).stem)
-    if getattr(module, "__file__", None) != os.path.abspath(path):
-        sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
-    if not hasattr(module, attribute):
-        sys.exit(f"{flag} {name}: {module} does not define {attribute!r}")
-    return getattr(module, attribute)
+    path = os.path.abspath(path)
+    title = Path(path).stem
+    if getattr(sys.modules.get(title), "__file__", path) != path:
+        title = path  # Python has another module of this name
+    if title not in sys.modules:
+        sys.path.append(os.path.dirname(path))  # for what it imports from beside it
+        spec = importlib.util.spec_from_file_location(title, path)
+        sys.modules[title] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[title])
+    if not hasattr(sys.modules[title], attribute):
+        sys.exit(f"{flag} {name}: {sys.modules[title]} does not define {attribute!r}")
+    found = getattr(sys.modules[title], attribute)
+    try:
+        if words:
+            inspect.signature(found).bind(*words)
+    except (TypeError, ValueError) as error:
+        sys.exit(f"{flag} {name}: cannot be called as {attribute}({', '.join(words)}), {error}")
+    return found
 
 
 def load_task(args: Args):
@@ -504,11 +610,13 @@ def load_task(args: Args):
     if len(set(names)) < len(names):
         sys.exit(f"--reward: functions need different names, found {names}")
     if args.reward:
-        functions = [from_file("--reward", name) for name in args.reward]
-        task.reward_functions = dict(zip(names, functions))
+        task.reward_functions = {}
+        for name, place in zip(names, args.reward):
+            task.reward_functions[name] = from_file("--reward", place, "problem", "completion")
         task.reward_weights = (1.0,) * len(args.reward)
     task.reward_weights = args.reward_weights or task.reward_weights
-    if len(task.reward_weights) != len(task.reward_functions):
+    finite = [weight for weight in task.reward_weights if math.isfinite(weight)]
+    if not len(finite) == len(task.reward_weights) == len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
         sys.exit(
@@ -526,22 +634,58 @@ def model_path(args: Args) -> str:
 def load_model(args: Args):
     """The policy in float32, in evaluation mode (no dropout), and its tokenizer."""
     path = model_path(args)
+    kinds = {"args.json": "a run", ".metadata": "a checkpoint", "adapter_config.json": "an adapter"}
+    for file, kind in kinds.items():
+        if Path(path, file).exists() and not Path(path, "config.json").exists():
+            sys.exit(f"--model-name-or-path {path}: {kind}; the trained model is in RUN/final")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({error})")
+        if args.chat_template_path:
+            tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+    except Exception as error:  # of safetensors, torch and tokenizers, too
+        reason = " ".join(str(error).split())
+        if "header" in reason:
+            reason += "; is a file cut off, or a pointer of Git LFS?"
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({reason:.400})")
+    if not tokenizer.encode("a"):
+        sys.exit(f"--model-name-or-path {path}: has no tokenizer")
     if tokenizer.chat_template is None:
-        sys.exit(f"--model-name-or-path {path}: has no chat template; use an instruct model")
+        sys.exit(
+            f"--model-name-or-path {path}: has no chat template; use an instruct model, or give "
+            "--chat-template-path"
+        )
     refuse_unsupported(model)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    model.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, *ends} - {None})
+    ends = [*turn_end(tokenizer, args), tokenizer.eos_token_id, *ends]
+    ends = [*dict.fromkeys(end for end in ends if end is not None)]
+    if not ends:
+        sys.exit(f"--model-name-or-path {path}: has no token that ends a turn")
+    model.generation_config.eos_token_id = ends
+    tokenizer.eos_token_id = ends[0]  # ends demonstrations, too
     longest = longest_text(model)
-    if args.max_prompt_length + args.max_completion_length > longest:
+    if args.max_prompt_length + (args.max_completion_length or 0) > longest:
         sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
     add_methods(model)
     return model, tokenizer
+
+
+def turn_end(tokenizer, args: Args) -> list[int]:
+    """The token that the chat template puts behind an assistant's text, if there is one.
+
+    In base models the token that ends a text is often another.
+    """
+    chat = [{"role": role, "content": "Xyzzy"} for role in ("user", "assistant")]
+    settings = json.loads(args.chat_template_kwargs) | {"tokenize": False}
+    try:
+        text = tokenizer.apply_chat_template(chat, **settings)
+    except Exception:  # if the template is broken, encode says so
+        return []
+    if "Xyzzy" not in text:
+        sys.exit("chat template: leaves out messages, see --chat-template-path")
+    rest = tokenizer.encode(text.rpartition("Xyzzy")[2], add_special_tokens=False)
+    return [token for token in rest if token in tokenizer.added_tokens_decoder][:1]
 
 
 def encode(tokenizer, task, problem, args: Args) -> list[int]:
@@ -550,8 +694,28 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     if args.system_prompt:
         others = [message for message in messages if message["role"] != "system"]
         messages = [{"role": "system", "content": args.system_prompt}] + others
-    settings = {"add_generation_prompt": True} | json.loads(args.chat_template_kwargs)
-    return tokenizer.apply_chat_template(messages, return_dict=True, **settings)["input_ids"]
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
+    except Exception as error:  # whatever the code of a template raises
+        roles = ", ".join(message["role"] for message in messages)
+        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
+
+
+def check_tags(tokenizer, messages: list[dict]) -> None:
+    """Exit if tags that the prompt asks for would be missing in the text that rewards read."""
+    for name in re.findall(r"</(\w+)>", messages[-1]["content"]):
+        ids = tokenizer.encode(f"<{name}></{name}>", add_special_tokens=False)
+        if f"</{name}>" not in tokenizer.decode(ids, skip_special_tokens=True):
+            sys.exit(f"--model-name-or-path: <{name}> is a special token, which no reward can see")
+
+
+def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """What the assistant says: a think block that its prompt has opened, and the completion."""
+    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
+    opening = tag + rest if rest.strip() in ("", "</think>") else ""
+    return opening + tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
@@ -1037,20 +1201,76 @@ def complete(sampler, tokenizer, task, problems, num_generations, args: Args, se
     for first in range(0, len(prompts), size):
         some = slice(first, first + size)
         completions += generate(sampler, prompts[some], args, row_seeds[some])
+    inputs = []
     for row, completion in enumerate(completions):
-        problem = problems[row // num_generations]
-        completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
-        for name, function in task.reward_functions.items():
-            reward = function(problem, completion.text)
-            if reward is None or not math.isfinite(reward):
-                sys.exit(f"reward function {name}: returned {reward} for {completion.text!r:.200}")
-            completion.rewards += (float(reward),)
+        completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
+        inputs.append((problems[row // num_generations], completion.text))
+    for completion, rewards in zip(completions, score(task, inputs, args)):
+        completion.rewards = rewards
     return completions
 
 
 def over_temperature(logits: Tensor, args: Args) -> Tensor:
     """Divided by the temperature, which takes time and memory even where it is 1."""
     return logits if args.temperature == 1 else logits / args.temperature
+
+
+def score(task, inputs: list[tuple], args: Args) -> list[tuple[float, ...]]:
+    """The K rewards of each pair of a problem and a text. B pairs -> B tuples"""
+    columns = []
+    for name, function in task.reward_functions.items():
+        columns.append(call_each(f"reward function {name}", function, inputs, args))
+    return list(zip(*columns))
+
+
+def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[float]:
+    """The numbers that a function of the user's returns for tuples of a problem and texts.
+
+    Exits with the text for which it fails, or returns something else.
+    """
+
+    def call(given: tuple):
+        try:
+            result = function(*given)
+            if inspect.isawaitable(result):
+                result = asyncio.run_coroutine_threadsafe(result, event_loop()).result()
+            return result
+        except Exception as error:
+            return error
+
+    # A function may change its copy of a row.
+    inputs = [(copy.deepcopy(row) if type(row) is dict else row, *texts) for row, *texts in inputs]
+    batched = getattr(function, "batched", False) and len(inputs) > 0
+    calls = [tuple(map(list, zip(*inputs)))] if batched else inputs
+    with ThreadPoolExecutor(args.reward_threads) as pool:
+        # Signals, which some functions use as a clock, work in this thread only.
+        results = list((pool.map if args.reward_threads > 1 else map)(call, calls))
+    if batched and hasattr(results[0], "__len__"):
+        results = results[0]
+    numbers = []
+    for (_, *texts), result in zip(inputs, results):
+        words = f"for {', '.join(map(repr, texts)):.200}"
+        if isinstance(result, Exception):
+            reason = "".join(traceback.format_exception(result))  # where the user's code failed
+            sys.exit(f"{title}: failed {words}\n\n{reason}")
+        try:
+            numbers.append(float(result) if math.isfinite(result) else math.inf)
+        except Exception:  # of what is no number, or has more digits than a float
+            numbers.append(math.inf)
+        if not abs(numbers[-1]) < 1e15:  # squares of larger numbers are too large for float32
+            found = "a huge number" if isinstance(result, int) else repr(result)
+            sys.exit(f"{title}: returned {found:.100} {words}, expected a number below 1e15")
+    if len(results) != len(inputs):
+        sys.exit(f"{title}: returned {len(results)} numbers for {len(inputs)} answers")
+    return numbers
+
+
+@lru_cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all async functions of a run: clients of servers belong to theirs."""
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 def random_seed(*names) -> int:
@@ -1069,11 +1289,14 @@ def solutions(problem, prompt: list[int], tokenizer, args: Args) -> list[Complet
         texts = problem.get("demonstration")
     else:
         texts = getattr(problem, "demonstrations", None) or problem.demonstration
-    texts = [texts] if isinstance(texts, str) else texts or []
+    texts = texts if isinstance(texts, list | tuple) else [texts]
+    texts = [text for text in texts if text is not None]
     if args.method == "one_teacher":
         texts = texts[:1]
     found = []
     for text in texts:
+        if not isinstance(text, str):
+            sys.exit(f"expected a `demonstration` that is text, or several, in {problem!r:.200}")
         ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
         if text.strip() and len(ids) <= args.max_completion_length:
             unknown = [math.nan] * len(ids)  # nobody sampled it
@@ -1153,11 +1376,8 @@ def replace_failures(
         wrong = [row for row in group if not solved[row]]
         # Rollouts are independent of each other, so the last ones are as good as random ones.
         for n, row in zip(order[: counts[i]], reversed(wrong)):
-            text = pool[n].text
-            rewards = [function(problems[i], text) for function in task.reward_functions.values()]
-            if any(reward is None or not math.isfinite(reward) for reward in rewards):
-                sys.exit(f"reward functions: returned {rewards} for a teacher's {text!r:.200}")
-            rows[row] = replace(pool[n], rewards=tuple(map(float, rewards)))
+            (rewards,) = score(task, [(problems[i], pool[n].text)], args)
+            rows[row] = replace(pool[n], rewards=rewards)
             chosen_scores.append(pool_scores[n].item())
     return rows, chosen_scores
 
@@ -1441,9 +1661,9 @@ def add_adapters(model, args: Args) -> None:
         import peft
     except ImportError as error:
         sys.exit(f"--lora-rank: {error}; pip install peft")
-    torch.manual_seed(args.seed)
-    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=32, target_modules="all-linear")
-    model.add_adapter(config)
+    torch.manual_seed(random_seed(args.seed))
+    settings = {"lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    model.add_adapter(peft.LoraConfig(r=args.lora_rank, **settings))
     for parameter in model.parameters():
         if args.bf16 and not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
@@ -1474,10 +1694,13 @@ def shard(model, args: Args) -> None:
 
 
 def copy_model(model, dtype: torch.dtype):
-    """A frozen copy of the model whose weights, but not its buffers, have another dtype."""
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype.
+
+    With LoRA, frozen weights that have this dtype are shared.
+    """
     weights = {}
     for parameter in model.parameters():
-        weight = parameter.detach().to(dtype, copy=True)
+        weight = parameter.detach().to(dtype, copy=parameter.requires_grad)
         weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
     return copy.deepcopy(model, weights)  # takes the weights from this dict
 
@@ -1498,13 +1721,18 @@ def whole_weights(model):
 
 @torch.no_grad()
 def refresh(sampler, model) -> None:
-    """Copy the weights of the policy into the sampler."""
+    """Copy the weights of the policy into the sampler; with LoRA its adapters.
+
+    Merged into weights in bfloat16, most of a small adapter would vanish by rounding.
+    """
     if isinstance(sampler, VllmSampler):
-        sampler.load(whole_weights(model))
+        sampler.load(whole_weights(model))  # merged
     elif sampler is not model:
-        parameters = dict(sampler.named_parameters())
-        for name, weight in whole_weights(model):
-            parameters[name].copy_(weight)
+        weights = dict(model.named_parameters())
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        copies = dict(sampler.named_parameters())
+        for name, weight in (trained or weights).items():  # all weights of a frozen model
+            copies[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
 
 
 # --- Checkpoints and logs -----------------------------------------------------------------------
@@ -1539,7 +1767,13 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     if not checkpoints(run_dir):
         return  # trained_state steps a new AdamW, which would shift its bias correction
     state = trained_state(model, optimizer) | {"progress": progress}
-    dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
+    *older, newest = checkpoints(run_dir)
+    try:
+        dcp.load(state, checkpoint_id=str(newest))
+    except Exception as error:  # torch wraps what the disk, pickle and its own checks raise
+        rest = f"goes on from {older[-1].name}" if older else "begins anew"
+        reason = " ".join(str(error).split())
+        sys.exit(f"{newest}: damaged; delete it, and the run {rest} ({reason:.200})")
     only_trained = states.StateDictOptions(strict=False)
     states.set_model_state_dict(model, state["model"], options=only_trained)
     states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -1559,6 +1793,9 @@ def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
             parameters[name].data.copy_(weight)
     if rank == 0:
         final.save_pretrained(folder)
+        path = Path(folder, "generation_config.json")
+        ends = {"eos_token_id": model.generation_config.eos_token_id}  # also the template's
+        path.write_text(json.dumps(json.loads(path.read_text()) | ends, indent=2))
         tokenizer.save_pretrained(folder)
         print(f"{folder}: the trained model", flush=True)
     if args.lora_rank:
@@ -1574,20 +1811,21 @@ def open_run(args: Args, rank: int) -> str:
     if run_dir is None:
         run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
         run_dir = gather([run_dir])[0]  # clocks and process ids differ
-    path = Path(run_dir, "args.json")
     if rank == 0:
-        if path.exists() and not args.resume:
-            sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
         os.makedirs(run_dir, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
+        unfinished = Path(run_dir, "args.tmp")
         unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-        os.replace(unfinished, path)
+        os.replace(unfinished, f"{run_dir}/args.json")
+        for name in ("metrics.csv", "completions.jsonl"):  # a last row may be cut off
+            path = Path(run_dir, name)
+            if path.exists():
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return run_dir
 
 
 def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
     """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
-    with open(f"{run_dir}/metrics.csv", "a") as file:
+    with open(f"{run_dir}/metrics.csv", "a", encoding="utf-8") as file:
         if file.tell() == 0:
             file.write("step,tag,value\n")
         for tag, value in values.items():
@@ -1614,7 +1852,8 @@ def report(step: int, metrics: dict, task, args: Args) -> None:
     line = f"step {step:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
     line += f"  {name[:12]} {metrics[f'rewards/{name}/mean']:.2f}"
     line += f"  length {metrics['completions/mean_length']:.0f}"
-    print(f"{line}  {metrics['seconds/step']:.1f} s  {left} left", flush=True)
+    line += f", {metrics['completions/clipped_ratio']:.0%} cut"
+    print(f"{line}  {left} left", flush=True)
 
 
 # --- Evaluation and training --------------------------------------------------------------------
@@ -1640,11 +1879,27 @@ def evaluate(sampler, tokenizer, task, problems, args: Args, rank: int, world_si
     return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
 
 
+@contextmanager
+def one_sentence_for_a_full_disk():
+    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
+        for reason in ("No space left on device", "Disk quota exceeded", "File too large"):
+            if reason in text:
+                sys.exit(f"{reason}: make room and continue the run with --resume RUN_DIR")
+        raise
+
+
+@one_sentence_for_a_full_disk()
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     if args.learning_rate is None:
         rate = 1e-6 if args.model_name_or_path else 1e-3
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
+    if args.max_completion_length is None:
+        args = replace(args, max_completion_length=1024 if args.model_name_or_path else 80)
     rank, world_size, device = setup(args)
     warn_of_slow_bfloat16(args, rank, device)
     task, eval_problems = load_task(args)
@@ -1657,18 +1912,20 @@ def train(args: Args) -> dict[str, float]:
             count_solutions(task.train_rows, tokenizer, args)
     if len(eval_problems) < world_size:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    if not args.reward:
+        check_tags(tokenizer, task.prompt(eval_problems[0]))
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
     reference = None
     if args.beta > 0:
         reference = model if args.lora_rank else copy_model(model, torch.float32)
         if args.fsdp and reference is not model:
             shard(reference, args)
-    # The sampler is the policy itself, a copy (unsharded, in bfloat16, or merged), or vLLM.
-    sampler = model
-    if not args.vllm and (args.bf16 or args.fsdp or args.lora_rank):
-        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
     if args.lora_rank:
         add_adapters(model, args)
+    # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
+    sampler = model
+    if not args.vllm and (args.bf16 or args.fsdp):
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
     if args.compile:
         compile_layers(model)
     if args.gradient_checkpointing:
@@ -1781,16 +2038,20 @@ def train(args: Args) -> dict[str, float]:
 
 def parse_args() -> Args:
     """The command line; with --resume, the flags of that run are its defaults."""
-    args = tyro.cli(Args)
+    words = join_repeated(sys.argv[1:])
+    args = tyro.cli(Args, args=words)
     if not args.resume:
         return args
     path = Path(args.resume, "args.json")
     if not path.is_file():
         sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
-    saved = json.loads(path.read_text())
-    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
-    saved = Args(**(saved | lists))  # JSON has no tuples
-    args = tyro.cli(Args, default=saved)
+    try:
+        saved = json.loads(path.read_text())
+        lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+        saved = Args(**(saved | lists))  # JSON has no tuples
+    except (ValueError, TypeError, AttributeError) as error:
+        sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
+    args = tyro.cli(Args, args=words, default=saved)
     for name, before in asdict(replace(saved, resume=args.resume)).items():
         now = getattr(args, name)
         change = f"--{name.replace('_', '-')} {now}: the run began with {before}"
@@ -1801,5 +2062,23 @@ def parse_args() -> Args:
     return args
 
 
+def join_repeated(words: list[str]) -> list[str]:
+    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
+    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
+    chunks = {"": []}  # of the command line: a flag with its values
+    chunk = chunks[""]
+    for number, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag.removeprefix("--").replace("-", "_") in several:
+            chunk = chunks.setdefault(flag, [flag])
+            chunk += [value] if value else []
+        elif word.startswith("--"):
+            chunk = chunks.setdefault(number, [word])
+        else:
+            chunk.append(word)
+    return sum(chunks.values(), [])
+
+
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     train(parse_args())

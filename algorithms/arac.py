@@ -49,6 +49,8 @@ import os
 import random
 import sys
 import time
+import traceback
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -937,7 +939,11 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
     found = checkpoints(run_dir)
     if not found:
         return None
-    return torch.load(found[-1], map_location=device, weights_only=True)
+    try:
+        return torch.load(found[-1], map_location=device, weights_only=True)
+    except Exception as error:  # of the disk, of zip files, of pickle
+        rest = f"goes on from {found[-2].name}" if len(found) > 1 else "begins anew"
+        sys.exit(f"{found[-1]}: damaged; delete it, and the run {rest} ({error!s:.200})")
 
 
 def open_run(args: Args, game: str) -> str:
@@ -949,7 +955,13 @@ def open_run(args: Args, game: str) -> str:
     path = Path(run_dir, "args.json")
     if path.exists() and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
-    os.makedirs(run_dir, exist_ok=True)
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--output-dir {run_dir}: cannot be made ({error.strerror})")
+    metrics = Path(run_dir, "metrics.csv")
+    if metrics.exists():  # its last row may be cut off
+        os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
     os.replace(unfinished, path)
@@ -958,7 +970,7 @@ def open_run(args: Args, game: str) -> str:
 
 def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
     """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
-    with open(f"{run_dir}/metrics.csv", "a") as file:
+    with open(f"{run_dir}/metrics.csv", "a", encoding="utf-8") as file:
         if file.tell() == 0:
             file.write("step,tag,value\n")
         for tag, value in values.items():
@@ -1044,6 +1056,20 @@ def due(step: int, every: int, num_envs: int) -> bool:
     return every > 0 and step // every > (step - num_envs) // every
 
 
+@contextmanager
+def one_sentence_for_a_full_disk():
+    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
+        for reason in ("No space left on device", "Disk quota exceeded", "File too large"):
+            if reason in text:
+                sys.exit(f"{reason}: make room and continue the run with --resume RUN_DIR")
+        raise
+
+
+@one_sentence_for_a_full_disk()
 def train(args: Args) -> dict:
     """Train as the flags say. Returns the scores of the last evaluation."""
     if args.embed_dim % NUM_HEADS:
@@ -1208,7 +1234,10 @@ def parse_args() -> Args:
     path = Path(run_dir, "args.json")
     if not path.is_file():
         sys.exit(f"{run_dir}: no args.json, so not a run folder")
-    saved = Args(**json.loads(path.read_text()))
+    try:
+        saved = Args(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
@@ -1223,4 +1252,5 @@ def parse_args() -> Args:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
     train(parse_args())

@@ -45,6 +45,8 @@ import random
 import runpy
 import sys
 import time
+import traceback
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -284,11 +286,27 @@ def make_envs(args, num_envs):
             )
         except (gym.error.Error, ImportError) as error:
             sys.exit(f"--env-id {args.env_id}: {error}")
+        try_envs(envs, args.env_id)
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id {args.env_id}: its metadata needs autoreset_mode SAME_STEP")
-    if not isinstance(envs.single_action_space, gym.spaces.Box):
-        sys.exit(f"--env-id {args.env_id}: actions must be a Box, not {envs.single_action_space}")
+    space = envs.single_action_space
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+        sys.exit(f"--env-id {args.env_id}: actions must be a Box of one dimension, not {space}")
+    if args.method == "off_policy" and not space.is_bounded():
+        sys.exit(f"--env-id {args.env_id}: actions are unbounded, {space}; use --method on_policy")
     return envs
+
+
+def try_envs(envs: VectorEnv, env_id: str) -> None:
+    """Exit if a first step with random actions fails, or its rewards are not numbers."""
+    try:
+        envs.reset(seed=0)
+        rewards = envs.step(envs.action_space.sample())[1]
+    except Exception as error:
+        reason = "".join(traceback.format_exception(error))
+        sys.exit(f"--env-id {env_id}: its reset or its first step fails\n\n{reason}")
+    if not np.isfinite(rewards).all():
+        sys.exit(f"--env-id {env_id}: its first rewards are {rewards}, expected numbers")
 
 
 def load_function(path: str):
@@ -559,7 +577,13 @@ def open_run(args: Args, game: str) -> str:
     path = Path(run_dir, "args.json")
     if path.exists() and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
-    os.makedirs(run_dir, exist_ok=True)
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--output-dir {run_dir}: cannot be made ({error.strerror})")
+    metrics = Path(run_dir, "metrics.csv")
+    if metrics.exists():  # its last row may be cut off
+        os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
     os.replace(unfinished, path)
@@ -568,7 +592,7 @@ def open_run(args: Args, game: str) -> str:
 
 def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
     """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
-    with open(f"{run_dir}/metrics.csv", "a") as file:
+    with open(f"{run_dir}/metrics.csv", "a", encoding="utf-8") as file:
         if file.tell() == 0:
             file.write("step,tag,value\n")
         for tag, value in values.items():
@@ -606,6 +630,20 @@ def evaluate(agent, args):
     return {"eval/deterministic/return_mean": returns.mean()}
 
 
+@contextmanager
+def one_sentence_for_a_full_disk():
+    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
+        for reason in ("No space left on device", "Disk quota exceeded", "File too large"):
+            if reason in text:
+                sys.exit(f"{reason}: make room and continue the run with --resume RUN_DIR")
+        raise
+
+
+@one_sentence_for_a_full_disk()
 def train(args):
     """Train as the flags say."""
     device = setup(args)
@@ -625,7 +663,11 @@ def train(args):
     step = 0
     found = checkpoints(run_dir)  # none in a new run
     if found:
-        state = torch.load(found[-1], map_location="cpu")
+        try:
+            state = torch.load(found[-1], map_location="cpu")
+        except Exception as error:  # of the disk, of zip files, of pickle
+            rest = f"goes on from {found[-2].name}" if len(found) > 1 else "begins anew"
+            sys.exit(f"{found[-1]}: damaged; delete it, and the run {rest} ({error!s:.200})")
         step = state["step"]
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
@@ -692,7 +734,10 @@ def parse_args():
         path = Path(args.resume, "args.json")
         if not path.is_file():
             sys.exit(f"{args.resume}: no args.json, so not a run folder")
-        saved = Args(**json.loads(path.read_text()))
+        try:
+            saved = Args(**json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
         args = tyro.cli(Args, default=saved)
         if replace(args, resume=None, device=saved.device) != saved:
             sys.exit(
@@ -702,4 +747,5 @@ def parse_args():
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
     train(parse_args())

@@ -38,7 +38,8 @@ tokens of a turn, V vocabulary, H hidden size; R packed rows of L tokens, N pred
 """
 
 import copy
-import importlib
+import importlib.util
+import inspect
 import json
 import math
 import os
@@ -46,9 +47,10 @@ import random
 import shutil
 import sys
 import time
+import traceback
 import warnings
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import product
@@ -82,7 +84,11 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GAMES_SHOWN = 4  # games of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed games game_options opponent max_prompt_length system_prompt"
-FIXED += " chat_template_kwargs model_name_or_path num_games_per_step output_dir lora_rank"
+FIXED += " chat_template_path chat_template_kwargs model_name_or_path num_games_per_step"
+FIXED += " output_dir lora_rank"
+AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
+AT_LEAST_ONE += " decode_batch_size micro_batch_size num_iterations eval_problems reward_threads"
+AT_LEAST_ONE += " num_games_per_step"
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -102,6 +108,8 @@ class Args:
     """self is SPIRAL; controls: a random player or the initial policy has the other role"""
     system_prompt: str | None = None
     """system message of every prompt; replaces the one it has, if any"""
+    chat_template_path: str | None = None
+    """file with a chat template, in place of the one that comes with the model"""
     chat_template_kwargs: str = "{}"
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     # rollout
@@ -109,8 +117,8 @@ class Args:
     """games in one step, over all processes"""
     max_prompt_length: int = 1024
     """longest prompt of a turn in tokens; a game that needs a longer one ends as a draw"""
-    max_completion_length: int = 64
-    """T, longest turn in tokens"""
+    max_completion_length: int | None = None
+    """T, longest turn in tokens; None is 64 for the tiny model and 1024 for others"""
     temperature: float = 1.0
     """sampling temperature, also of the log-probabilities in the loss"""
     # method
@@ -320,23 +328,43 @@ def token_weights(
 # --- Processes and model ------------------------------------------------------------------------
 
 
+def check_flags(args: Args) -> None:
+    """Exit if a number is out of range, JSON is none, or the run folder cannot be made."""
+    for name, value in asdict(args).items():
+        least = 1 if name in AT_LEAST_ONE.split() else 0
+        is_number = isinstance(value, int | float) and name not in ("seed", "format_penalty")
+        if is_number and not least <= value < math.inf:
+            sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
+    if args.temperature == 0:
+        sys.exit("--temperature: must be above 0")
+    for name in ("task_config", "game_options", "chat_template_kwargs"):
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            settings = json.loads(getattr(args, name, "{}"))
+        except ValueError as error:
+            sys.exit(f"{flag}: expected JSON, found {error}")
+        if not isinstance(settings, dict):
+            sys.exit(f"{flag}: expected JSON in braces, found {settings}")
+    folder = args.output_dir or "runs"
+    if Path(folder, "args.json").exists() and not args.resume:
+        sys.exit(f"--output-dir {folder}: holds a run; continue it with --resume {folder}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--output-dir {folder}: cannot be made ({error.strerror})")
+
+
 def setup(args: Args) -> tuple[int, int, torch.device]:
     """Rank, number of processes, device."""
+    check_flags(args)
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
     rank = int(os.environ.get("RANK", 0))
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
-    if args.temperature <= 0:
-        sys.exit("--temperature: must be above 0")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.fsdp and args.opponent != "self":
         sys.exit("--fsdp: works with --opponent self only")  # a process might have no turn
-    for name in ("game_options", "chat_template_kwargs"):
-        try:
-            json.loads(getattr(args, name))
-        except ValueError as error:
-            sys.exit(f"--{name.replace('_', '-')}: expected JSON, found {error}")
     unknown = set(json.loads(args.game_options)) - set(args.games)
     if unknown:
         sys.exit(f"--game-options: {unknown.pop()} is not among the --games")
@@ -377,22 +405,58 @@ def model_path(args: Args) -> str:
 def load_model(args: Args):
     """The policy in float32, in evaluation mode (no dropout), and its tokenizer."""
     path = model_path(args)
+    kinds = {"args.json": "a run", ".metadata": "a checkpoint", "adapter_config.json": "an adapter"}
+    for file, kind in kinds.items():
+        if Path(path, file).exists() and not Path(path, "config.json").exists():
+            sys.exit(f"--model-name-or-path {path}: {kind}; the trained model is in RUN/final")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({error})")
+        if args.chat_template_path:
+            tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+    except Exception as error:  # of safetensors, torch and tokenizers, too
+        reason = " ".join(str(error).split())
+        if "header" in reason:
+            reason += "; is a file cut off, or a pointer of Git LFS?"
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({reason:.400})")
+    if not tokenizer.encode("a"):
+        sys.exit(f"--model-name-or-path {path}: has no tokenizer")
     if tokenizer.chat_template is None:
-        sys.exit(f"--model-name-or-path {path}: has no chat template; use an instruct model")
+        sys.exit(
+            f"--model-name-or-path {path}: has no chat template; use an instruct model, or give "
+            "--chat-template-path"
+        )
     refuse_unsupported(model)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    model.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, *ends} - {None})
+    ends = [*turn_end(tokenizer, args), tokenizer.eos_token_id, *ends]
+    ends = [*dict.fromkeys(end for end in ends if end is not None)]
+    if not ends:
+        sys.exit(f"--model-name-or-path {path}: has no token that ends a turn")
+    model.generation_config.eos_token_id = ends
+    tokenizer.eos_token_id = ends[0]  # ends demonstrations, too
     longest = longest_text(model)
-    if args.max_prompt_length + args.max_completion_length > longest:
+    if args.max_prompt_length + (args.max_completion_length or 0) > longest:
         sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
     add_methods(model)
     return model, tokenizer
+
+
+def turn_end(tokenizer, args: Args) -> list[int]:
+    """The token that the chat template puts behind an assistant's text, if there is one.
+
+    In base models the token that ends a text is often another.
+    """
+    chat = [{"role": role, "content": "Xyzzy"} for role in ("user", "assistant")]
+    settings = json.loads(args.chat_template_kwargs) | {"tokenize": False}
+    try:
+        text = tokenizer.apply_chat_template(chat, **settings)
+    except Exception:  # if the template is broken, encode says so
+        return []
+    if "Xyzzy" not in text:
+        sys.exit("chat template: leaves out messages, see --chat-template-path")
+    rest = tokenizer.encode(text.rpartition("Xyzzy")[2], add_special_tokens=False)
+    return [token for token in rest if token in tokenizer.added_tokens_decoder][:1]
 
 
 def encode(tokenizer, task, problem, args: Args) -> list[int]:
@@ -401,8 +465,20 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     if args.system_prompt:
         others = [message for message in messages if message["role"] != "system"]
         messages = [{"role": "system", "content": args.system_prompt}] + others
-    settings = {"add_generation_prompt": True} | json.loads(args.chat_template_kwargs)
-    return tokenizer.apply_chat_template(messages, return_dict=True, **settings)["input_ids"]
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
+    except Exception as error:  # whatever the code of a template raises
+        roles = ", ".join(message["role"] for message in messages)
+        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
+
+
+def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """What the assistant says: a think block that its prompt has opened, and the completion."""
+    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
+    opening = tag + rest if rest.strip() in ("", "</think>") else ""
+    return opening + tokenizer.decode(ids, skip_special_tokens=True)
 
 
 # --- Model compatibility ------------------------------------------------------------------------
@@ -912,18 +988,32 @@ class Match:
         )
 
 
-def from_file(flag: str, name: str):
-    """The function or class that FILE.py:name names. A file is imported once."""
+def from_file(flag: str, name: str, *words: str):
+    """The function or class that FILE.py:name names, called with what the words say.
+
+    A file is imported once.
+    """
     path, _, attribute = name.rpartition(":")
-    if not os.path.isfile(path):
+    if not path.endswith(".py") or not os.path.isfile(path):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
-    sys.path.append(os.path.dirname(os.path.abspath(path)))
-    module = importlib.import_module(Path(path).stem)
-    if getattr(module, "__file__", None) != os.path.abspath(path):
-        sys.exit(f"{flag} {name}: Python has another module of this name; rename the file")
-    if not hasattr(module, attribute):
-        sys.exit(f"{flag} {name}: {module} does not define {attribute!r}")
-    return getattr(module, attribute)
+    path = os.path.abspath(path)
+    title = Path(path).stem
+    if getattr(sys.modules.get(title), "__file__", path) != path:
+        title = path  # Python has another module of this name
+    if title not in sys.modules:
+        sys.path.append(os.path.dirname(path))  # for what it imports from beside it
+        spec = importlib.util.spec_from_file_location(title, path)
+        sys.modules[title] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[title])
+    if not hasattr(sys.modules[title], attribute):
+        sys.exit(f"{flag} {name}: {sys.modules[title]} does not define {attribute!r}")
+    found = getattr(sys.modules[title], attribute)
+    try:
+        if words:
+            inspect.signature(found).bind(*words)
+    except (TypeError, ValueError) as error:
+        sys.exit(f"{flag} {name}: cannot be called as {attribute}({', '.join(words)}), {error}")
+    return found
 
 
 @lru_cache
@@ -972,7 +1062,7 @@ def first_prompt(tokenizer, args: Args) -> list[int]:
             if "random" in (args.opponent, *(args.eval_opponents if args.eval_steps else ())):
                 random_action(match, random.Random(0))  # not possible where moves are free text
         except ModuleNotFoundError as error:
-            sys.exit(f"--games {name}: {error}: needs the folder envs/ of the repository")
+            sys.exit(f"{error}: needs the folder envs/ of the repository, or --games FILE.py:Game")
         except (TypeError, ValueError, IndexError) as error:
             sys.exit(f"--games: {error}; see also --opponent and --eval-opponents")
         game = match.game
@@ -1022,7 +1112,7 @@ def take_turns(models: dict, tokenizer, running: list[Match], args: Args) -> Non
             continue
         seeds = [random_seed(match.seed, match.game.turns) for match in due]
         for match, completion in zip(due, generate(model, prompts, args, seeds)):
-            completion.text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+            completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
             if player == "policy":
                 match.turns.append((match.game.player, completion))
             match.move(completion.text)
@@ -1290,9 +1380,9 @@ def add_adapters(model, args: Args) -> None:
         import peft
     except ImportError as error:
         sys.exit(f"--lora-rank: {error}; pip install peft")
-    torch.manual_seed(args.seed)
-    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=32, target_modules="all-linear")
-    model.add_adapter(config)
+    torch.manual_seed(random_seed(args.seed))
+    settings = {"lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    model.add_adapter(peft.LoraConfig(r=args.lora_rank, **settings))
     for parameter in model.parameters():
         if args.bf16 and not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
@@ -1323,10 +1413,13 @@ def shard(model, args: Args) -> None:
 
 
 def copy_model(model, dtype: torch.dtype):
-    """A frozen copy of the model whose weights, but not its buffers, have another dtype."""
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype.
+
+    With LoRA, frozen weights that have this dtype are shared.
+    """
     weights = {}
     for parameter in model.parameters():
-        weight = parameter.detach().to(dtype, copy=True)
+        weight = parameter.detach().to(dtype, copy=parameter.requires_grad)
         weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
     return copy.deepcopy(model, weights)  # takes the weights from this dict
 
@@ -1347,13 +1440,18 @@ def whole_weights(model):
 
 @torch.no_grad()
 def refresh(sampler, model) -> None:
-    """Copy the weights of the policy into the sampler."""
+    """Copy the weights of the policy into the sampler; with LoRA its adapters.
+
+    Merged into weights in bfloat16, most of a small adapter would vanish by rounding.
+    """
     if isinstance(sampler, VllmSampler):
-        sampler.load(whole_weights(model))
+        sampler.load(whole_weights(model))  # merged
     elif sampler is not model:
-        parameters = dict(sampler.named_parameters())
-        for name, weight in whole_weights(model):
-            parameters[name].copy_(weight)
+        weights = dict(model.named_parameters())
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        copies = dict(sampler.named_parameters())
+        for name, weight in (trained or weights).items():  # all weights of a frozen model
+            copies[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
 
 
 # --- Checkpoints and logs -----------------------------------------------------------------------
@@ -1388,7 +1486,13 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     if not checkpoints(run_dir):
         return  # trained_state steps a new AdamW, which would shift its bias correction
     state = trained_state(model, optimizer) | {"progress": progress}
-    dcp.load(state, checkpoint_id=str(checkpoints(run_dir)[-1]))
+    *older, newest = checkpoints(run_dir)
+    try:
+        dcp.load(state, checkpoint_id=str(newest))
+    except Exception as error:  # torch wraps what the disk, pickle and its own checks raise
+        rest = f"goes on from {older[-1].name}" if older else "begins anew"
+        reason = " ".join(str(error).split())
+        sys.exit(f"{newest}: damaged; delete it, and the run {rest} ({reason:.200})")
     only_trained = states.StateDictOptions(strict=False)
     states.set_model_state_dict(model, state["model"], options=only_trained)
     states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -1408,6 +1512,9 @@ def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
             parameters[name].data.copy_(weight)
     if rank == 0:
         final.save_pretrained(folder)
+        path = Path(folder, "generation_config.json")
+        ends = {"eos_token_id": model.generation_config.eos_token_id}  # also the template's
+        path.write_text(json.dumps(json.loads(path.read_text()) | ends, indent=2))
         tokenizer.save_pretrained(folder)
         print(f"{folder}: the trained model", flush=True)
     if args.lora_rank:
@@ -1423,20 +1530,21 @@ def open_run(args: Args, rank: int) -> str:
     if run_dir is None:
         run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
         run_dir = gather([run_dir])[0]  # clocks and process ids differ
-    path = Path(run_dir, "args.json")
     if rank == 0:
-        if path.exists() and not args.resume:
-            sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
         os.makedirs(run_dir, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
+        unfinished = Path(run_dir, "args.tmp")
         unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-        os.replace(unfinished, path)
+        os.replace(unfinished, f"{run_dir}/args.json")
+        for name in ("metrics.csv", "completions.jsonl"):  # a last row may be cut off
+            path = Path(run_dir, name)
+            if path.exists():
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return run_dir
 
 
 def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
     """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
-    with open(f"{run_dir}/metrics.csv", "a") as file:
+    with open(f"{run_dir}/metrics.csv", "a", encoding="utf-8") as file:
         if file.tell() == 0:
             file.write("step,tag,value\n")
         for tag, value in values.items():
@@ -1486,7 +1594,7 @@ def report(step: int, metrics: dict, results: list[Result], args: Args) -> None:
     line += f"  forfeits {mean(float(result.forfeit) for result in results):.2f}"
     line += f"  draws {mean(float(result.draw) for result in results):.2f}"
     line += f"  length {metrics['completions/mean_length']:.0f}"
-    line += f"  {metrics['seconds/step']:.1f} s"
+    line += f", {metrics['completions/clipped_ratio']:.0%} cut"
     print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
 
@@ -1559,11 +1667,27 @@ def evaluate_kuhn(
     }
 
 
+@contextmanager
+def one_sentence_for_a_full_disk():
+    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
+        for reason in ("No space left on device", "Disk quota exceeded", "File too large"):
+            if reason in text:
+                sys.exit(f"{reason}: make room and continue the run with --resume RUN_DIR")
+        raise
+
+
+@one_sentence_for_a_full_disk()
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     if args.learning_rate is None:
         rate = 1e-6 if args.model_name_or_path else 4e-4
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
+    if args.max_completion_length is None:
+        args = replace(args, max_completion_length=1024 if args.model_name_or_path else 64)
     rank, world_size, device = setup(args)
     warn_of_slow_bfloat16(args, rank, device)
     model, tokenizer = load_model(args)
@@ -1574,16 +1698,16 @@ def train(args: Args) -> dict[str, float]:
         reference = model if args.lora_rank else copy_model(model, torch.float32)
         if args.fsdp and reference is not model:
             shard(reference, args)
-    # The sampler is the policy itself, a copy (unsharded, in bfloat16, or merged), or vLLM.
-    sampler = model
+    models = {}
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    if not args.vllm and (args.bf16 or args.fsdp or args.lora_rank):
-        sampler = copy_model(model, dtype)
-    models = {"policy": sampler}
     if args.opponent == "start" or (args.eval_steps and "start" in args.eval_opponents):
         models["start"] = copy_model(model, dtype)  # always samples with generate
     if args.lora_rank:
         add_adapters(model, args)
+    # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
+    models["policy"] = sampler = model
+    if not args.vllm and (args.bf16 or args.fsdp):
+        models["policy"] = sampler = copy_model(model, dtype)
     if args.compile:
         compile_layers(model)
     if args.gradient_checkpointing:
@@ -1692,16 +1816,20 @@ def train(args: Args) -> dict[str, float]:
 
 def parse_args() -> Args:
     """The command line; with --resume, the flags of that run are its defaults."""
-    args = tyro.cli(Args)
+    words = join_repeated(sys.argv[1:])
+    args = tyro.cli(Args, args=words)
     if not args.resume:
         return args
     path = Path(args.resume, "args.json")
     if not path.is_file():
         sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
-    saved = json.loads(path.read_text())
-    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
-    saved = Args(**(saved | lists))  # JSON has no tuples
-    args = tyro.cli(Args, default=saved)
+    try:
+        saved = json.loads(path.read_text())
+        lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+        saved = Args(**(saved | lists))  # JSON has no tuples
+    except (ValueError, TypeError, AttributeError) as error:
+        sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
+    args = tyro.cli(Args, args=words, default=saved)
     for name, before in asdict(replace(saved, resume=args.resume)).items():
         now = getattr(args, name)
         change = f"--{name.replace('_', '-')} {now}: the run began with {before}"
@@ -1712,5 +1840,23 @@ def parse_args() -> Args:
     return args
 
 
+def join_repeated(words: list[str]) -> list[str]:
+    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
+    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
+    chunks = {"": []}  # of the command line: a flag with its values
+    chunk = chunks[""]
+    for number, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag.removeprefix("--").replace("-", "_") in several:
+            chunk = chunks.setdefault(flag, [flag])
+            chunk += [value] if value else []
+        elif word.startswith("--"):
+            chunk = chunks.setdefault(number, [word])
+        else:
+            chunk.append(word)
+    return sum(chunks.values(), [])
+
+
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     train(parse_args())

@@ -36,7 +36,9 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -206,11 +208,27 @@ class Stream:
     frozen = False  # True stops the statistics of observations
 
     def __init__(self, args):
-        env = gym.make(args.env_id, disable_env_checker=True)
-        self.is_discrete = isinstance(env.action_space, gym.spaces.Discrete)
+        try:
+            env = gym.make(args.env_id, disable_env_checker=True)
+        except (gym.error.Error, ImportError) as error:
+            sys.exit(f"--env-id {args.env_id}: {error}")
+        space = env.action_space
+        self.is_discrete = isinstance(space, gym.spaces.Discrete)
+        self.first_action = space.start if self.is_discrete else 0
         if not self.is_discrete:
+            if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+                sys.exit(f"--env-id {args.env_id}: actions must be Discrete or a Box of 1-D")
             env = gym.wrappers.ClipAction(env)  # log-probabilities are those before clipping
         self.env = gym.wrappers.FlattenObservation(env)
+        try:
+            observation, _ = self.env.reset(seed=args.seed)
+            reward = float(self.env.step(space.sample())[1])
+            assert observation.shape == self.env.observation_space.shape, observation
+        except Exception as error:
+            reason = "".join(traceback.format_exception(error))
+            sys.exit(f"--env-id {args.env_id}: its reset or its first step fails\n\n{reason}")
+        if not math.isfinite(reward):
+            sys.exit(f"--env-id {args.env_id}: its first reward is {reward}, expected a number")
         self.time_limit = env.spec.max_episode_steps or math.inf
         self.stats = RunningMeanVar()
         self.scale_reward = ScaleReward(args.gamma)
@@ -233,7 +251,9 @@ class Stream:
 
     def step(self, action):
         """-> next observation (1,O), scaled reward, whether the episode ended"""
+        action = action + self.first_action
         observation, reward, terminated, truncated, _ = self.env.step(action)
+        reward = float(reward)
         done = terminated or truncated  # the time is observed, so its limit is an end like others
         self.length += 1
         self.episodic_return += reward
@@ -364,6 +384,20 @@ class Agent:
 # --- Training -----------------------------------------------------------------------------------
 
 
+@contextmanager
+def one_sentence_for_a_full_disk():
+    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
+        for reason in ("No space left on device", "Disk quota exceeded", "File too large"):
+            if reason in text:
+                sys.exit(f"{reason}: make room and continue the run with --resume RUN_DIR")
+        raise
+
+
+@one_sentence_for_a_full_disk()
 def train(args):
     """Train as the flags say, and evaluate."""
     torch.set_num_threads(1)
@@ -377,19 +411,29 @@ def train(args):
     )
     if os.path.exists(f"{run_dir}/args.json") and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
-    os.makedirs(run_dir, exist_ok=True)
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--output-dir {run_dir}: cannot be made ({error.strerror})")
+    metrics = Path(run_dir, "metrics.csv")
+    if metrics.exists():  # its last row may be cut off
+        os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
     step = 0
     if os.path.exists(f"{run_dir}/checkpoint.pt"):
-        step, agent, stream.stats, stream.scale_reward = torch.load(
-            f"{run_dir}/checkpoint.pt", weights_only=False
-        )
+        try:
+            step, agent, stream.stats, stream.scale_reward = torch.load(
+                f"{run_dir}/checkpoint.pt", weights_only=False
+            )
+        except Exception as error:  # of the disk, of zip files, of pickle
+            reason = f"damaged ({error!s:.200}); delete it, and the run begins anew"
+            sys.exit(f"{run_dir}/checkpoint.pt: {reason}")
     board = SummaryWriter(run_dir, purge_step=step + 1)
     Path(run_dir, "args.tmp").write_text(json.dumps(vars(args) | {"resume": None}))
     os.replace(f"{run_dir}/args.tmp", f"{run_dir}/args.json")
     print(f"{run_dir}: stream {args.algorithm}, {args.optimizer}")
 
     def log(values):  # a step may be repeated after a resume: its last rows count
-        with open(f"{run_dir}/metrics.csv", "a") as file:
+        with open(f"{run_dir}/metrics.csv", "a", encoding="utf-8") as file:
             if file.tell() == 0:
                 file.write("step,tag,value\n")
             for tag, value in values.items():
@@ -457,13 +501,18 @@ def train(args):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
     args = tyro.cli(Args)
     if args.resume:  # the flags of that run are the defaults
         path = Path(args.resume, "args.json")
         if not path.is_file():
             sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
-        saved = json.loads(path.read_text())
-        args = tyro.cli(Args, default=Args(**saved))
+        try:
+            saved = json.loads(path.read_text())
+            defaults = Args(**saved)
+        except (ValueError, TypeError) as error:
+            sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
+        args = tyro.cli(Args, default=defaults)
         for name, before in saved.items():
             now = getattr(args, name)
             if now != before and name not in ("resume", *FREE):

@@ -43,6 +43,8 @@ import random
 import runpy
 import sys
 import time
+import traceback
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -493,6 +495,7 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
             envs = SyncVectorEnv([make_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
         except (gym.error.Error, ImportError) as error:
             sys.exit(f"--env-id {args.env_id}: {error}")
+        try_envs(envs, args.env_id)
         if envs.envs[0].spec.max_episode_steps is None and args.eval_episodes:
             print(f"{args.env_id} has no time limit: an evaluation ends when its episodes do")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
@@ -514,6 +517,18 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
 def is_discrete(envs: VectorEnv) -> bool:
     """Whether an action is one of n numbers, and not a vector."""
     return isinstance(envs.single_action_space, gym.spaces.Discrete)
+
+
+def try_envs(envs: VectorEnv, env_id: str) -> None:
+    """Exit if a first step with random actions fails, or its rewards are not numbers."""
+    try:
+        envs.reset(seed=0)
+        rewards = envs.step(envs.action_space.sample())[1]
+    except Exception as error:
+        reason = "".join(traceback.format_exception(error))
+        sys.exit(f"--env-id {env_id}: its reset or its first step fails\n\n{reason}")
+    if not np.isfinite(rewards).all():
+        sys.exit(f"--env-id {env_id}: its first rewards are {rewards}, expected numbers")
 
 
 def load_function(path: str):
@@ -817,7 +832,11 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
     found = checkpoints(run_dir)
     if not found:
         return None
-    return torch.load(found[-1], map_location=device, weights_only=True)
+    try:
+        return torch.load(found[-1], map_location=device, weights_only=True)
+    except Exception as error:  # of the disk, of zip files, of pickle
+        rest = f"goes on from {found[-2].name}" if len(found) > 1 else "begins anew"
+        sys.exit(f"{found[-1]}: damaged; delete it, and the run {rest} ({error!s:.200})")
 
 
 def open_run(args: Args, game: str) -> str:
@@ -829,7 +848,13 @@ def open_run(args: Args, game: str) -> str:
     path = Path(run_dir, "args.json")
     if path.exists() and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
-    os.makedirs(run_dir, exist_ok=True)
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--output-dir {run_dir}: cannot be made ({error.strerror})")
+    metrics = Path(run_dir, "metrics.csv")
+    if metrics.exists():  # its last row may be cut off
+        os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
     os.replace(unfinished, path)
@@ -838,7 +863,7 @@ def open_run(args: Args, game: str) -> str:
 
 def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
     """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
-    with open(f"{run_dir}/metrics.csv", "a") as file:
+    with open(f"{run_dir}/metrics.csv", "a", encoding="utf-8") as file:
         if file.tell() == 0:
             file.write("step,tag,value\n")
         for tag, value in values.items():
@@ -918,6 +943,20 @@ def score_run(args: Args, device: torch.device) -> dict[str, float]:
     return scores
 
 
+@contextmanager
+def one_sentence_for_a_full_disk():
+    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    try:
+        yield
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
+        for reason in ("No space left on device", "Disk quota exceeded", "File too large"):
+            if reason in text:
+                sys.exit(f"{reason}: make room and continue the run with --resume RUN_DIR")
+        raise
+
+
+@one_sentence_for_a_full_disk()
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     device = setup(args)
@@ -1036,7 +1075,10 @@ def parse_args() -> Args:
     path = Path(run_dir, "args.json")
     if not path.is_file():
         sys.exit(f"{run_dir}: no args.json, so not a run folder")
-    saved = Args(**json.loads(path.read_text()))
+    try:
+        saved = Args(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
@@ -1051,4 +1093,5 @@ def parse_args() -> Args:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
     train(parse_args())

@@ -1,13 +1,12 @@
-"""Questions with a checkable answer from any JSON-lines file (GSM8K, MATH, your own), graded by rule.
+"""Questions with a checkable answer from any data file (GSM8K, MATH, your own), graded by rule.
 
-One object a line: the question under `question`, `problem` or `prompt`, the answer under `answer` or `solution`: the
+In a row the question is under `prompt`, `question` or `problem`, the answer under `answer` or `solution`: the
 result, or a solution that ends in GSM8K's `#### 72`, `\\boxed{72}` or `<answer>72</answer>`. A broken line raises a
 ValueError of one sentence. What a model writes is compared, never executed. The style gsm8k has the stricter prompt and
-rewards of GDPO's GSM8K demo (arXiv 2601.05242, official code). No dependencies, importable alone.
+rewards of GDPO's GSM8K demo (arXiv 2601.05242, official code).
 """
 
 import hashlib
-import json
 import random
 import re
 from dataclasses import dataclass, replace
@@ -107,25 +106,20 @@ def gsm8k_format(problem: Problem, completion: str) -> float:
     return float(once and bool(re.search(r"^<think>.*?</think>\n<answer>.*?</answer>$", completion, re.DOTALL)))
 
 
-def read_line(raw: bytes, where: str) -> Problem:
-    """One line of the file as a problem; a ValueError of one sentence if it is broken."""
+def read_line(row: dict, where: str) -> Problem:
+    """One row of the file as a problem; a ValueError of one sentence if it is broken."""
 
     def check(condition: bool, found: str, expected: str):
         if not condition:
             raise ValueError(f"{where}: found {found}, expected {expected}")
 
-    try:
-        row = json.loads(raw.decode("utf-8-sig").rstrip(), parse_float=Decimal)  # Decimal keeps 0.10 as written
-    except UnicodeDecodeError:
-        raise ValueError(f"{where}: found bytes that are not UTF-8, expected UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}, column {error.colno}: not JSON, {error.msg}") from None
-    check(isinstance(row, dict), f"JSON of type {type(row).__name__}", "an object with a question and an answer")
     texts = []
-    for keys, types in ((("question", "problem", "prompt"), (str,)), (("answer", "solution"), (str, int, Decimal))):
-        key = next((key for key in keys if key in row), None)
+    numbers = (str, int, Decimal, float)  # floats of tables
+    for keys, types in ((("prompt", "question", "problem"), (str,)), (("answer", "solution"), numbers)):
+        key = next((key for key in keys if row.get(key) is not None), None)
         check(key is not None, f"no {keys[0]}", f"a key {' or '.join(keys)}")
         kind = type(row[key])  # not isinstance: True would pass for an int
+        check(kind is str or row[key] == row[key], f"{key} NaN", "a number")
         check(kind in types, f"{key} of type {kind.__name__}", "a string or a number" if int in types else "a string")
         gold = extract_answer(str(row[key])) if int in types else None
         texts.append(str(row[key]).strip() if gold is None else gold)
@@ -141,14 +135,12 @@ class MathJsonl:
 
     def __init__(self, path: str | None, style: str = "plain", evaluation_share: float = 1 / 16):
         if path is None:
-            raise ValueError("--env gsm8k needs --dataset FILE, a JSON-lines file of questions and answers")
+            raise ValueError("--env gsm8k needs --dataset, such as hub:openai/gsm8k:main:train, or a file")
         if not 0 < evaluation_share < 1:
             raise ValueError(f"evaluation_share is {evaluation_share}, expected a number between 0 and 1")
-        try:
-            with open(path, "rb") as file:
-                rows = [read_line(raw, f"{path}, line {i}") for i, raw in enumerate(file, 1) if raw.strip()]
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror}), expected a JSON-lines file") from None
+        from envs.data_files import read_rows
+
+        rows = [read_line(row, place) for place, row in read_rows(path, Decimal)]  # which keeps 0.10 as written
         if style == "gsm8k":  # its rewards ask for an integer without commas
             rows = [replace(row, answer=row.answer.replace(",", "")) for row in rows]
         self.rows = rows  # all, in the order of the file

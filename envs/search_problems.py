@@ -1,6 +1,5 @@
-"""Questions of the search task, and how they are read from a JSON-lines file. No dependencies, importable alone."""
+"""Questions of the search task, and how they are read from a data file."""
 
-import json
 import re
 import zlib
 from dataclasses import dataclass, field
@@ -37,11 +36,9 @@ class Request(NamedTuple):
 
 def read_questions(path: str) -> tuple[list[Problem], list[Problem]]:
     """The training and the evaluation side of a JSON-lines file. A hash of the question decides, neither is empty."""
-    try:
-        with open(path, "rb") as file:
-            rows = [read_line(raw, f"{path}, line {i}") for i, raw in enumerate(file, 1) if raw.strip()]
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}), expected a JSON-lines file") from None
+    from envs.data_files import read_rows
+
+    rows = [read_line(row, place) for place, row in read_rows(path)]
     problems = sorted({row.place: row for row in rows}.values(), key=lambda row: row.place)
     if len(problems) < 2:
         raise ValueError(f"{path}: found {len(problems)} different questions, expected at least 2")
@@ -49,20 +46,13 @@ def read_questions(path: str) -> tuple[list[Problem], list[Problem]]:
     return problems[cut:], problems[:cut]
 
 
-def read_line(raw: bytes, where: str) -> Problem:
-    """One line of the file as a problem; a ValueError of one sentence if it is broken."""
+def read_line(row: dict, where: str) -> Problem:
+    """One row of the file as a problem; a ValueError of one sentence if it is broken."""
 
     def check(condition: bool, found: str, expected: str):
         if not condition:
             raise ValueError(f"{where}: found {found}, expected {expected}")
 
-    try:
-        row = json.loads(raw.decode("utf-8-sig").rstrip())
-    except UnicodeDecodeError:
-        raise ValueError(f"{where}: found bytes that are not UTF-8, expected UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}, column {error.colno}: not JSON, {error.msg}") from None
-    check(isinstance(row, dict), f"JSON of type {type(row).__name__}", "an object with a question and an answer")
     check("question" in row, "no question", "a key question")
     key = next((key for key in ("golden_answers", "answers", "answer") if key in row), None)
     check(key is not None, "no answer", "a key golden_answers or answers or answer")

@@ -6,7 +6,6 @@ under `query`, `question`, `input`, gold text with its tags under `answer`, `out
 """
 
 import json
-import os
 import random
 import re
 import zlib
@@ -105,17 +104,10 @@ def exact(problem: Problem, completion: str) -> float:
     return float(correctness(problem, completion) == 3.0 or (silent and format(problem, completion) == 1.0))
 
 
-def read_line(raw: bytes, where: str) -> Problem:
-    """One line of the file as a problem; a ValueError of one sentence if it is broken."""
+def read_line(row: dict, where: str) -> Problem:
+    """One row of the file as a problem; a ValueError of one sentence if it is broken."""
     keys = (("query", "question", "input", "instruction"), ("answer", "output"), ("tools", "system", "instruction"))
-    try:
-        row = json.loads(raw.decode("utf-8-sig").rstrip())
-        query, answer, tools = (next((row[key] for key in names if row.get(key)), "") for names in keys)
-        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is legal JSON, but no tokenizer takes it
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}, column {error.colno}: not JSON, {error.msg}") from None
-    except (ValueError, AttributeError):
-        raise ValueError(f"{where}: found no JSON object in UTF-8, expected one with a query and an answer") from None
+    query, answer, tools = (next((row[key] for key in names if row.get(key)), "") for names in keys)
     for text, names in zip((query, answer), keys):
         if not (isinstance(text, str) and text.strip()):
             raise ValueError(f"{where}: found no {names[0]}, expected text under {' or '.join(names)}")
@@ -133,11 +125,9 @@ class ToolCalls:
     epoch = ""
 
     def __init__(self, dataset: str | None = None):
-        try:
-            with open(dataset or os.devnull, "rb") as file:
-                rows = {read_line(raw, f"{dataset}, line {i}") for i, raw in enumerate(file, 1) if raw.strip()}
-        except OSError as error:
-            raise ValueError(f"{dataset}: cannot be read ({error.strerror}), expected a JSON-lines file") from None
+        from envs.data_files import read_rows
+
+        rows = [read_line(row, place) for place, row in (read_rows(dataset) if dataset else ())]
         rows = sorted(rows, key=lambda row: (not row.held_out, random.Random(repr(row)).random()))
         self.rows = rows
         self.evaluation_rows = [row for row in rows if row.held_out] or rows[:1]

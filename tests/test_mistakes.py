@@ -13,16 +13,25 @@ OWN = "--dataset train.jsonl --reward own.py:"
 SERVER = "--retriever-url http://127.0.0.1:1/x"
 MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--dataset nothing.jsonl", "nothing.jsonl: cannot be read"),
-    ("grpo", "--dataset nothing.jsonl --reward own.py:ones", "No such file or directory: 'nothing.jsonl'"),
-    ("grpo", "--dataset broken.jsonl --reward own.py:ones", "broken.jsonl, line 3, column 13: not JSON, Expecting value"),
+    ("grpo", "--dataset nothing.jsonl --reward own.py:ones", "nothing.jsonl: cannot be read (No such file"),
+    ("grpo", "--dataset broken.jsonl --reward own.py:ones", "broken.jsonl, line 3: not JSON, Expecting value: column 13"),
     ("grpo", "--dataset keyless.jsonl --reward own.py:ones", "keyless.jsonl, line 1: "),
-    ("grpo", "--dataset list.json --reward own.py:ones", "list.json, line 1: "),
+    ("grpo", "--dataset list.json --reward own.py:ones", "list.json, row 2: found ['Who?'], expected names and values"),
+    ("grpo", "--dataset hub:none/such:main:train --reward own.py:ones", "hub:none/such:main:train: cannot be read (Couldn't reach"),
+    ("grpo", "--dataset short.csv --reward own.py:ones", "short.csv, row 2: found ['Who?'], expected names and values"),
+    ("grpo", "--dataset text.parquet --reward own.py:ones", "text.parquet: cannot be read (Could not open Parquet"),
     ("grpo", "--dataset questions.jsonl --reward own.py:ones", "--dataset: too few problems to train on"),
     ("grpo", OWN.replace("train", "empty") + "ones --eval-dataset train.jsonl", "--dataset: too few problems to train on"),
     ("grpo", "--dataset train.jsonl --reward nothing.py:ones", "--reward nothing.py:ones: "),
     ("grpo", OWN + "nowhere", "--reward own.py:nowhere: "),
     ("grpo", OWN + "ones own.py:ones", "--reward: functions need different names"),
-    ("grpo", OWN + "ones math.py:twos", "--reward math.py:twos: Python has another module of this name"),
+    ("grpo", OWN + "trl", "--reward own.py:trl: cannot be called as trl(problem, completion), too many positional arguments"),
+    ("grpo", OWN + "verl", "cannot be called as verl(problem, completion), missing a required argument: 'extra'"),
+    ("grpo", OWN + "number", "--reward own.py:number: cannot be called as number(problem, completion), 3 is not a callable"),
+    ("grpo", OWN + "text", "reward function text: returned '1' for "),
+    ("grpo", OWN + "listed", "reward function listed: returned [1.0] for "),
+    ("grpo", OWN + "huge", "reward function huge: returned a huge number for "),
+    ("grpo", OWN + "short", "reward function short: returned 1 numbers for 256 answers"),
     ("grpo", OWN + "nothing --num-prompts-per-step 1", "reward function nothing: returned None"),
     ("grpo", OWN + "unknown --num-prompts-per-step 1", "reward function unknown: returned nan"),
     ("grpo", "--eval-dataset train.jsonl", "--eval-dataset: needs --dataset"),
@@ -31,6 +40,16 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--num-generations 1", "--num-generations: a group needs at least 2"),
     ("grpo", "--fsdp", "--fsdp: nothing to shard over"),
     ("grpo", "--temperature 0", "--temperature: must be above 0"),
+    ("grpo", "--num-generations 0", "--num-generations 0: expected a finite number from 1"),
+    ("grpo", "--learning-rate nan", "--learning-rate nan: expected a finite number from 0"),
+    ("grpo", "--max-steps -1", "--max-steps -1: expected a finite number from 0"),
+    ("grpo", "--reward-weights nan 1 1", "--reward-weights: expected one for each name of"),
+    ("grpo", "--chat-template-kwargs []", "--chat-template-kwargs: expected JSON in braces, found []"),
+    ("grpo", "--output-dir own.py/run", "--output-dir own.py/run: cannot be made (Not a directory)"),
+    ("grpo", "--model-name-or-path run", "--model-name-or-path run: a run; the trained model is in RUN/final"),
+    ("grpo", "--model-name-or-path adapter", "--model-name-or-path adapter: an adapter; the trained model is in RUN/final"),
+    ("grpo", "--resume other_version", "other_version/args.json: cannot be read, perhaps of another version"),
+    ("grpo", "--resume cut_version", "cut_version/args.json: cannot be read, perhaps of another version"),
     ("grpo", "--model-name-or-path nothing", "--model-name-or-path nothing: cannot be loaded"),
     ("grpo", "--model-name-or-path model", "has no chat template"),
     ("grpo", "--env reasoning_gym", "--env reasoning_gym: needs --model-name-or-path"),
@@ -49,11 +68,14 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("igpo", "--env own.py:Task", "--env own.py:Task: needs --model-name-or-path"),
     ("arpo", "--initial-rollouts 9", "--initial-rollouts: give 1 to --num-generations"),
     ("igpo", "--hops 5", "hops from 1 to 4"),
+    ("igpo", "--hops 1 --hops 5", "hops from 1 to 4"),
+    ("igpo", "--max-turns 0", "--max-turns 0: expected a finite number from 1"),
     ("igpo", "--normalization joint --advantage f1", "--normalization joint: needs gains and outcomes"),
     ("igpo", "--dataset questions.jsonl", "--retriever-url"),
     ("igpo", f"--dataset nothing.jsonl {SERVER}", "nothing.jsonl: cannot be read"),
     ("dr_mas", "--env nothing.py:Team", "there is no file 'nothing.py'"),
     ("dr_mas", "--env own.py:Nothing", "own.py'> does not define 'Nothing'"),
+    ("dr_mas", "--env own.py:Task --model-name-or-path m", "cannot be called as Task(dataset, max_rounds, missing_verdict)"),
     ("dr_mas", "--agent-models a b", "--agent-models: expected one for each of router, searcher, responder"),
     ("dr_mas", "--agent-models nothing nothing nothing", "--model-name-or-path nothing: cannot be loaded"),
     ("dr_mas", "--dataset questions.jsonl", "questions.jsonl: questions from a file need a retrieval server"),
@@ -86,10 +108,36 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("unimodal_poisson", "--total-timesteps 100", "fewer than the 2048 steps"),
     ("mdpo", "--env-id Hoper-v5", "--env-id Hoper-v5: Environment"),
     ("mdpo", "--env-id CartPole-v1", "actions must be a Box"),
+    ("mdpo", "--output-dir own.py/run --env-id Pendulum-v1", "--output-dir own.py/run: cannot be made (Not a directory)"),
+    ("mdpo", "--resume other_version", "other_version/args.json: cannot be read, perhaps of another version"),
+    ("arac", "--resume cut_version", "cut_version/args.json: cannot be read, perhaps of another version"),
 ]
 OWN_FILE = """\
 class Task:
-    pass
+    def __init__(self, dataset):
+        pass
+
+def trl(completions, **columns):
+    return [1.0 for _ in completions]
+
+def verl(source, solution, extra):
+    return 1.0
+
+number = 3
+
+def text(problem, completion):
+    return "1"
+
+def listed(problem, completion):
+    return [1.0]
+
+def huge(problem, completion):
+    return 10**5000
+
+def short(problems, completions):
+    return [1.0]
+
+short.batched = True
 
 def ones(problem, completion):
     return completion.count("1")
@@ -114,9 +162,15 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "broken.jsonl").write_text(f'{question}\n{{"question": \n')
     (tmp_path / "keyless.jsonl").write_text('{"text": "Who?"}\n')
     (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "list.json").write_text('[{"question": "Who?"}]\n')
+    (tmp_path / "list.json").write_text('[{"question": "Who?"}, ["Who?"]]\n')
+    (tmp_path / "short.csv").write_text("question,answer\nWho?,Ann\nWho?\n")
+    (tmp_path / "text.parquet").write_text(question)
+    for name, text in (("other_version", '{"no_such_flag": 1}'), ("cut_version", '{"seed": ')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "args.json").write_text(text)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     (tmp_path / "own.py").write_text(OWN_FILE)
-    (tmp_path / "math.py").write_text("def twos(problem, completion):\n    return 2.0\n")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "args.json").write_text("{}")
     monkeypatch.chdir(tmp_path)

@@ -118,18 +118,19 @@ def test_copies_of_a_question_fall_on_the_same_side(name, tmp_path):
 
 BROKEN = {
     "math_jsonl": [
-        ('{"question": "q", "answer": "1"', "column 32: not JSON, Expecting ',' delimiter"),
-        ('{"answer": "1"}', "found no question, expected a key question or problem or prompt"),
+        ('{"question": "q", "answer": "1"', "not JSON, Expecting ',' delimiter: column 32"),
+        ('{"answer": "1"}', "found no prompt, expected a key prompt or question or problem"),
+        ('{"question": "q", "answer": NaN}', "found answer NaN, expected a number"),
     ],
     "tool_calls": [
-        ('{"query": "q", "answer": "a"', "column 29: not JSON, Expecting ',' delimiter"),
-        ('["q", "a"]', "found no JSON object in UTF-8, expected one with a query and an answer"),
+        ('{"query": "q", "answer": "a"', "not JSON, Expecting ',' delimiter: column 29"),
+        ('["q", "a"]', "found ['q', 'a'], expected names and values"),
         ('{"answer": "a"}', "found no query, expected text under query or question or input or instruction"),
         ('{"query": "q", "answer": 5}', "found no answer, expected text under answer or output"),
         ('{"query": "q", "answer": "<tool_call>{}</tool_call>"}', "found a broken tool_call block"),
     ],
     "search_qa": [
-        ("question,answer", "column 1: not JSON, Expecting value"),
+        ("question,answer", "not JSON, Expecting value: column 1"),
         ('{"answer": "1"}', "found no question, expected a key question"),
         ('{"question": "q"}', "found no answer, expected a key golden_answers or answers or answer"),
         ('{"question": "q", "answer": 5}', "found answer of type int, expected a string"),

@@ -8,35 +8,39 @@ from sync_shared_blocks import texts
 
 SHARED = """
 group_advantages kl_estimate policy_loss sampling_correction token_weights
-warn_of_slow_bfloat16 gather JsonLines epoch_order from_file load_task model_path load_model encode drop_long_prompts
+check_flags gather read_file read_rows JsonLines epoch_order from_file load_task model_path load_model turn_end
+encode check_tags answer_text drop_long_prompts score call_each event_loop
 refuse_unsupported longest_text attention_masks Hidden ReturnHidden add_methods recompute_layers compile_layers check_model
-Decoder Buffers recorded sample_tokens over_temperature packed_length tokens_at_once divide VllmSampler repack_head random_seed token_logprobs micro_batches sampling_metrics
+Decoder Buffers recorded over_temperature packed_length tokens_at_once divide warn_of_slow_bfloat16
+sample_tokens VllmSampler repack_head random_seed token_logprobs micro_batches sampling_metrics
 add_adapters adapters_off shard copy_model whole_weights refresh
 checkpoints trained_state save_checkpoint load_checkpoint save_final open_run log report parse_args
+join_repeated one_sentence_for_a_full_disk
 """
 ONE_TURN = "load_problems logprob_gaps Completion read_prompts generate complete Packed pack log_completions"
-AGENTS = "group_advantages JsonLines epoch_order"  # not in igpo.py
+AGENTS = "group_advantages JsonLines read_file read_rows epoch_order"  # not in igpo.py
 SEVERAL_TURNS = "Memory read generate"
 ENTROPIES = "Decoder"  # keeps them in empg.py and arpo.py
 EPISODES = "logprob_gaps Completion reply_ids Packed pack"  # a row is a conversation of several turns
-TREES = "JsonLines epoch_order VllmSampler Completion Decoder"  # not in arpo.py, or with entropies there
+TREES = "JsonLines read_file read_rows epoch_order VllmSampler Completion Decoder"  # not in arpo.py, or with entropies there
 TEAM = """
-group_advantages JsonLines epoch_order load_problems load_task encode drop_long_prompts Completion complete
+group_advantages JsonLines read_file read_rows epoch_order load_problems load_task encode drop_long_prompts Completion complete
 save_checkpoint load_checkpoint log_completions
 """  # not in dr_mas.py, or with a text of its own there
 THREE_MODELS = """
-group_advantages JsonLines epoch_order from_file load_task token_logprobs micro_batches shard
+group_advantages JsonLines read_file read_rows epoch_order load_task token_logprobs micro_batches shard
 trained_state report
 """  # not in pi_play.py, or with a text of its own there
 GAMES = """
-group_advantages JsonLines epoch_order load_problems load_task model_path drop_long_prompts Completion
-complete log_completions report
+group_advantages JsonLines read_file read_rows epoch_order load_problems load_task model_path drop_long_prompts Completion
+check_tags score call_each event_loop complete log_completions report
 """  # not in spiral_rae.py, or with a text of its own there
 BOTH_TERMS = """
 token_weights load_problems logprob_gaps token_logprobs
 """  # not in hpt.py, or with a text of its own
 PREFERENCES = """
 group_advantages token_weights load_task model_path report load_problems Completion complete Packed micro_batches log_completions
+check_tags score
 """  # not in nash_preference.py, or with a text of its own there
 TEACHERS = "load_problems log_completions"  # problems are those that the shipped model cannot solve
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
