@@ -95,7 +95,7 @@ def test_reference_loss_mask():
         padding = [0] * (len(response) - len(episode.ids))
         assert episode.ids + padding == response
         assert [turn >= 0 for turn in episode.turns] + [False] * len(padding) == [bool(x) for x in mask]
-        packed = pack([episode], [0], torch.device("cpu"))
+        packed = pack([episode], [[0]], torch.device("cpu"))
         assert packed.targets.tolist() == sum(turns, [])
         assert packed.turns.tolist() == [number for number, ids in enumerate(turns) for _ in ids]
 

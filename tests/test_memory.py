@@ -131,7 +131,7 @@ def test_limits_are_those_of_the_scripts(script):
 
 def test_packed_shape():
     """Of two groups, and of episodes whose context has grown to its limit."""
-    packed = grpo.pack(count_memory.longest_completions(flags()), list(range(8)), "cpu")
+    packed = grpo.pack(count_memory.longest_completions(flags()), [list(range(8))], torch.device("cpu"))
     found = memory.packed_shape("grpo", flags())
     assert found == (*packed.input_ids.shape, len(packed.targets))
     episodes = []
@@ -141,7 +141,7 @@ def test_packed_shape():
         episode.write(igpo.Completion([], [1] * 40, [-1.0] * 40, True))
         episodes.append(episode)
     rows, width, predicted = memory.packed_shape("igpo", flags(script=igpo))
-    packed = igpo.pack(episodes, list(range(8)), "cpu")
+    packed = igpo.pack(episodes, [list(range(8))], torch.device("cpu"))
     assert packed.input_ids.shape == (rows, width)
     assert len(packed.targets) <= predicted
 

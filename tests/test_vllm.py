@@ -140,7 +140,7 @@ for change in (0.0, 0.05):
     for parameter in model.parameters():
         parameter.data += change * torch.randn_like(parameter)
     grpo.refresh(sampler, model)
-    packed = grpo.pack(grpo.generate(sampler, [[*range(20, 120)]], args, [1]), [0], model.device)
+    packed = grpo.pack(grpo.generate(sampler, [[*range(20, 120)]], args, [1]), [[0]], model.device)
 gap = (grpo.token_logprobs(model, packed, args) - packed.sampled_logprobs).abs().max().item()
 sampler.close()
 sys.exit(f"{gap} nats" if gap > 1e-3 else 0)
