@@ -42,7 +42,7 @@ class Problem:
     where: str = field(default="", compare=False, repr=False)  # file and line
 
 
-# --- Rewards -----------------------------------------------------------------------------------------------------
+# --- Rewards ------------------------------------------------------------------------------------
 
 
 def correctness(problem: Problem, completion: str) -> float:
@@ -86,7 +86,7 @@ def gsm8k_format(problem: Problem, completion: str) -> float:
     return float(once and bool(re.search(r"^<think>.*?</think>\n<answer>.*?</answer>$", completion, re.DOTALL)))
 
 
-# --- The file ----------------------------------------------------------------------------------------------------
+# --- The file -----------------------------------------------------------------------------------
 
 
 def read_line(raw: bytes, where: str) -> Problem:
@@ -117,16 +117,16 @@ def read_line(raw: bytes, where: str) -> Problem:
     return Problem(*texts, row.get("demonstration"), where)
 
 
-def report(path: str, rows: list[Problem]) -> None:
+def report(path: str, rows: list[Problem], style: str) -> None:
     """Print what kinds of answers a file has, and which lines have prose, that only the same prose equals.
 
     ValueError of one sentence if math-verify is missing.
     """
-    if importlib.util.find_spec("math_verify") is None:
+    if style != "gsm8k" and importlib.util.find_spec("math_verify") is None:
         raise ValueError(f"{path}: answers are compared by math-verify, pip install '{PACKAGE}'")
     if os.environ.get("RANK", "0") != "0":
         return
-    kinds = [kind(normal(row.answer)) for row in rows]
+    kinds = [kind_of(normal(row.answer)) for row in rows]
     counts = ", ".join(f"{kinds.count(name)} {name}s" for name in ("number", "expression", "text"))
     print(f"{path}: the answers are {counts}")
     prose = [row.where for row, name in zip(rows, kinds) if name == "text" and len(row.answer) > 100]
@@ -163,7 +163,7 @@ class MathJsonl:
             raise ValueError(f"{path}: found {len(by_hash)} different questions, expected at least 2")
         ranked = sorted(by_hash)
         cut = min(max(sum(value < evaluation_share for value in ranked), 1), len(ranked) - 1)  # neither side is empty
-        self.evaluation_rows = [by_hash[value][0] for value in ranked[:cut]]
+        self.evaluation_rows = [row for value in ranked[:cut] for row in by_hash[value]]
         self.train_rows = [row for value in ranked[cut:] for row in by_hash[value]]
         self.reward_functions = {"correctness": correctness, "format": format, "length": length}
         self.reward_weights, self.style = (1.0, 0.1, 0.0), style
@@ -172,8 +172,7 @@ class MathJsonl:
             self.reward_functions = dict(zip(("correctness", "integer", "format"), functions))
             self.reward_weights = (1.0, 1.0, 1.0)
         self._order_of, self._order = None, []
-        if style != "gsm8k":
-            report(path, rows)
+        report(path, rows, style)
 
     def sample(self, generator: random.Random, held_out: bool = False) -> Problem:
         """A random row of the training side, or of the evaluation side."""
@@ -188,7 +187,7 @@ class MathJsonl:
         return self._order[position]
 
     def evaluation_problems(self, count: int) -> list[Problem]:
-        """The first `count` held-out questions in a fixed order, or all when the file has fewer."""
+        """The first `count` held-out rows in a fixed order, copies too, or all when the file has fewer."""
         return self.evaluation_rows[:count]
 
     def prompt(self, problem: Problem, role: str = "solver", teammates: tuple = ()) -> list[dict]:
@@ -197,18 +196,18 @@ class MathJsonl:
         return [{"role": "user", "content": "\n".join([*lines, RULES["gsm8k" if self.style == "gsm8k" else role]])}]
 
 
-# --- Below: how answers are found and compared ---
-# --- Where the answer stands -------------------------------------------------------------------------------------
+# --- Where the answer stands --------------------------------------------------------------------
 
 BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.IGNORECASE | re.DOTALL)
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[^\s}])")
-UNBRACED = re.compile(r"[^\s$]+")  # \boxed 72
+UNBRACED = re.compile(r"\$?[^\s$]*")  # \boxed 72
 BETWEEN = re.compile(r"[\s$]*(?:,|;|,?\s*(?:and|or))[\s$]*(?:\w+\s*=\s*)?")  # $\boxed{1}$ and $\boxed{2}$
 MARK = re.compile(r"####|\banswer(?:\s+is)?[\s*]*[:：]", re.IGNORECASE)
 BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w(*])")  # but not in x**2 + y**2
 PREFIX = re.compile(
     r"(?:\\text\{ ?)?(?:(?:so|thus|hence|therefore),? )?(?:the )?(?:(?:final|correct) )?"
-    r"(?:answer|result|option|choice)\b[*\s]*(?:(?:is|are)\b)?[\s*]*[:=：]?[\s*]*\}?",
+    r"(?:(?:answer|result)\b[*\s]*(?:(?:is|are)\b|[:=：]|(?=[\d$\\(-])|\n|$)"
+    r"|(?:option|choice)(?: is)?(?=[ (]+[A-J]\b))[\s*]*[:=：]?[\s*]*\}?",
     re.IGNORECASE,
 )
 BRACE = re.compile(r"(?<!\\)[{}]")
@@ -232,7 +231,8 @@ def last_box(text: str) -> str | None:
         start = box.end()
         is_braced = text[start] == "{"
         end = closing_brace(text, start) if is_braced else UNBRACED.match(text, start).end()
-        if end < 0 or (following and not BETWEEN.fullmatch(text, end + 1, following)):
+        is_next = following and following - end < 40 and BETWEEN.fullmatch(text, end + 1, following)
+        if end < 0 or (contents and not is_next):
             break
         contents.append(text[start + is_braced : end].strip())
         following = box.start()
@@ -261,7 +261,7 @@ def extract_answer(text: str) -> str | None:
     return rest.split("\n", 1)[0].strip(" *")
 
 
-# --- One form for what means the same ----------------------------------------------------------------------------
+# --- One form for what means the same -----------------------------------------------------------
 
 SYMBOLS = {
     "−‐‑–—－": "-", "×": r"\times ", "·⋅": r"\cdot ", "÷／": "/", "＋": "+", "＝": "=", "±": r"\pm ",
@@ -355,7 +355,7 @@ def normal(text: str) -> str:
     return unwrap(text)
 
 
-# --- Numbers and units -------------------------------------------------------------------------------------------
+# --- Numbers and units --------------------------------------------------------------------------
 
 DIGITS = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?"
 NUMBER = re.compile(rf"([-+]?) ?(?:(\d+) )?(-?{DIGITS})(?:/(-?{DIGITS}))?")  # -2 | 2 3/4 | .5/3 | 3e8
@@ -379,7 +379,7 @@ NOT_UNITS = set(
 WITH_CURRENCY = re.compile(r"([-+]?)(?:US)?([$€£¥₹]?)([-+]?[^$€£¥₹]*\d[^$€£¥₹]*?) ?([$€£¥₹]?)")
 WITH_DEGREES = re.compile(r"(.*[\d})])\^\\circ ?(?:\\text\{)?([CF]?)\}?")
 WITH_UNIT = re.compile(
-    r"(.*(?:[\d})]|\\pi)) ?(?:\\text\{([^{}]+)\}|(?<!\\pi)([a-zA-Z][a-zA-Z/. ]*))(?:\^([23]))?"
+    r"(.*(?:[\d})]|\\pi(?![a-zA-Z])))(?: ?\\text\{([^{}]+)\}|( ?[a-zA-Z][a-zA-Z/. ]*))(?:\^([23]))?"
 )
 
 
@@ -404,12 +404,15 @@ def value(text: str) -> Fraction | None:
 
 def unit_name(words: str, power: str, is_bare: bool) -> str | None:
     """One name for a unit, None for what is none. A bare letter is a variable: 2k is not 2."""
+    min_length = 3 if words.startswith(" ") else 4  # of bare words
     words = words.replace(".", " ").split()
     if not 0 < len(words) <= 4 or NOT_UNITS & {*words, *map(str.lower, words)}:
         return None
+    if words[0] not in "mshglLNJWVACF" and len(words[0]) == 1:
+        return None
     names = [word.lower().removesuffix("s") if len(word) > 2 else word.lower() for word in words]
     first = names[0].split("/")[0]
-    is_long = len(first) > 2 and re.search("[aeiouy]", first)
+    is_long = len(first) >= min_length and re.search("[aeiouy]", first)
     if is_bare and (len(first) < 2 or not (is_long or first in UNITS)):
         return None
     names = [UNITS.get(name, name) for name in names]
@@ -434,9 +437,12 @@ def split_unit(text: str) -> tuple[str, str]:
     return (match[1], unit) if unit else (text, "")
 
 
-# --- Are two answers the same? -----------------------------------------------------------------------------------
+# --- Are two answers the same? ------------------------------------------------------------------
 
-NAME = re.compile(r"(?:\\?[a-zA-Z]+(?:_\w|_\{\w+\})?(?:\([\w,]+\))?|\\text\{[^{}]*\})=|[a-z]\\in(?![a-zA-Z])")
+NAME = re.compile(  # x= | x_1= | f(2)= | (x,y)= | \text{Area}= | x\in
+    r"(?:\\?[a-zA-Z]+(?:_\w|_\{\w+\}|\^\{-1\})?(?:\([\w,]+\))?|\([a-z](?:,[a-z])+\)|\\text\{[^{}]*\})="
+    r"|[a-z]\\in(?![a-zA-Z])"
+)
 CHOICE = re.compile(r"(?:\\text\{)?\(?([A-J])(?:[).:]| -).+")  # C. 18 eggs
 WORD = re.compile(r"\b(?:[a-zA-Z]{4,}|[A-Z]?[a-z]{2,}|YES|NO|No)\b")
 LATEX = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?!text)[a-zA-Z]+|\\text")
@@ -444,7 +450,7 @@ RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![a-zA-Z])")
 BRACKET = re.compile(r"\\\\|\\?[{}]|[()\[\],;]|[^\\{}()\[\],;]+|\\")
 
 
-def kind(text: str) -> str:
+def kind_of(text: str) -> str:
     """What an answer in normal form is: a number, an expression or a text."""
     if len(text) > MAX_LENGTH:
         return "text"
@@ -463,42 +469,83 @@ def as_text(text: str) -> str:
     return text if "\\" in text else WORD.sub(lambda match: match.group().lower(), text)
 
 
+def split_list(text: str) -> list[str]:
+    """The pieces between commas outside of brackets; no pieces if a bracket is not closed."""
+    depth = 0
+    pieces = [""]
+    for mark in BRACKET.findall(text):
+        depth += (mark[-1] in "{([") - (mark[-1] in "})]")
+        if depth < 0:
+            return []
+        if depth == 0 and mark in ",;":
+            pieces.append("")
+        else:
+            pieces[-1] += mark
+    return pieces if depth == 0 else []
+
+
 def elements(text: str) -> tuple[str, list[str]]:
-    """The brackets of a tuple, set or interval and its elements; "" and the elements of a bare list."""
-    brackets = re.fullmatch(r"(\(|\[|\\\{)(.+?)(\)|\]|\\\})", text)
-    attempts = [(brackets[1] + brackets[3], brackets[2])] if brackets else []
-    for kind_of_list, inside in [*attempts, ("", text)]:
-        depth = 0
-        pieces = [""]
-        for mark in BRACKET.findall(inside):
-            depth += (mark[-1] in "{([") - (mark[-1] in "})]")
-            if depth < 0:
-                break
-            if depth == 0 and mark in ",;":
-                pieces.append("")
-            else:
-                pieces[-1] += mark
-        if depth == 0 and (len(pieces) > 1 or kind_of_list in ("", "\\{\\}")):
-            if kind_of_list in ("", "\\{\\}"):
-                signs = [("+", "-") if "\\pm" in piece else ("",) for piece in pieces]
-                pieces = [p.replace("\\pm", sign) for p, both in zip(pieces, signs) for sign in both]
-            return kind_of_list, pieces
-    return "", [text]
+    """The brackets of a tuple, set or interval, "" for a bare list, and its elements, one if it is no list."""
+    brackets = re.fullmatch(r"(\(|\[|\\\{)(.+)(\)|\]|\\\})", text)
+    inside = split_list(brackets[2]) if brackets else []
+    if len(inside) > 1 or (inside and brackets[1] == "\\{"):
+        return brackets[1] + brackets[3], inside
+    return "", split_list(text) or [text]
 
 
 def same_elements(golds: list[str], answers: list[str], is_ordered: bool) -> bool:
-    """Are two lists of at most 20 elements the same, element by element or in any order?"""
+    """Are two lists of at most 20 elements the same, one by one or in any order?"""
     if len(golds) != len(answers) or len(golds) > 20:
         return False
     if is_ordered:
         return all(map(same, golds, answers))
     rest = list(answers)
     for gold in golds:
-        equal = [i for i, answer in enumerate(rest) if same(gold, answer)][:1]
+        equal = [i for i, answer in enumerate(rest) if same(gold, answer)]
         if not equal:
             return False
         del rest[equal[0]]
     return True
+
+
+def same_lists(gold: str, answer: str) -> bool | None:
+    """Are two lists the same? None if neither is one, or if one may be the solution of the other, x < 3."""
+    gold_brackets, golds = elements(gold)
+    answer_brackets, answers = elements(answer)
+    kinds = {gold_brackets, answer_brackets}
+    is_ordered = bool(kinds - {"", "\\{\\}"})
+    if not is_ordered:
+        golds, answers = map(both_signs, (golds, answers))
+    lengths = {len(golds), len(answers)}
+    if lengths == {1} or (1 in lengths and RELATION.search(gold + answer)):
+        return None
+    if len(kinds - {""}) > 1 or ("" in kinds and kinds & {"[]", "[)", "(]"}):
+        return False  # a set and a pair, an interval and two numbers
+    return same_elements(golds, answers, is_ordered)
+
+
+def both_signs(pieces: list[str]) -> list[str]:
+    """Elements, two for one with \\pm."""
+    found = []
+    for piece in pieces:
+        signs = "+-" if len(re.findall(r"\\pm(?![a-zA-Z])", piece)) == 1 else ["\\pm"]
+        found += [piece.replace("\\pm", sign) for sign in signs]
+    return found
+
+
+def without_names(gold: str, answer: str) -> list[str]:
+    """Both without a name that only one has: x = 5 and 5, C. 18 eggs and C."""
+    sides = [gold, answer]
+    for side, other in ((0, 1), (1, 0)):
+        choice = CHOICE.fullmatch(sides[side])
+        name = NAME.match(sides[side])
+        if choice and len(sides[other]) == 1:
+            sides[side] = choice[1]
+        elif name and not re.search(r"=|\\in(?![a-zA-Z])", sides[other]):
+            sides[side] = sides[side].replace(name.group(), "")
+            if "," not in sides[side]:
+                sides[side] = sides[side].rpartition("=")[2]  # of x = 4 + 1 = 5 the last
+    return sides
 
 
 def same(gold: str, answer: str) -> bool:
@@ -507,35 +554,22 @@ def same(gold: str, answer: str) -> bool:
         return gold != ""
     if max(len(gold), len(answer)) > MAX_LENGTH:
         return False
-    sides = [gold, answer]
-    for side, other in ((0, 1), (1, 0)):
-        choice = CHOICE.fullmatch(sides[side])
-        if choice and len(sides[other]) == 1:
-            return choice[1] == sides[other]
-        name = NAME.match(sides[side])
-        if name and not re.search(r"=|\\in(?![a-zA-Z])", sides[other]):
-            sides[side] = sides[side].replace(name.group(), "").rpartition("=")[2]  # x = 4 + 1 = 5
-    (gold, gold_unit), (answer, answer_unit) = map(split_unit, sides)
+    (gold, gold_unit), (answer, answer_unit) = map(split_unit, without_names(gold, answer))
     if gold_unit and answer_unit and gold_unit != answer_unit:
         return False
     values = [value(gold), value(answer)]
     if None not in values or gold == answer:
         return values[0] == values[1]
-    (gold_list, golds), (answer_list, answers) = map(elements, (gold, answer))
-    lengths = {len(golds), len(answers)}
-    if max(lengths) > 1 and not (1 in lengths and RELATION.search(gold + answer)):
-        kinds = {gold_list, answer_list} - {""}
-        is_bare = "" in (gold_list, answer_list)
-        if len(kinds) > 1 or (is_bare and kinds & {"[]", "[)", "(]"}):
-            return False
-        return same_elements(golds, answers, is_ordered=bool(kinds - {"\\{\\}"}))
+    lists = same_lists(gold, answer)
+    if lists is not None:
+        return lists
     return comparable(gold, answer) and math_verify_says_yes(gold, answer)
 
 
 def comparable(gold: str, answer: str) -> bool:
     """Vetoes: False for what is not mathematics, and where math-verify calls different things equal."""
     both = gold + answer
-    if "text" in (kind(gold), kind(answer)) or len(both) > MAX_LENGTH:
+    if "text" in (kind_of(gold), kind_of(answer)) or len(both) > MAX_LENGTH:
         return False
     if any(closing_brace(f"{{{text}}}", 0) != len(text) + 1 for text in (gold, answer)):
         return False
@@ -553,19 +587,17 @@ def same_answer(gold: str, answer: str) -> bool:
     return same(normal(gold), normal(answer))
 
 
-# --- math-verify, in a process of its own ------------------------------------------------------------------------
+# --- math-verify, in a process of its own -------------------------------------------------------
 
-MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+) ?(\\frac\{\d+\}\{\d+\})")
-DECIMAL = re.compile(r"(\d*)\.(\d+)")
-workers = {}  # process id: its worker, so that a fork starts its own
+workers = {}  # by process id, so that a fork starts its own
 worker_lock = threading.Lock()
 
 
 def math_verify_says_yes(gold: str, answer: str) -> bool:
     """What math-verify says of two expressions; False if that takes more than TIME_LIMIT seconds.
 
-    The worker is a fresh interpreter, without torch and CUDA, that serves all calls. It ends when its
-    time is over, and with this process. RuntimeError if it cannot run.
+    One worker serves all calls: a fresh interpreter, without torch and CUDA. It ends when its time is
+    over, and with this process. RuntimeError if it does not start.
     """
     with worker_lock:
         worker = workers.get(os.getpid())
@@ -573,25 +605,30 @@ def math_verify_says_yes(gold: str, answer: str) -> bool:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
             worker = subprocess.Popen([sys.executable, "-P", __file__], **pipes)
             workers[os.getpid()] = worker
+            if worker.stdout.readline().strip() != b"ready":
+                raise RuntimeError(f"math-verify does not start: pip install '{PACKAGE}'")
         try:
             worker.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
             reply = worker.stdout.readline()
         except BrokenPipeError:
             reply = b""
-        if reply == b"" and worker.wait() >= 0:  # below 0: ended by a signal, the time was over
-            raise RuntimeError(f"the process of math-verify ended: pip install '{PACKAGE}'")
+        if not reply:  # it has ended itself
+            worker.wait()
     return reply.strip() == b"True"
 
 
 def exact(text: str) -> str:
-    """LaTeX of an expression, without decimals, which math-verify would round: 0.5 is \\frac{5}{10}."""
-    text = MIXED_NUMBER.sub(r"(\1+\2)", re.sub(FUNCTIONS, r"\\\1 ", text))
-    return DECIMAL.sub(lambda d: rf"\frac{{{int(d[1] + d[2])}}}{{{10 ** len(d[2])}}}", text)
+    """LaTeX without decimals, which math-verify would round, and without mixed numbers."""
+    text = re.sub(FUNCTIONS, r"\\\1 ", text)
+    text = re.sub(r"(?<![\d.])(\d+) ?(\\frac\{\d+\}\{\d+\})", r"(\1+\2)", text)
+    decimal = re.compile(r"(\d*)\.(\d+)")
+    return decimal.sub(lambda d: rf"\frac{{{int(d[1] + d[2])}}}{{{10 ** len(d[2])}}}", text)
 
 
 def serve() -> None:
     """Answer pairs of expressions, a JSON list a line on standard input, until this is closed."""
     import contextlib
+    import faulthandler
     import logging
     import signal
 
@@ -599,28 +636,29 @@ def serve() -> None:
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy import I
 
-    logging.disable(logging.WARNING)  # that it has no time limit of its own: those fail in threads
+    logging.disable(logging.WARNING)  # it warns that it has no time limit of its own
     normalization = NormalizationConfig(boxed="none", malformed_operators=True)
     latex = LatexExtractionConfig(normalization_config=normalization, boxed_match_priority=-1)
 
     @lru_cache(1000)
     def read(text: str) -> list:
-        found = parse(f"${exact(text)}$", [latex], fallback_mode="no_fallback", parsing_timeout=None)
+        found = parse(f"${exact(text)}$", [latex], "no_fallback", parsing_timeout=None)
         units = [{x: I for x in one.free_symbols if x.name == "i"} for one in found]
         return [one.subs(unit) if unit else one for one, unit in zip(found, units)]
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the training
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    for line in sys.stdin:
-        signal.alarm(TIME_LIMIT)  # ends this process, even within a power of a million digits
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
+    print("ready", flush=True)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stderr):
+        for line in sys.stdin:
+            # Ends this process in time, even within the computation of a power of a million digits.
+            faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=nowhere)
+            try:
                 gold, answer = map(read, json.loads(line))
                 equal = verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
-        except Exception:  # whatever it cannot read is not equal
-            equal = False
-        signal.alarm(0)
-        print(equal, flush=True)
+            except Exception:  # what it cannot read is not equal
+                equal = False
+            faulthandler.cancel_dump_traceback_later()
+            print(equal, file=sys.__stdout__, flush=True)
 
 
 if __name__ == "__main__":
