@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import unicodedata
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction

@@ -12,10 +12,17 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from envs import search_text
 from envs.retriever import RELATIONS, HttpRetriever, World
 from envs.search_problems import Problem, Request, read_questions
-from envs import search_text
-from envs.search_text import exact_match, examiner_format, extract_answer, format, parse_question, parse_turn
+from envs.search_text import (
+    exact_match,
+    examiner_format,
+    extract_answer,
+    format,
+    parse_question,
+    parse_turn,
+)
 
 KNOWN = "I know the answer."  # the thought before an answer
 TAGS = ("think", "search", "result", "verify", "question", "answer")
