@@ -101,6 +101,8 @@ def read_line(raw: bytes, where: str) -> Problem:
         raise ValueError(f"{where}: found bytes that are not UTF-8, expected UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}, column {error.colno}: not JSON, {error.msg}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{where}: found a number too long or brackets too deep, expected plain JSON") from None
     check(isinstance(row, dict), f"JSON of type {type(row).__name__}", "an object with a question and an answer")
     texts = []
     for keys, types in ((("question", "problem", "prompt"), (str,)), (("answer", "solution"), (str, int, Decimal))):
@@ -128,7 +130,8 @@ def report(path: str, rows: list[Problem], style: str) -> None:
     kinds = [kind_of(normal(row.answer)) for row in rows]
     counts = ", ".join(f"{kinds.count(name)} {name}s" for name in ("number", "expression", "text"))
     print(f"{path}: the answers are {counts}")
-    prose = [row.where for row, name in zip(rows, kinds) if name == "text" and len(row.answer) > 100]
+    texts = [row for row, name in zip(rows, kinds) if name == "text"]
+    prose = [row.where for row in texts if len(row.answer) > 100 or row.answer.count(" ") > 12]
     if prose:
         more = f" and {len(prose) - 5} more lines" if len(prose) > 5 else ""
         print(

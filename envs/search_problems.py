@@ -66,6 +66,8 @@ def read_line(raw: bytes, where: str) -> Problem:
         raise ValueError(f"{where}: found bytes that are not UTF-8, expected UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}, column {error.colno}: not JSON, {error.msg}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{where}: found a number too long or brackets too deep, expected plain JSON") from None
     check(isinstance(row, dict), f"JSON of type {type(row).__name__}", "an object with a question and an answer")
     check("question" in row, "no question", "a key question")
     key = next((key for key in ("golden_answers", "answers", "answer") if key in row), None)

@@ -114,7 +114,7 @@ def read_line(raw: bytes, where: str) -> Problem:
         json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is legal JSON, but no tokenizer takes it
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}, column {error.colno}: not JSON, {error.msg}") from None
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{where}: found no JSON object in UTF-8, expected one with a query and an answer") from None
     for text, names in zip((query, answer), keys):
         if not (isinstance(text, str) and text.strip()):

@@ -111,12 +111,13 @@ def test_threads_and_forks_get_their_own_verdicts():
 
 def test_the_answers_of_a_file_are_counted_and_prose_is_named(tmp_path, capsys, monkeypatch):
     prose = "She begins with 3 apples and then buys 2 more of them at the market. So she has five apples in total, which is it."
-    answers = ["5", "$1,000", "x^2+1", "\\text{Evelyn}", prose, f"{prose}\n#### 5", "\\sqrt{2}"]
+    short = "She has 0 apples and buys 2 more. So she has 0 + 2 = 2 apples in total."
+    answers = ["5", "$1,000", "x^2+1", "\\text{Evelyn}", prose, f"{prose}\n#### 5", "\\sqrt{2}", short]
     path = write(tmp_path / "data.jsonl", [{"question": f"{i}?", "answer": text} for i, text in enumerate(answers)])
     MathJsonl(path)
     counts, named = capsys.readouterr().out.splitlines()
-    assert counts == f"{path}: the answers are 3 numbers, 2 expressions, 2 texts"
-    assert named.startswith(f"{path}, line 5: the answer is prose without a mark")
+    assert counts == f"{path}: the answers are 3 numbers, 2 expressions, 3 texts"
+    assert named.startswith(f"{path}, line 5, {path}, line 8: the answer is prose without a mark")
     monkeypatch.setenv("RANK", "1")
     MathJsonl(path)
     assert capsys.readouterr().out == ""

@@ -130,10 +130,13 @@ BROKEN = {
     "math_jsonl": [
         ('{"question": "q", "answer": "1"', "column 32: not JSON, Expecting ',' delimiter"),
         ('{"answer": "1"}', "found no question, expected a key question or problem or prompt"),
+        ('{"question": "q", "answer": ' + "7" * 5000 + "}", "found a number too long or brackets too deep"),
+        ("[" * 200_000, "found a number too long or brackets too deep"),
     ],
     "tool_calls": [
         ('{"query": "q", "answer": "a"', "column 29: not JSON, Expecting ',' delimiter"),
         ('["q", "a"]', "found no JSON object in UTF-8, expected one with a query and an answer"),
+        ("[" * 200_000, "found no JSON object in UTF-8, expected one with a query and an answer"),
         ('{"answer": "a"}', "found no query, expected text under query or question or input or instruction"),
         ('{"query": "q", "answer": 5}', "found no answer, expected text under answer or output"),
         ('{"query": "q", "answer": "<tool_call>{}</tool_call>"}', "found a broken tool_call block"),
@@ -141,6 +144,7 @@ BROKEN = {
     "search_qa": [
         ("question,answer", "column 1: not JSON, Expecting value"),
         ('{"answer": "1"}', "found no question, expected a key question"),
+        ("[" * 200_000, "found a number too long or brackets too deep"),
         ('{"question": "q"}', "found no answer, expected a key golden_answers or answers or answer"),
         ('{"question": "q", "answer": 5}', "found answer of type int, expected a string"),
     ],
