@@ -2,27 +2,35 @@
 
 In a row the question is under `prompt`, `question` or `problem`, the answer under `answer` or `solution`: the
 result, or a solution that ends in GSM8K's `#### 72`, `\\boxed{72}` or `<answer>72</answer>`. A broken line raises a
-ValueError of one sentence. What a model writes is compared, never executed. The style gsm8k has the stricter prompt and
-rewards of GDPO's GSM8K demo (arXiv 2601.05242, official code).
+ValueError of one sentence. What a model writes is compared, never executed: rules bring both answers into one form, and
+math-verify (github.com/huggingface/Math-Verify) decides about expressions. The style gsm8k has the stricter prompt and
+rewards of GDPO's GSM8K demo (arXiv 2601.05242, official code) and needs no package. Importable alone.
 """
 
 import hashlib
+import importlib.util
+import json
+import os
 import random
 import re
-from dataclasses import dataclass, replace
+import subprocess
+import sys
+import threading
+import unicodedata
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 
-# 72 | 1,000 | .5 | 1.5e-3, ASCII digits only; the exponent has at most two digits because 10**(10**9) would not return
-DIGITS = r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?(?:e[-+]?[0-9]{1,2})?|\.[0-9]+)"
-NUMBER = re.compile(rf"\$?([-+]?) ?\$?{DIGITS}(?: ?/ ?{DIGITS})? ?%?")
+PACKAGE = "math-verify[antlr4_13_2]==0.9.0"
+TIME_LIMIT = 4  # seconds that math-verify has for one comparison
+MAX_LENGTH = 400  # characters; longer answers are compared letter by letter
 RULES = {
     "solver": "Reason step by step, then give the final answer inside <answer> </answer>.",
     "verifier": "Check every step, then end with <verdict>approve</verdict> or <verdict>reject</verdict>.",
     "gsm8k": "Reason step by step inside <think> </think>, then, on a new line, give the final answer, an integer, "
     "inside <answer> </answer>. Write nothing else.",
 }
-LATEX_FRACTION = re.compile(r"(?<![0-9])\\[dt]?frac\{(-?[0-9.,]+)\}\{([0-9.,]+)\}")
 
 
 @dataclass(frozen=True)
@@ -30,48 +38,19 @@ class Problem:
     question: str
     answer: str  # the final answer alone
     demonstration: str | list[str] | None = None  # the text of a right answer, or several, for scripts that learn from it
+    where: str = field(default="", compare=False, repr=False)  # file and line
 
 
-def extract_answer(text: str) -> str | None:
-    """The last <answer> </answer> block, or the \\boxed{ } in it; without one the last \\boxed{ }, else the line after
-    the last ####, else None."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    has_tags = end >= 0 and start >= 0
-    if has_tags:
-        text = text[start + len("<answer>") : end]
-    if (start := text.rfind("\\boxed{")) >= 0:
-        start, depth = start + len("\\boxed{"), 1
-        for brace in re.compile("[{}]").finditer(text, start):
-            depth += 1 if brace.group() == "{" else -1
-            if depth == 0:
-                return text[start : brace.start()].strip()
-    if has_tags:
-        return text.strip()
-    _, mark, rest = text.rpartition("####")
-    return rest.strip().split("\n", 1)[0].strip() if mark else None
-
-
-def canonical(text: str) -> Fraction | str:
-    """The exact value if the text is one number, else the text in lower case with single spaces.
-
-    `1,000`, `$72`, `3/4`, `\\frac{3}{4}`, `0.5`, `-2.` and `1e3` are numbers. Dollar and percent signs are dropped:
-    `50%` equals 50, not 1/2, because data sets that ask "what percent" store 50. Other units stay: `5 km` is text.
-    """
-    text = " ".join(text.lower().replace("\u2212", "-").replace("\\$", "$").replace("\\%", "%").split()).rstrip(" .")
-    if len(text) > 1 and text[0] == text[-1] == "$":  # LaTeX mathematics
-        text = text[1:-1].strip(" .")
-    match = NUMBER.fullmatch(LATEX_FRACTION.sub(r"\1/\2", text[:100]))
-    if len(text) > 100 or not match:  # no number is that long: hostile digits stay cheap
-        return text
-    sign, top, bottom = match.groups(default="1")
-    top, bottom = Fraction(top.replace(",", "")), Fraction(bottom.replace(",", ""))
-    return text if bottom == 0 else (-top if sign == "-" else top) / bottom
+# --- Rewards ------------------------------------------------------------------------------------
 
 
 def correctness(problem: Problem, completion: str) -> float:
-    """1.0 if the completion's final answer equals the problem's, as a number or as text, else 0.0."""
-    return float(canonical(extract_answer(completion) or "") == canonical(problem.answer))
+    """1.0 if the completion's final answer is the problem's: as a number, as mathematics or as text. Else 0.0."""
+    answer = extract_answer(completion)
+    if answer is None:
+        bold = BOLD.findall(completion.rpartition("</think>")[2])
+        answer = bold[-1] if bold else ""
+    return float(same_answer(problem.answer, answer))
 
 
 def format(problem: Problem, completion: str) -> float:
@@ -123,10 +102,32 @@ def read_line(row: dict, where: str) -> Problem:
         check(kind in types, f"{key} of type {kind.__name__}", "a string or a number" if int in types else "a string")
         gold = extract_answer(str(row[key])) if int in types else None
         texts.append(str(row[key]).strip() if gold is None else gold)
-        check(canonical(texts[-1]) != "", f"an empty {key}", "some text")
+        check((normal(texts[-1]) if int in types else texts[-1]) != "", f"an empty {key}", "some text")
         half = re.search("[\ud800-\udfff]", texts[-1])  # legal JSON, but no tokenizer takes it
         check(not half, f"half a surrogate pair in {key}", "whole characters")
-    return Problem(*texts, row.get("demonstration"))
+    return Problem(*texts, row.get("demonstration"), where)
+
+
+def report(path: str, rows: list[Problem], style: str) -> None:
+    """Print what kinds of answers a file has, and which lines have prose, that only the same prose equals.
+
+    ValueError of one sentence if math-verify is missing.
+    """
+    if style != "gsm8k" and importlib.util.find_spec("math_verify") is None:
+        raise ValueError(f"{path}: answers are compared by math-verify, pip install '{PACKAGE}'")
+    if os.environ.get("RANK", "0") != "0":
+        return
+    kinds = [kind_of(normal(row.answer)) for row in rows]
+    counts = ", ".join(f"{kinds.count(name)} {name}s" for name in ("number", "expression", "text"))
+    print(f"{path}: the answers are {counts}")
+    texts = [row for row, name in zip(rows, kinds) if name == "text"]
+    prose = [row.where for row in texts if len(row.answer) > 100 or row.answer.count(" ") > 12]
+    if prose:
+        more = f" and {len(prose) - 5} more lines" if len(prose) > 5 else ""
+        print(
+            f"{', '.join(prose[:5])}{more}: the answer is prose without a mark (####, \\boxed{{}}, <answer>), "
+            "which only the same words equal"
+        )
 
 
 class MathJsonl:
@@ -152,7 +153,7 @@ class MathJsonl:
             raise ValueError(f"{path}: found {len(by_hash)} different questions, expected at least 2")
         ranked = sorted(by_hash)
         cut = min(max(sum(value < evaluation_share for value in ranked), 1), len(ranked) - 1)  # neither side is empty
-        self.evaluation_rows = [by_hash[value][0] for value in ranked[:cut]]
+        self.evaluation_rows = [row for value in ranked[:cut] for row in by_hash[value]]
         self.train_rows = [row for value in ranked[cut:] for row in by_hash[value]]
         self.reward_functions = {"correctness": correctness, "format": format, "length": length}
         self.reward_weights, self.style = (1.0, 0.1, 0.0), style
@@ -161,6 +162,7 @@ class MathJsonl:
             self.reward_functions = dict(zip(("correctness", "integer", "format"), functions))
             self.reward_weights = (1.0, 1.0, 1.0)
         self._order_of, self._order = None, []
+        report(path, rows, style)
 
     def sample(self, generator: random.Random, held_out: bool = False) -> Problem:
         """A random row of the training side, or of the evaluation side."""
@@ -175,10 +177,479 @@ class MathJsonl:
         return self._order[position]
 
     def evaluation_problems(self, count: int) -> list[Problem]:
-        """The first `count` held-out questions in a fixed order, or all when the file has fewer."""
+        """The first `count` held-out rows in a fixed order, copies too, or all when the file has fewer."""
         return self.evaluation_rows[:count]
 
     def prompt(self, problem: Problem, role: str = "solver", teammates: tuple = ()) -> list[dict]:
         """Chat messages for `role` (solver or verifier); `teammates` are earlier (name, output) pairs."""
         lines = [problem.question, *(f"{name}: {output}" for name, output in teammates)]
         return [{"role": "user", "content": "\n".join([*lines, RULES["gsm8k" if self.style == "gsm8k" else role]])}]
+
+
+# --- Where the answer stands --------------------------------------------------------------------
+
+BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.IGNORECASE | re.DOTALL)
+BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[^\s}])")
+UNBRACED = re.compile(r"\$?[^\s$]*")  # \boxed 72
+BETWEEN = re.compile(r"[\s$]*(?:,|;|,?\s*(?:and|or))[\s$]*(?:\w+\s*=\s*)?")  # $\boxed{1}$ and $\boxed{2}$
+MARK = re.compile(r"####|\banswer(?:\s+is)?[\s*]*[:：]", re.IGNORECASE)
+BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w(*])")  # but not in x**2 + y**2
+PREFIX = re.compile(
+    r"(?:\\text\{ ?)?(?:(?:so|thus|hence|therefore),? )?(?:the )?(?:(?:final|correct) )?"
+    r"(?:(?:answer|result)\b[*\s]*(?:(?:is|are)\b|[:=：]|(?=[\d$\\(-])|\n|$)"
+    r"|(?:option|choice)(?: is)?(?=[ (]+[A-J]\b))[\s*]*[:=：]?[\s*]*\}?",
+    re.IGNORECASE,
+)
+BRACE = re.compile(r"(?<!\\)[{}]")
+
+
+def closing_brace(text: str, start: int) -> int:
+    """Where the brace that opens at `start` is closed; -1 if it is not."""
+    depth = 0
+    for brace in BRACE.finditer(text, start):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return brace.start()
+    return -1
+
+
+def last_box(text: str) -> str | None:
+    """What is in the last \\boxed{ }; of several with only a comma or `and` between them, all."""
+    contents = []
+    following = None  # where the box after this one begins
+    for box in reversed(list(BOX.finditer(text))):
+        start = box.end()
+        is_braced = text[start] == "{"
+        end = closing_brace(text, start) if is_braced else UNBRACED.match(text, start).end()
+        is_next = following and following - end < 40 and BETWEEN.fullmatch(text, end + 1, following)
+        if end < 0 or (contents and not is_next):
+            break
+        contents.append(text[start + is_braced : end].strip())
+        following = box.start()
+    return ", ".join(dict.fromkeys(reversed(contents))) if contents else None
+
+
+def extract_answer(text: str) -> str | None:
+    """The final answer in a text, None without a mark. What comes before </think> does not count.
+
+    The last <answer> </answer>, or the \\boxed{ } in it; else the last \\boxed{ } or \\fbox{ }; else
+    the line after the last #### or `Answer:`.
+    """
+    text = text.rpartition("</think>")[2]
+    blocks = BLOCK.findall(text)
+    text = blocks[-1] if blocks else text
+    box = last_box(text)
+    if box is not None:
+        return box
+    if blocks:
+        return text.strip()
+    marks = list(MARK.finditer(text))
+    if not marks:
+        return None
+    rest = text[marks[-1].end() :].lstrip(" *}\n")
+    rest = PREFIX.sub("", rest, count=1) if PREFIX.match(rest) else rest  # #### Final Answer
+    return rest.split("\n", 1)[0].strip(" *")
+
+
+# --- One form for what means the same -----------------------------------------------------------
+
+SYMBOLS = {
+    "−‐‑–—－": "-", "×": r"\times ", "·⋅": r"\cdot ", "÷／": "/", "＋": "+", "＝": "=", "±": r"\pm ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "π": r"\pi ", "θ": r"\theta ",
+    "∞": r"\infty ", "∪": r"\cup ", "∈": r"\in ", "°º": r"^\circ ", "％": "%", "＄": "$", "¢": r"\text{ cents}",
+    "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "，": ",", "：": ":", "．。": ".",
+    "（": "(", "）": ")", "’": "'", "“”": '"', "\u00a0\u2007\u2009\u202f\u3000": " ",
+}  # fmt: skip
+SYMBOLS = {ord(symbol): text for symbols, text in SYMBOLS.items() for symbol in symbols}
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+FUNCTIONS = (
+    r"(?<![\\a-zA-Z])(sqrt|sinh?|cosh?|tanh?|cot|sec|csc|arc(?:sin|cos|tan)|ln|log|exp|pi|infty)"
+    r"(?![a-zA-Z])"
+)
+REWRITES = (  # in this order
+    (r"[⁰¹²³⁴-⁹⁻]+", lambda match: f"^{{{match.group().translate(SUPERSCRIPTS)}}}"),
+    (r"\d", lambda match: str(unicodedata.decimal(match.group()))),  # of any script
+    (r"\\!\s*", ""),
+    (r"\\varnothing|∅", r"\\emptyset"),
+    (r"(?<!\\)\\(?:[,;: ()\[\]]|q?quad(?![a-z]))|~|\s+", " "),
+    (r"\{ ?, ?\}", ","),
+    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![a-zA-Z])", ""),
+    (r"\\(?:text(?:bf|it|rm|normal)|math(?:rm|bf|it)|mbox|operatorname) ?(?=\{)", r"\\text"),
+    (r"\\text\{ ?([:.,]) ?\}", r"\1"),
+    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+    (r"\\frac ?(\d) ?(?=[\d{])", r"\\frac{\1}"),
+    (r"\\frac ?\{([^{}]*)\} ?(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac ?\{([^{}]*)\} ?\{", r"\\frac{\1}{"),
+    (r"√ ?(\w+)", r"\\sqrt{\1}"),
+    (r"(?:√|(?<![a-zA-Z\\])sqrt) ?\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"\\sqrt ?(\d)(?!\d)", r"\\sqrt{\1}"),
+    (r"(?<=[\w)}]) ?\*\* ?(\w+)", r"^{\1}"),  # x**2
+    (r"([_^])\{ ?(\w) ?\}", r"\1\2"),
+    (r"\\([lgn]e)q(?![a-zA-Z])", r"\\\1"),
+    (r"<=", r"\\le "),
+    (r">=", r"\\ge "),
+    (r"\\degree(?![a-z])|\^ ?\{? ?\\circ ?\}?", r"^\\circ "),
+    (r"\\%", "%"),
+    (r"\^\{? ?\\text\{ ?(st|nd|rd|th) ?\}\}?", r"\\text{\1}"),
+    (r"\b([AaPp])\. ?[Mm]\b\.?", r"\1m"),
+    (r"(?i)\b(?:minus|negative) (?=[\d$\\.])", "-"),
+    (r"(?<=[\d})i]) ?\\approx.*", ""),
+    (r",? ?(?:\\text\{,? ?(?:and|or),? ?\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])) ?,?", ","),
+)
+SPACES = (  # that mean nothing
+    (r" ?([^\w\\ ]) ?", r"\1"),
+    (r" (?=\\)|(?<=\\\\) ", ""),
+    (r"(\\[a-zA-Z]+) (?![a-zA-Z])", r"\1"),
+)
+REWRITES = [(re.compile(pattern), text) for pattern, text in REWRITES]
+SPACES = [(re.compile(pattern), text) for pattern, text in SPACES]
+THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, '])\d{3})(?:\1\d{3})*(?![\d/]|,\d)")  # 1,000 or 1 000
+PARENTHESES = re.compile(r"\(([^(),;]*)\)")
+
+
+def unwrap(text: str) -> str:
+    """An answer without what stands around it: boxes, `The answer is`, quotes, ( ), a full stop."""
+    before = None
+    while text != before:
+        before = text
+        text = re.sub(r"(?<![.,;:])[.,;:]$", "", text.strip())
+        for opening in ("\\boxed{", "\\fbox{", "\\text{", "{"):
+            start = len(opening) - 1
+            if text.startswith(opening) and closing_brace(text, start) == len(text) - 1:
+                text = text[start + 1 : -1]
+        if PREFIX.match(text):
+            text = PREFIX.sub("", text, count=1) or text
+        if len(text) > 2 and text[0] == text[-1] and text[0] in "\"'`*_":
+            text = text[1:-1]
+        inside = PARENTHESES.fullmatch(text)
+        text = inside[1] if inside else text
+    return text
+
+
+def normal(text: str) -> str:
+    """One form for symbols, spaces, wrappers and separators of thousands that are written in several ways."""
+    if len(text) > MAX_LENGTH:
+        return " ".join(text.split())
+    text = text.translate(SYMBOLS)
+    dollars = re.compile(r"(?<!\\)\$")
+    if len(dollars.findall(text)) % 2 == 0:
+        text = dollars.sub(" ", text)  # $mathematics$; a single one is a currency
+    text = text.replace("\\$", "$")
+    for pattern, replacement in REWRITES:
+        text = pattern.sub(replacement, text)
+    text = unwrap(text)
+    if not re.search(r"[(\[]|\\\{", text):  # (100,200) is a pair
+        text = THOUSANDS.sub(lambda match: re.sub("[, ']", "", match.group()), text)
+    for pattern, replacement in SPACES:
+        text = pattern.sub(replacement, text)
+    return unwrap(text)
+
+
+# --- Numbers and units --------------------------------------------------------------------------
+
+DIGITS = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?"
+NUMBER = re.compile(rf"([-+]?) ?(?:(\d+) )?(-?{DIGITS})(?:/(-?{DIGITS}))?")  # -2 | 2 3/4 | .5/3 | 3e8
+FRACTION = re.compile(rf"\\frac\{{(-?{DIGITS})\}}\{{(-?{DIGITS})\}}$")
+POWER_OF_TEN = re.compile(r"(?:(?<=\d) ?(?:\\times|\\cdot|\*|x) ?|(?<![\w.}]))10\^\{?([-+]?\d{1,3})\}?$")
+REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{?(\d+)\}?")
+UNITS = {  # each with its other names
+    "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",
+    "m": "meter metre", "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "hr": "h hour",
+    "min": "minute", "s": "sec second", "kg": "kilogram", "g": "gram", "ml": "milliliter",
+    "l": "liter litre", "lb": "pound", "$": "dollar usd", "€": "euro eur", "£": "gbp",
+    "%": "percent percentage pct", "°": "degree deg", "unit": "", "mph": "", "kph": "kmh", "oz": "ounce",
+    "mg": "milligram", "rad": "radian", "am": "", "pm": "", "th": "st nd rd", "sq": "square", "cu": "cubic",
+}  # fmt: skip
+UNITS = {name: unit for unit, names in UNITS.items() for name in [unit, *names.split()]}
+NOT_UNITS = set(
+    "and or not to than then if when where is are for more less least most hundred thousand million billion trillion "
+    "dozen half halves thirds quarters fourths tenths hundredths sqrt mod over times plus minus squared cubed pairs "
+    "factorial infinity choose wrong pi theta alpha beta abc xyz k K M B x y".split()
+)
+WITH_CURRENCY = re.compile(r"([-+]?)(?:US)?([$€£¥₹]?)([-+]?[^$€£¥₹]*\d[^$€£¥₹]*?) ?([$€£¥₹]?)")
+WITH_DEGREES = re.compile(r"(.*[\d})])\^\\circ ?(?:\\text\{)?([CF]?)\}?")
+WITH_UNIT = re.compile(
+    r"(.*(?:[\d})]|\\pi(?![a-zA-Z])))(?: ?\\text\{([^{}]+)\}|( ?[a-zA-Z][a-zA-Z/. ]*))(?:\^([23]))?"
+)
+
+
+def value(text: str) -> Fraction | None:
+    """The exact value of one number: `72`, `-.5`, `3/4`, `\\frac{3}{4}`, `2 3/4`, `3e8`, `3\\times10^8`."""
+    repeating = REPEATING.fullmatch(text)
+    if repeating:
+        start, middle, period = repeating.groups()
+        whole = int(start + middle + period) - int("0" + start + middle)
+        return Fraction(whole, 10 ** len(middle) * (10 ** len(period) - 1))
+    text = POWER_OF_TEN.sub(lambda match: ("e" if match.start() else "1e") + match[1], text)
+    match = NUMBER.fullmatch(FRACTION.sub(r" \1/\2", text).strip())
+    if not match:
+        return None
+    sign, whole, top, bottom = match.groups()
+    is_mixed = whole is not None
+    if (is_mixed and (bottom is None or top[0] == "-")) or Fraction(bottom or 1) == 0:
+        return None
+    size = Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1)
+    return -size if sign == "-" else size
+
+
+def unit_name(words: str, power: str, is_bare: bool) -> str | None:
+    """One name for a unit, None for what is none. A bare letter is a variable: 2k is not 2."""
+    min_length = 3 if words.startswith(" ") else 4  # of bare words
+    words = words.replace(".", " ").split()
+    if not 0 < len(words) <= 4 or NOT_UNITS & {*words, *map(str.lower, words)}:
+        return None
+    if words[0] not in "mshglLNJWVACF" and len(words[0]) == 1:
+        return None
+    names = [word.lower().removesuffix("s") if len(word) > 2 else word.lower() for word in words]
+    first = names[0].split("/")[0]
+    is_long = len(first) >= min_length and re.search("[aeiouy]", first)
+    if is_bare and (len(first) < 2 or not (is_long or first in UNITS)):
+        return None
+    names = [UNITS.get(name, name) for name in names]
+    if names[0] in ("sq", "cu") and len(names) > 1:
+        power = "2" if names[0] == "sq" else "3"
+        names = names[1:]
+    return " ".join(names) + power
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """An answer without its unit, and the unit: `$18` is 18 and $, `90^\\circ` is 90 and °."""
+    if text.endswith("%"):
+        return text[:-1], "%"
+    match = WITH_CURRENCY.fullmatch(text)
+    if match and (match[2] or match[4]):
+        return split_unit(match[1] + match[3])[0], match[2] or match[4]
+    match = WITH_DEGREES.fullmatch(text)
+    if match:
+        return match[1], "°" + match[2]
+    match = WITH_UNIT.fullmatch(text)
+    unit = match and unit_name(match[2] or match[3], match[4] or "", is_bare=bool(match[3]))
+    return (match[1], unit) if unit else (text, "")
+
+
+# --- Are two answers the same? ------------------------------------------------------------------
+
+NAME = re.compile(  # x= | x_1= | f(2)= | (x,y)= | \text{Area}= | x\in
+    r"(?:\\?[a-zA-Z]+(?:_\w|_\{\w+\}|\^\{-1\})?(?:\([\w,]+\))?|\([a-z](?:,[a-z])+\)|\\text\{[^{}]*\})="
+    r"|[a-z]\\in(?![a-zA-Z])"
+)
+CHOICE = re.compile(r"(?:\\text\{)?\(?([A-J])(?:[).:]| -).+")  # C. 18 eggs
+WORD = re.compile(r"\b(?:[a-zA-Z]{4,}|[A-Z]?[a-z]{2,}|YES|NO|No)\b")
+LATEX = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?!text)[a-zA-Z]+|\\text")
+RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![a-zA-Z])")
+BRACKET = re.compile(r"\\\\|\\?[{}]|[()\[\],;]|[^\\{}()\[\],;]+|\\")
+
+
+def kind_of(text: str) -> str:
+    """What an answer in normal form is: a number, an expression or a text."""
+    if len(text) > MAX_LENGTH:
+        return "text"
+    if value(split_unit(text)[0]) is not None:
+        return "number"
+    letters = re.sub(FUNCTIONS, " ", LATEX.sub(" ", text))
+    words = [word for word in re.findall("[a-zA-Z]{2,}", letters) if re.search("[aeiouAEIOU]", word)]
+    only_letters = re.fullmatch(r"[a-zA-Z '\-]+", text)
+    is_text = any(len(word) > 3 or only_letters for word in words) or ":" in text
+    return "text" if is_text else "expression"
+
+
+def as_text(text: str) -> str:
+    """A text with its words in lower case, but no symbols (x, AB) and nothing in LaTeX."""
+    text = " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())
+    return text if "\\" in text else WORD.sub(lambda match: match.group().lower(), text)
+
+
+def split_list(text: str) -> list[str]:
+    """The pieces between commas outside of brackets; no pieces if a bracket is not closed."""
+    depth = 0
+    pieces = [""]
+    for mark in BRACKET.findall(text):
+        depth += (mark[-1] in "{([") - (mark[-1] in "})]")
+        if depth < 0:
+            return []
+        if depth == 0 and mark in ",;":
+            pieces.append("")
+        else:
+            pieces[-1] += mark
+    return pieces if depth == 0 else []
+
+
+def elements(text: str) -> tuple[str, list[str]]:
+    """The brackets of a tuple, set or interval, "" for a bare list, and its elements, one if it is no list."""
+    brackets = re.fullmatch(r"(\(|\[|\\\{)(.+)(\)|\]|\\\})", text)
+    inside = split_list(brackets[2]) if brackets else []
+    if len(inside) > 1 or (inside and brackets[1] == "\\{"):
+        return brackets[1] + brackets[3], inside
+    return "", split_list(text) or [text]
+
+
+def same_elements(golds: list[str], answers: list[str], is_ordered: bool) -> bool:
+    """Are two lists of at most 20 elements the same, one by one or in any order?"""
+    if len(golds) != len(answers) or len(golds) > 20:
+        return False
+    if is_ordered:
+        return all(map(same, golds, answers))
+    rest = list(answers)
+    for gold in golds:
+        equal = [i for i, answer in enumerate(rest) if same(gold, answer)]
+        if not equal:
+            return False
+        del rest[equal[0]]
+    return True
+
+
+def same_lists(gold: str, answer: str) -> bool | None:
+    """Are two lists the same? None if neither is one, or if one may be the solution of the other, x < 3."""
+    gold_brackets, golds = elements(gold)
+    answer_brackets, answers = elements(answer)
+    kinds = {gold_brackets, answer_brackets}
+    is_ordered = bool(kinds - {"", "\\{\\}"})
+    if not is_ordered:
+        golds, answers = map(both_signs, (golds, answers))
+    lengths = {len(golds), len(answers)}
+    if lengths == {1} or (1 in lengths and RELATION.search(gold + answer)):
+        return None
+    if len(kinds - {""}) > 1 or ("" in kinds and kinds & {"[]", "[)", "(]"}):
+        return False  # a set and a pair, an interval and two numbers
+    return same_elements(golds, answers, is_ordered)
+
+
+def both_signs(pieces: list[str]) -> list[str]:
+    """Elements, two for one with \\pm."""
+    found = []
+    for piece in pieces:
+        signs = "+-" if len(re.findall(r"\\pm(?![a-zA-Z])", piece)) == 1 else ["\\pm"]
+        found += [piece.replace("\\pm", sign) for sign in signs]
+    return found
+
+
+def without_names(gold: str, answer: str) -> list[str]:
+    """Both without a name that only one has: x = 5 and 5, C. 18 eggs and C."""
+    sides = [gold, answer]
+    for side, other in ((0, 1), (1, 0)):
+        choice = CHOICE.fullmatch(sides[side])
+        name = NAME.match(sides[side])
+        if choice and len(sides[other]) == 1:
+            sides[side] = choice[1]
+        elif name and not re.search(r"=|\\in(?![a-zA-Z])", sides[other]):
+            sides[side] = sides[side].replace(name.group(), "")
+            if "," not in sides[side]:
+                sides[side] = sides[side].rpartition("=")[2]  # of x = 4 + 1 = 5 the last
+    return sides
+
+
+def same(gold: str, answer: str) -> bool:
+    """Do two answers in normal form mean the same?"""
+    if as_text(gold) == as_text(answer):
+        return gold != ""
+    if max(len(gold), len(answer)) > MAX_LENGTH:
+        return False
+    (gold, gold_unit), (answer, answer_unit) = map(split_unit, without_names(gold, answer))
+    if gold_unit and answer_unit and gold_unit != answer_unit:
+        return False
+    values = [value(gold), value(answer)]
+    if None not in values or gold == answer:
+        return values[0] == values[1]
+    lists = same_lists(gold, answer)
+    if lists is not None:
+        return lists
+    return comparable(gold, answer) and math_verify_says_yes(gold, answer)
+
+
+def comparable(gold: str, answer: str) -> bool:
+    """Vetoes: False for what is not mathematics, and where math-verify calls different things equal."""
+    both = gold + answer
+    if "text" in (kind_of(gold), kind_of(answer)) or len(both) > MAX_LENGTH:
+        return False
+    if any(closing_brace(f"{{{text}}}", 0) != len(text) + 1 for text in (gold, answer)):
+        return False
+    related = [bool(RELATION.search(text)) for text in (gold, answer)]
+    if ("=" in gold) != ("=" in answer) or (related[0] != related[1] and not re.search(r"[(\[]", both)):
+        return False
+    bases = [re.findall(r"(?<=\d)_\w", text) for text in (gold, answer)]  # of 1000_2
+    symbols = set(re.findall(r"\\[a-zA-Z]+|[a-zA-Z]", both))
+    return bases[0] == bases[1] and len(symbols) == len({symbol.lower() for symbol in symbols})
+
+
+@lru_cache(4096)  # a group often has the same answer several times
+def same_answer(gold: str, answer: str) -> bool:
+    """Are two final answers the same: as numbers, as mathematics, or letter by letter?"""
+    return same(normal(gold), normal(answer))
+
+
+# --- math-verify, in a process of its own -------------------------------------------------------
+
+workers = {}  # by process id, so that a fork starts its own
+worker_lock = threading.Lock()
+
+
+def math_verify_says_yes(gold: str, answer: str) -> bool:
+    """What math-verify says of two expressions; False if that takes more than TIME_LIMIT seconds.
+
+    One worker serves all calls: a fresh interpreter, without torch and CUDA. It ends when its time is
+    over, and with this process. RuntimeError if it does not start.
+    """
+    with worker_lock:
+        worker = workers.get(os.getpid())
+        if worker is None or worker.poll() is not None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+            worker = subprocess.Popen([sys.executable, "-P", __file__], **pipes)
+            workers[os.getpid()] = worker
+            if worker.stdout.readline().strip() != b"ready":
+                raise RuntimeError(f"math-verify does not start: pip install '{PACKAGE}'")
+        try:
+            worker.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
+            reply = worker.stdout.readline()
+        except BrokenPipeError:
+            reply = b""
+        if not reply:  # it has ended itself
+            worker.wait()
+    return reply.strip() == b"True"
+
+
+def exact(text: str) -> str:
+    """LaTeX without decimals, which math-verify would round, and without mixed numbers."""
+    text = re.sub(FUNCTIONS, r"\\\1 ", text)
+    text = re.sub(r"(?<![\d.])(\d+) ?(\\frac\{\d+\}\{\d+\})", r"(\1+\2)", text)
+    decimal = re.compile(r"(\d*)\.(\d+)")
+    return decimal.sub(lambda d: rf"\frac{{{int(d[1] + d[2])}}}{{{10 ** len(d[2])}}}", text)
+
+
+def serve() -> None:
+    """Answer pairs of expressions, a JSON list a line on standard input, until this is closed."""
+    import contextlib
+    import faulthandler
+    import logging
+    import signal
+
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import I
+
+    logging.disable(logging.WARNING)  # it warns that it has no time limit of its own
+    normalization = NormalizationConfig(boxed="none", malformed_operators=True)
+    latex = LatexExtractionConfig(normalization_config=normalization, boxed_match_priority=-1)
+
+    @lru_cache(1000)
+    def read(text: str) -> list:
+        found = parse(f"${exact(text)}$", [latex], "no_fallback", parsing_timeout=None)
+        units = [{x: I for x in one.free_symbols if x.name == "i"} for one in found]
+        return [one.subs(unit) if unit else one for one, unit in zip(found, units)]
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the training
+    print("ready", flush=True)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stderr):
+        for line in sys.stdin:
+            # Ends this process in time, even within the computation of a power of a million digits.
+            faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=nowhere)
+            try:
+                gold, answer = map(read, json.loads(line))
+                equal = verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
+            except Exception:  # what it cannot read is not equal
+                equal = False
+            faulthandler.cancel_dump_traceback_later()
+            print(equal, file=sys.__stdout__, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

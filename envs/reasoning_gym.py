@@ -29,6 +29,8 @@ NUMBER = re.compile(
     r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)"  # 12, 1,000, 0.5, .5
     r"(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
 )
+SIGN = re.compile(r"(?:\A|(?<=[=(:])|(?<=[=(:] )|(?<=\bis ))- +(?=[0-9.])")  # - 5 alone, = - 5
+DASHES = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2212"), "-")  # that are written for a minus
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
@@ -49,7 +51,8 @@ def extract_answer(completion: str, numeric: bool) -> str:
         text = text.split("\n")[-1]
     if not numeric:
         return text.strip()
-    numbers = NUMBER.findall(text.replace("\u2212", "-"))
+    text = SIGN.sub("-", text.strip().translate(DASHES))
+    numbers = NUMBER.findall(text)
     return numbers[-1].replace(",", "") if numbers else ""
 
 

@@ -35,15 +35,19 @@ class Request(NamedTuple):
 
 
 def read_questions(path: str) -> tuple[list[Problem], list[Problem]]:
-    """The training and the evaluation side of a JSON-lines file. A hash of the question decides, neither is empty."""
+    """The training and the evaluation side of a file. A hash of the question decides, neither is empty.
+    Copies of a question stay, on the same side."""
     from envs.data_files import read_rows
 
     rows = [read_line(row, place) for place, row in read_rows(path)]
-    problems = sorted({row.place: row for row in rows}.values(), key=lambda row: row.place)
-    if len(problems) < 2:
-        raise ValueError(f"{path}: found {len(problems)} different questions, expected at least 2")
-    cut = min(max(sum(problem.held_out for problem in problems), 1), len(problems) - 1)
-    return problems[cut:], problems[:cut]
+    problems = sorted(rows, key=lambda row: (row.place, row.question, row.answers))
+    places = sorted({row.place for row in rows})
+    if len(places) < 2:
+        raise ValueError(f"{path}: found {len(places)} different questions, expected at least 2")
+    held_out = {row.place for row in rows if row.held_out} or {places[0]}
+    if len(held_out) == len(places):
+        held_out.remove(places[-1])
+    return [row for row in problems if row.place not in held_out], [row for row in problems if row.place in held_out]
 
 
 def read_line(row: dict, where: str) -> Problem:

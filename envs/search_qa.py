@@ -12,9 +12,17 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from envs import search_text
 from envs.retriever import RELATIONS, HttpRetriever, World
 from envs.search_problems import Problem, Request, read_questions
-from envs.search_text import exact_match, examiner_format, f1, format, parse_question, parse_turn
+from envs.search_text import (
+    exact_match,
+    examiner_format,
+    extract_answer,
+    format,
+    parse_question,
+    parse_turn,
+)
 
 KNOWN = "I know the answer."  # the thought before an answer
 TAGS = ("think", "search", "result", "verify", "question", "answer")
@@ -42,6 +50,11 @@ class Turn(NamedTuple):
     @property
     def text(self) -> str:
         return f"<think>{self.thought}</think><{self.tag}>{self.content}</{self.tag}>"
+
+
+def f1(problem: Problem, completion: str, invalid: float = 0.0) -> float:
+    """Word F1 of an episode's last answer, the one that exact_match takes; `invalid` if the format is wrong."""
+    return search_text.f1(problem, completion, invalid, last=True)
 
 
 @lru_cache(maxsize=1)
@@ -118,19 +131,22 @@ class SearchQA:
         return list(problems)
 
     def search(self, queries: list[str]) -> list[str]:
-        """What the model gets to read for each query: one document a line, without tags. A server that fails ends the
-        run with one sentence; its checkpoints stay."""
+        """What the model gets to read for each query: one document a line, without tags. An empty query finds nothing and
+        is not sent. A server that fails ends the run with one sentence; its checkpoints stay."""
+        asked = [query for query in queries if query.strip()]
         try:
-            found = self.retriever.search_batch(list(queries), self.top_k)
+            found = iter(self.retriever.search_batch(asked, self.top_k) if asked else [])
         except (ConnectionError, ValueError) as error:
             raise SystemExit(f"error: {error}") from None
-        return ["\n".join(" ".join(MARKUP.sub(" ", text).split()) for text in row) or "nothing found" for row in found]
+        rows = [next(found) if query.strip() else [] for query in queries]
+        return ["\n".join(" ".join(MARKUP.sub(" ", text).split()) for text in row) or "nothing found" for row in rows]
 
     def step(self, texts: list[str], turn: int, episodes=None) -> list[dict | None]:
         """The message that answers each text of turn number `turn` (from 1); None where the episode is over: an answer,
-        neither tag, or the last turn. One batch of searches."""
+        even after a search, neither tag, or the last turn. One batch of searches."""
         actions = [parse_turn(text) for text in texts]
-        rows = [i for i, (tag, _) in enumerate(actions) if tag == "search" and turn < self.max_turns]
+        answered = [bool((extract_answer(text) or "").strip()) for text in texts]
+        rows = [i for i, (tag, _) in enumerate(actions) if tag == "search" and not answered[i] and turn < self.max_turns]
         results = dict(zip(rows, self.search([actions[i][1] for i in rows])))
         return [result_message(results[i]) if i in results else None for i in range(len(texts))]
 

@@ -82,7 +82,14 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match_text(prediction: str, golds: tuple[str, ...]) -> float:
-    return float(normalize_answer(prediction) in map(normalize_answer, golds))
+    """1.0 if a text equals one of the golds after normalisation, else 0.0. A gold of which nothing is left then, "A" or
+    "+", is compared with its articles, or as it is: an empty answer is not right."""
+    rules = (normalize_answer, lambda text: text.lower().translate(NOTHING).strip(), lambda text: text.lower().strip())
+    for gold in golds:
+        rule = next((rule for rule in rules if rule(gold)), rules[-1])
+        if rule(prediction) == rule(gold):
+            return 1.0
+    return 0.0
 
 
 def word_f1_text(prediction: str, golds: tuple[str, ...]) -> float:
@@ -119,9 +126,14 @@ def format(problem, completion: str) -> float:
     return float(balanced(completion))
 
 
-def f1(problem, completion: str, invalid: float = 0.0) -> float:
-    """Word F1 of the first answer, `invalid` if the format is wrong: 0 in IGPO's evaluation, -2 in its training."""
-    return word_f1_text(block(completion.lower(), "answer")[1], problem.answers) if balanced(completion) else invalid
+def f1(problem, completion: str, invalid: float = 0.0, last: bool = False) -> float:
+    """Word F1 of the first answer, as IGPO's code, or the last; `invalid` if the format is wrong: 0 in IGPO's evaluation,
+    -2 in its training."""
+    if not balanced(completion):
+        return invalid
+    text = completion.lower()
+    answer = extract_answer(text) if last else block(text, "answer")[1]
+    return word_f1_text(answer or "", problem.answers)
 
 
 def examiner_format(document: str, hops: int, texts: list[str], results: list[str]) -> float:

@@ -130,7 +130,8 @@ class ToolCalls:
         rows = [read_line(row, place) for place, row in (read_rows(dataset) if dataset else ())]
         rows = sorted(rows, key=lambda row: (not row.held_out, random.Random(repr(row)).random()))
         self.rows = rows
-        self.evaluation_rows = [row for row in rows if row.held_out] or rows[:1]
+        first = [row for row in rows if row.query == rows[0].query]  # a row and its copies
+        self.evaluation_rows = [row for row in rows if row.held_out] or first
         self.train_rows = [row for row in rows if not row.held_out and row.query != self.evaluation_rows[0].query]
         if dataset and not self.train_rows:
             raise ValueError(f"{dataset}: found {len(rows)} problems, expected enough for training and evaluation")
@@ -167,9 +168,11 @@ class ToolCalls:
         return self.order[index % size] if rows else self.sample(random.Random(epoch))
 
     def evaluation_problems(self, count: int) -> list[Problem]:
-        """The fixed evaluation set: `count` distinct problems, or all that a smaller file holds out."""
-        generator, problems = random.Random("evaluation"), dict.fromkeys(self.evaluation_rows)
-        while len(problems) < count and not self.train_rows:
+        """The fixed evaluation set: `count` distinct problems, or those that a file holds out, copies too."""
+        if self.train_rows:
+            return self.evaluation_rows[:count]
+        generator, problems = random.Random("evaluation"), {}
+        while len(problems) < count:
             problems[self.sample(generator, held_out=True)] = None
         return list(problems)[:count]
 

@@ -9,6 +9,9 @@ generators of the other device, matrix products of integers. Memory that was not
 what makes the host stop until the device has done all its work: .item(), bool(), shapes that depend on values (nonzero,
 boolean masks), and copies from one device to the other.
 
+A CUDA graph is recorded as the list of its operations and replayed one by one: nothing is computed while it is
+recorded, and whatever would wait, or has a shape that depends on values, ends the recording with an error.
+
 A run that passes shows nothing about speed, memory, rounding and missing dtypes of CUDA's kernels, fused attention (the
 plain one runs instead), torch.compile, NCCL, FSDP, or several GPUs. Needs a CPU build of torch and a C++ compiler. It
 cannot be uninstalled, so it wants a process of its own.
@@ -236,8 +239,12 @@ def run_operation(func, args, kwargs):
         to_cpu = not isinstance(flat(args)[0], DeviceTensor)
     if kinds:
         kind = kind_of_wait(kinds, args, kwargs, others, to_cpu)
+        if kind and Graph.recording:
+            raise RuntimeError(f"operation not permitted when stream is capturing ({func}, {kind})")
         if kind:
             count_wait(kind)
+    if Graph.recording:
+        Graph.recording.save(func, args, kwargs)
 
     changed = {"device": CPU, "generator": None, "pin_memory": None}
     real_args = each(on_cpu, args)
@@ -258,7 +265,10 @@ def run_operation(func, args, kwargs):
             return x
         return wrappers[id(x)] if id(x) in wrappers else DeviceTensor(x)
 
-    return each(on_device, result)
+    result = each(on_device, result)
+    if Graph.recording:
+        Graph.recording.operations.append((func, args, kwargs, result))
+    return result
 
 
 @functools.cache
@@ -350,6 +360,48 @@ def is_mask(x) -> bool:
     return x is not None and x.dtype in (torch.bool, torch.uint8)
 
 
+# --- CUDA graphs ----------------------------------------------------------------------------------
+
+
+class Graph:
+    """torch.cuda.CUDAGraph"""
+
+    recording = None  # the one that is being recorded
+
+    def __init__(self):
+        self.operations = []  # (function, arguments, named arguments, result)
+        self.before = []  # tensors that the recording changes, and what was in them
+
+    def save(self, func, args, kwargs) -> None:
+        """Keep what an operation in place will overwrite: on CUDA it would not run now."""
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info and argument.alias_info.is_write:
+                written = args[place] if place < len(args) else kwargs.get(argument.name)
+                self.before += [(x, x.elem.clone()) for x in flat([written]) if isinstance(x, DeviceTensor)]
+
+    def replay(self) -> None:
+        """Compute everything anew, from what is now in the tensors, into the same tensors."""
+        for func, args, kwargs, result in self.operations:
+            if func.is_view:
+                continue
+            for old, new in zip(flat([result]), flat([func(*args, **kwargs)])):
+                if isinstance(old, DeviceTensor) and old is not new:
+                    old.elem.copy_(new.elem)
+
+
+@contextlib.contextmanager
+def record(graph: Graph, **_):
+    """torch.cuda.graph"""
+    Graph.recording = graph
+    try:
+        yield
+    finally:
+        Graph.recording = None
+        for tensor, values in reversed(graph.before):
+            tensor.elem.copy_(values)
+        graph.before.clear()
+
+
 # --- Making torch believe in it -------------------------------------------------------------------
 
 
@@ -377,6 +429,7 @@ def build_library() -> Path:
 def install() -> None:
     """Make torch believe in one GPU, from here to the end of the process."""
     importlib.import_module("torch._dynamo")  # asks for the GPU when it is imported: not for ours
+    importlib.import_module("transformers.modeling_utils")  # names torch.Generator as a type
     ctypes.CDLL(str(build_library()), ctypes.RTLD_GLOBAL)
     torch.autograd.set_multithreading_enabled(False)  # backward in this thread, to know its line
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(list, device="cuda") is a copy
@@ -396,13 +449,15 @@ def replace_cuda_functions() -> None:
     values |= {"device_count": 1, "current_device": 0, "get_device_capability": (9, 0)}
     values |= {"_exchange_device": 0, "_maybe_exchange_device": 0, "_is_in_bad_fork": False}
     values |= {"memory_allocated": 0, "max_memory_allocated": 0}
-    values |= {"current_stream": SimpleNamespace(synchronize=lambda: None)}
-    values |= {"stream": contextlib.nullcontext()}
+    stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
+    values |= {"current_stream": stream, "Stream": stream, "stream": contextlib.nullcontext()}
     nothing = "init _lazy_init _lazy_call set_device synchronize empty_cache"
     values |= dict.fromkeys([*nothing.split(), "reset_peak_memory_stats"])
     for name, value in values.items():
         setattr(torch.cuda, name, functools.partial(returns, value))
 
+    torch.cuda.CUDAGraph = Graph
+    torch.cuda.graph = record
     generator = DeviceGenerator()
     torch.cuda.default_generators = (generator,)
     torch.cuda.manual_seed = generator.manual_seed

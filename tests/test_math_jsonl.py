@@ -1,10 +1,17 @@
 """JSON-lines questions: graders on answer formats and hostile text, reading a file, the two sides."""
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from processes import ROOT
 from test_problems import write
 
 from envs import math_jsonl
@@ -17,19 +24,122 @@ GSM8K = [vector for vector in REFERENCE if vector["id"].startswith("gsm8k_reward
 @pytest.mark.parametrize(
     "value, texts",
     [
-        (72, ["72", " 72. ", "$72", "\\$72", "$72$", "072"]),
+        (72, ["72", " 72. ", "$72", "\\$72", "$72$", "072", "72 eggs", "72\\text{ cm}^2"]),
         (-72, ["-$72", "$-72", "\u221272"]),
-        (1000, ["1,000", "1e3"]),
+        (1000, ["1,000", "1e3", "1 000", "1{,}000", "10^3", "$1,000.00"]),
         (Fraction(2469135, 2), ["1,234,567.50"]),
         (Fraction(3, 4), ["$\\frac{3}{4}$", "3/4", "6 / 8", "0.75", ".75", "7.5E-1"]),
         (Fraction(-3, 4), ["-\\dfrac{3}{4}", "\\frac{-3}{4}"]),
-        ("2\\frac{3}{4}", ["2\\frac{3}{4}"]),  # a mixed number is not 23/4
+        (Fraction(11, 4), ["2\\frac{3}{4}", "2 3/4"]),
+        (Fraction(1, 3), ["0.\\overline{3}"]),
         (50, ["50%", "50\\%", "+50"]),
-        ("blue whale", ["Blue  Whale."]),
+        (None, ["blue whale", "2k", "3 pi", "18 million", "1,0000", "1/0", "x", ""]),
     ],
 )
-def test_canonical_form(value, texts):
-    assert [math_jsonl.canonical(text) for text in texts] == [value] * len(texts)
+def test_exact_values_of_numbers(value, texts):
+    values = [math_jsonl.value(math_jsonl.split_unit(math_jsonl.normal(text))[0]) for text in texts]
+    assert values == [value] * len(texts)
+
+
+PAIRS = json.loads((Path(__file__).parent / "answer_pairs.json").read_text())  # kind, gold, completion, verdict
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(pair[0] for pair in PAIRS))
+def test_a_mathematician_agrees(kind):
+    """Right and wrong answers of every kind, judged by hand."""
+    pairs = [pair[1:] for pair in PAIRS if pair[0] == kind]
+    verdicts = [[gold, text, math_jsonl.correctness(Problem("?", gold), text) == 1] for gold, text, _ in pairs]
+    assert verdicts == pairs
+
+
+def test_plain_answers_need_no_other_process(monkeypatch):
+    monkeypatch.setattr(math_jsonl, "math_verify_says_yes", None)
+    same = [("72", "$72.00"), ("\\frac{3}{4}", "0.75"), ("x^2 + 1", "x^2+1"), ("(3,4)", "(3, 4)"), ("Paris", "paris")]
+    other = [("72", "71 eggs"), ("18", "18 eggs and 3 hens"), ("Paris", "London"), ("3:2", "3/2"), ("1", "7" * 5000)]
+    assert [math_jsonl.same_answer(*pair) for pair in same + other] == [True] * 5 + [False] * 5
+
+
+def test_training_imports_neither_sympy_nor_math_verify():
+    code = "import sys; from envs.math_jsonl import same_answer; print(same_answer('x+1', '1+x'), 'sympy' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout == "True False\n" and run.stderr == ""
+
+
+def test_a_hostile_answer_takes_a_bounded_time():
+    """Its worker ends, is wrong, and the next one answers."""
+    assert math_jsonl.same_answer("a+b", "b+a")
+    worker = math_jsonl.workers[os.getpid()]
+    began = time.monotonic()
+    assert not math_jsonl.same_answer("1", "10^{10^{10}}")
+    assert time.monotonic() - began < math_jsonl.TIME_LIMIT + 5
+    assert worker.poll() is not None
+    assert math_jsonl.same_answer("a+c", "c+a") and math_jsonl.workers[os.getpid()] is not worker
+
+
+def test_no_worker_is_left_by_a_killed_run():
+    code = "from envs import math_jsonl as m; import os; m.same_answer('a+b', 'b+a'); "
+    code += "print(m.workers[os.getpid()].pid, flush=True); m.same_answer('1', '10^{10^{10}}')"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        pid = int(run.stdout.readline())
+        time.sleep(0.5)  # by now it computes
+        run.kill()
+    end = time.monotonic() + math_jsonl.TIME_LIMIT + 10
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_threads_and_forks_get_their_own_verdicts():
+    pairs = [(f"{n}x+y", f"y+{n + n % 2}x") for n in range(40)]
+    expected = [n % 2 == 0 for n in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda pair: math_jsonl.same_answer(*pair), pairs)) == expected
+    parent = math_jsonl.workers[os.getpid()].pid
+    child = os.fork()
+    if child == 0:
+        is_right = math_jsonl.same_answer("x+2y", "2y+x") and math_jsonl.workers[os.getpid()].pid != parent
+        os._exit(0 if is_right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_answers_of_a_file_are_counted_and_prose_is_named(tmp_path, capsys, monkeypatch):
+    prose = "She begins with 3 apples and then buys 2 more of them at the market. So she has five apples in total, which is it."
+    short = "She has 0 apples and buys 2 more. So she has 0 + 2 = 2 apples in total."
+    answers = ["5", "$1,000", "x^2+1", "\\text{Evelyn}", prose, f"{prose}\n#### 5", "\\sqrt{2}", short]
+    path = write(tmp_path / "data.jsonl", [{"question": f"{i}?", "answer": text} for i, text in enumerate(answers)])
+    MathJsonl(path)
+    counts, named = capsys.readouterr().out.splitlines()
+    assert counts == f"{path}: the answers are 3 numbers, 2 expressions, 3 texts"
+    assert named.startswith(f"{path}, line 5, {path}, line 8: the answer is prose without a mark")
+    monkeypatch.setenv("RANK", "1")
+    MathJsonl(path)
+    assert capsys.readouterr().out == ""
+
+
+def test_without_math_verify_there_is_one_sentence(tmp_path, monkeypatch):
+    path = write(tmp_path / "data.jsonl", [{"question": f"{i}?", "answer": "1"} for i in range(3)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    MathJsonl(path, "gsm8k")  # its rewards compare character for character
+    with pytest.raises(ValueError, match="math-verify, pip install"):
+        MathJsonl(path)
+
+
+def test_the_package_is_pinned():
+    assert math_jsonl.PACKAGE in (ROOT / "requirements.txt").read_text().splitlines()
+
+
+def test_a_file_is_evaluated_in_full_with_its_copies(tmp_path):
+    rows = [{"question": f"{i % 3}?", "answer": f"{i}"} for i in range(5)]
+    task = MathJsonl(write(tmp_path / "data.jsonl", rows), evaluation_share=0.99)
+    assert len(task.rows) == 5 and len(task.evaluation_problems(99)) + len(task.train_rows) == 5
+    assert sorted(row.answer for row in task.rows) == ["0", "1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize(

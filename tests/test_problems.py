@@ -116,6 +116,16 @@ def test_copies_of_a_question_fall_on_the_same_side(name, tmp_path):
     assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 100
 
 
+@pytest.mark.parametrize("name", FROM_FILES)
+def test_copies_of_a_question_stay(name, tmp_path):
+    """Five lines are five problems, on both sides of a file and when a file is evaluated in full."""
+    rows = [{"question": f"question {number % 3}?", "answer": f"{number // 4}"} for number in range(5)]
+    task = FROM_FILES[name](write(tmp_path / "rows.jsonl", rows))
+    found = task.train_rows + task.evaluation_problems(99)
+    assert sorted(map(question, found)) == sorted(row["question"] for row in rows)
+    assert len(getattr(task, "rows", found)) == 5
+
+
 BROKEN = {
     "math_jsonl": [
         ('{"question": "q", "answer": "1"', "not JSON, Expecting ',' delimiter: column 32"),
@@ -132,6 +142,7 @@ BROKEN = {
     "search_qa": [
         ("question,answer", "not JSON, Expecting value: column 1"),
         ('{"answer": "1"}', "found no question, expected a key question"),
+        ("[" * 200_000, "not JSON, maximum recursion depth exceeded"),
         ('{"question": "q"}', "found no answer, expected a key golden_answers or answers or answer"),
         ('{"question": "q", "answer": 5}', "found answer of type int, expected a string"),
     ],

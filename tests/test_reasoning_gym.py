@@ -29,6 +29,12 @@ SLOW = {"futoshiki", "knight_swap", "sokoban"}  # a second or two for a problem
         ("<answer>11</answer> no <answer>12</answer>", "12"),
         ("\\boxed{11} <answer>12</answer>", "12"),
         ("<answer>12", "12"),
+        ("<answer>- 5</answer>", "-5"),
+        ("<answer>\n\u20135\n</answer>", "-5"),
+        ("3 - 8 = - 5.", "-5"),
+        ("\\boxed{- 5}", "-5"),
+        ("pages 3\u20135", "5"),
+        ("The terms:\n- 2\n- 5", "5"),  # a list
         ("twelve", ""),
         ("<answer></answer> 12", ""),
     ],

@@ -77,6 +77,35 @@ def test_turns(text, turn):
     assert search_text.parse_turn(text) == turn
 
 
+@pytest.mark.parametrize("gold", ["A", "The", "!!!", "+", "The A"])
+def test_a_gold_of_which_nothing_is_left_needs_an_answer(gold):
+    """SQuAD's normalisation drops articles and punctuation."""
+    problem = Problem("Which option?", (gold,))
+    texts = [gold, "", "B", "-", "an"]
+    scores = [search_text.exact_match(problem, f"<answer>{text}</answer>") for text in texts]
+    assert scores == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_the_last_answer_of_an_episode_counts_everywhere():
+    """In training (f1, exact match) and in evaluation; IGPO's own function takes the first."""
+    problem = Problem("?", ("a",))
+    text = "<think>x</think><answer>b</answer><answer>a</answer>"
+    assert search_text.f1(problem, text) == 0.0
+    functions = [*SearchQA.reward_functions.values(), search_qa.f1]
+    assert [function(problem, text) for function in functions] == [1.0] * 4
+    assert search_qa.f1(problem, "<answer>a", invalid=-2.0) == -2.0
+
+
+def test_an_empty_query_is_answered_here(server):
+    task = SearchQA(retriever_url=server.url)
+    texts = ["<search></search>", "<search>friend of Aldra Bruby</search>", "<search>  </search>"]
+    replies = [reply["content"] for reply in task.step(texts, turn=1)]
+    assert replies[0] == replies[2] == "<result>nothing found</result>"
+    assert "Aldra Bruby's friend is" in replies[1]
+    assert [request["queries"] for request in server.requests] == [["friend of Aldra Bruby"]]
+    assert task.step(["<search></search>"], turn=1) and len(server.requests) == 1
+
+
 def test_the_exact_sentence_comes_first():
     facts = random.Random(0).sample(sorted(world().facts), 300)
     first = [world().search(f"{relation} of {person}")[0] for person, relation in facts]
@@ -179,7 +208,7 @@ def test_steps_end_with_an_answer_without_a_tag_and_at_the_limit():
     task = SearchQA(max_turns=3)
     search, answer = "<search>friend of Aldra Bruby</search>", "<answer>x</answer>"
     replies = task.step([search, answer, "neither", "<search>", f"{search}{answer}"], turn=2)
-    assert [reply is None for reply in replies] == [False, True, True, True, False]
+    assert [reply is None for reply in replies] == [False, True, True, True, True]  # an answer after a search ends it, too
     assert replies[0] == {"role": "user", "content": f"<result>{task.search(['friend of Aldra Bruby'])[0]}</result>"}
     assert task.step([search], turn=3) == [None]
     assert task.step(["<search>unknown words</search>"], turn=1)[0]["content"] == "<result>nothing found</result>"
