@@ -1480,7 +1480,7 @@ def add_adapters(model, args: Args) -> None:
         import peft
     except ImportError as error:
         sys.exit(f"--lora-rank: {error}; pip install peft")
-    torch.manual_seed(random_seed(args.seed))
+    torch.manual_seed(args.seed % 2**63)
     settings = {"lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     model.add_adapter(peft.LoraConfig(r=args.lora_rank, **settings))
     for parameter in model.parameters():
@@ -1559,7 +1559,8 @@ def refresh(sampler, model) -> None:
 
 def checkpoints(run_dir: str) -> list[Path]:
     """Finished checkpoints, oldest first: torch writes .metadata last."""
-    return sorted(path.parent for path in Path(run_dir).glob("checkpoints/*/.metadata"))
+    last_files = Path(run_dir).glob("checkpoints/*/.metadata")
+    return sorted(path.parent for path in last_files if path.stat().st_size > 0)
 
 
 def trained_state(model, optimizer) -> dict:
@@ -1589,9 +1590,9 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
     *older, newest = checkpoints(run_dir)
     try:
         dcp.load(state, checkpoint_id=str(newest))
-    except Exception as error:  # torch wraps what the disk, pickle and its own checks raise
+    except (Exception, dcp.CheckpointException) as error:  # which wraps others
         rest = f"goes on from {older[-1].name}" if older else "begins anew"
-        reason = " ".join(str(error).split())
+        reason = str(error).strip().rpartition("\n")[2]
         sys.exit(f"{newest}: damaged; delete it, and the run {rest} ({reason:.200})")
     only_trained = states.StateDictOptions(strict=False)
     states.set_model_state_dict(model, state["model"], options=only_trained)
@@ -1703,11 +1704,13 @@ def one_sentence_for_a_full_disk():
     """Around train: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
-        for reason in ("No space left on device", "Disk quota exceeded", "File too large"):
+        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
+        for reason in reasons:
             if reason in text:
-                sys.exit(f"{reason}: make room and continue the run with --resume RUN_DIR")
+                sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
         raise
 
 

@@ -948,11 +948,13 @@ def one_sentence_for_a_full_disk():
     """Around train: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
-        for reason in ("No space left on device", "Disk quota exceeded", "File too large"):
+        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
+        for reason in reasons:
             if reason in text:
-                sys.exit(f"{reason}: make room and continue the run with --resume RUN_DIR")
+                sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
         raise
 
 
