@@ -75,10 +75,15 @@ def seconds(call) -> tuple[float, object]:
 
 
 def give_memory_back() -> None:
-    """What the allocator holds and no tensor uses; peaks count anew."""
+    """What the allocator holds and no tensor uses."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def count_anew() -> None:
+    """The next peak is that of what comes now."""
+    if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -95,6 +100,7 @@ def decode_both(model, rows: int, length: int, vocab: int) -> dict[str, float]:
     args = grpo.Args(max_completion_length=length)
     prompts = prompts_of(rows, vocab)
     seeds = range(1, rows + 1)
+    count_anew()
     our_seconds, ours = seconds(lambda: grpo.generate(model, prompts, args, seeds))
     found = peak()
     plain_seconds, plain = seconds(lambda: plain_decode.generate(model, prompts, args, seeds))
@@ -139,6 +145,7 @@ def completions_of(rows: int, length: int, vocab: int) -> list[grpo.Completion]:
 def update_columns(model, completions, args: grpo.Args) -> dict:
     """Three updates with new moments of AdamW; an error where memory runs out."""
     give_memory_back()
+    count_anew()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0, fused=True)
     advantages = torch.ones(len(completions))
 
