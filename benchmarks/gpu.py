@@ -1,5 +1,6 @@
 """What the scripts do on a GPU: run this on yours, part by part; a part ends within nine minutes.
 
+    python benchmarks/gpu.py --part short      # what matters most; begin with it
     python benchmarks/gpu.py --part defaults   # language scripts: default flags, few steps
     python benchmarks/gpu.py --part control    # control scripts: default flags, few steps
     python benchmarks/gpu.py --part whole      # language scripts: the whole default run, and its last score
@@ -9,7 +10,7 @@
     python benchmarks/gpu.py --part vllm       # the same with --vllm, where it is installed
     python benchmarks/gpu.py --part trl        # GRPO on a model of 0.5B next to TRL, both with vLLM and without
 
-    python benchmarks/gpu.py --part models --device cpu --small    # does this program work?
+    python benchmarks/gpu.py --part short --device cpu --small     # does this program work?
 
 Every run is a process of its own, with a row in results/gpu_<name of the GPU>.csv, which may be an
 error; a repeated run replaces its row. What runs when the time of a part is over is stopped, and the
@@ -22,7 +23,12 @@ default runs the update leaves out rows without advantage, so its speed is too h
 steps a second of all games, median of the second half. Peak memory is of torch's tensors
 on the GPU (on a CPU: of the process); it may count vLLM's share as if it never slept. Beside it is
 what memory.py computes of those tensors. The gap is train/sampling/logprob_difference/mean, the
-largest of all steps; a run whose gap is not below LARGEST_GAP has an error.
+largest of all steps; a run whose gap is too large has an error.
+
+The part `short` goes from decoding and the update (gpu_short.py) over steps beside TRL to the last four
+runs, which share the GPU: SmolLM2-135M as README trains it, three seeds, if the folder smollm2 is there
+(else the default run), and 7B with adapters. Steps with vLLM come last, where it is installed. Curves
+of whole runs go to gpu_<name of the GPU>_curves.csv.
 """
 
 import json
@@ -37,8 +43,11 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import Literal
@@ -57,6 +66,7 @@ from benchmarks.memory import PUBLIC_MODELS, Model, memory_model  # noqa: E402
 SHAPES = {
     "0.5B": PUBLIC_MODELS["Qwen2.5-0.5B-Instruct"],
     "1.5B": PUBLIC_MODELS["Qwen2.5-1.5B-Instruct"],
+    "7B": PUBLIC_MODELS["Qwen2.5-7B-Instruct"],
     "small": Model(2, 64, 128, 2, 1, 32, 2048, True, "qwen2"),
 }
 LANGUAGE = ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "dr_mas", "igpo", "empg", "arpo")
@@ -64,12 +74,20 @@ LANGUAGE += ("spiral_rae", "pi_play")
 CONTROL = ("unimodal_poisson", "fm3q", "arac", "mdpo")
 BARE = "--eval-steps 0 --save-steps 0"
 LARGEST_GAP = 0.02  # nats between log-probabilities of sampler and learner, mean of a step
+SMOLLM2 = """--model-name-or-path smollm2 --env reasoning_gym --task chain_sum
+    --task-config '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
+    --system-prompt "Think briefly, then end with the answer."
+    --num-prompts-per-step 8 --max-completion-length 48 --micro-batch-size 16
+    --learning-rate 2e-5 --max-steps 40 --eval-steps 20 --eval-problems 100 --num-generations-eval 2"""  # of README
+PACKAGES = {"lora": "peft", "vllm": "vllm peft", "trl": "trl vllm", "control": "gymnasium mujoco"}
+PACKAGES["short"] = "trl vllm peft"
+WRITING = Lock()
 FOUND = "gpu.py found "  # begins the line that `child` prints last
 
 
 @dataclass
 class Args:
-    part: Literal["defaults", "control", "whole", "models", "two", "lora", "vllm", "trl"]
+    part: Literal["short", "defaults", "control", "whole", "models", "two", "lora", "vllm", "trl"]
     """what to run"""
     jobs: int = 1
     """runs at a time"""
@@ -94,15 +112,21 @@ class Run:
     flags: str
     shape: str = ""  # of SHAPES
     processes: int = 1
+    jobs: int = 0  # runs at a time; 0: as --jobs says
+    writes_rows: bool = False  # gets the CSV, to which it writes rows itself
+    saved: bool = True  # the random weights are a folder; else gpu_short.py makes them on the device
+    curve: bool = False  # keep its metrics
+    largest_gap: float = LARGEST_GAP
 
 
 def model_run(
-    shape: str, rows: int, length: int, more: str = "", processes: int = 1, steps: int = 3
+    shape: str, rows: int, length: int, more: str = "", processes: int = 1, steps: int = 3, at_once: int = 0
 ) -> Run:
     """GRPO on random weights: groups of 8, hardly any completion ends early, all are trained on."""
+    at_once = at_once or max(1, 4096 // length)
     flags = f"--num-prompts-per-step {rows // 8} --decode-batch-size {rows} --bf16 --max-steps {steps}"
     flags += " --max-prompt-length 96"
-    flags += f" --max-completion-length {length} --micro-batch-size {max(1, 4096 // length)}"
+    flags += f" --max-completion-length {length} --micro-batch-size {at_once}"
     flags += f" --advantage none --reward benchmarks/gpu.py:one {BARE} {more}"
     name = f"{shape}, {rows} x {length} {more}".strip()
     return Run(name, "grpo", flags, shape, processes)
@@ -110,6 +134,8 @@ def model_run(
 
 def runs_of(part: str, device: str, small: bool) -> list[Run]:
     """The runs of a part, the most important first; small ones show that this program works."""
+    if part == "short":
+        return short_runs(small)
     if part == "defaults":
         flags = f"--max-steps {2 if small else 8} {BARE}"
         both = ("", " --bf16")
@@ -147,6 +173,28 @@ def runs_of(part: str, device: str, small: bool) -> list[Run]:
     return [model_run(shape, *size, more, processes=2) for more in ("", "--fsdp")]
 
 
+def short_runs(small: bool) -> list[Run]:
+    """The part `short`. Runs that share the GPU have no speeds."""
+    main, *others = ("small",) if small else ("0.5B", "1.5B")
+    measured = [f"decode {shape}" for shape in (main, *others)] + [f"update {main}"]
+    runs = [Run(name, "benchmarks/gpu_short", name, writes_rows=True) for name in measured]
+    step = ("small", 16, 16) if small else ("0.5B", 256, 256)
+    steps = [model_run(*step, vllm, at_once=16 if small else 64) for vllm in ("", "--vllm")]
+    theirs = [Run(f"TRL: {run.name}", "benchmarks/trl_steps", run.flags, run.shape) for run in steps]
+    pairs = [[run, other] if find_spec("trl") else [run] for run, other in zip(steps, theirs)]
+    name, flags = ("SmolLM2-135M", SMOLLM2) if Path(ROOT, "smollm2").exists() else ("grpo", "")
+    if small:
+        name, flags = "grpo", "--max-steps 2 --eval-steps 1 --eval-problems 8"
+    whole = [Run(f"{name}, seed {seed}", "grpo", f"{flags} --seed {seed}", curve=True) for seed in (1, 2, 3)]
+    size = ("small", 16, 16) if small else ("7B", 64, 256)
+    large = model_run(*size, "--gradient-checkpointing --lora-rank 16", steps=2)
+    large = replace(large, saved=False, largest_gap=0.05)  # 7B rounds more than the others
+    together = [replace(run, jobs=4) for run in (*whole, large)]
+    alone = [replace(run, jobs=1) for run in (*runs, *pairs[0])]
+    last = [replace(run, jobs=1) for run in pairs[1]] if find_spec("vllm") else []
+    return [*alone, *together, *last]
+
+
 def one(problem, completion: str) -> float:
     """The reward of all completions in model_run."""
     return 1.0
@@ -155,10 +203,9 @@ def one(problem, completion: str) -> float:
 # --- A run ----------------------------------------------------------------------------------------
 
 
-def make_model(name: str, folder: str, device: str) -> None:
-    """Save random weights with the shipped tokenizer. The end token is the last of the vocabulary,
+def random_model(name: str, device: str | torch.device, dtype: torch.dtype):
+    """Random weights of a shape, made on the device. The end token is the last of the vocabulary,
     which is rarely sampled; vLLM refuses one outside the vocabulary."""
-    transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     shape = SHAPES[name]
     sizes = {"num_hidden_layers": shape.layers, "hidden_size": shape.hidden}
@@ -167,12 +214,25 @@ def make_model(name: str, folder: str, device: str) -> None:
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     config = transformers.Qwen2Config(**sizes, **ends, tie_word_embeddings=shape.tied)
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config.eos_token_id = shape.vocab - 1
-    model.save_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "envs/tiny_lm/countdown")
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(folder)
+    return model
+
+
+def tokenizer():
+    """The shipped one, without an end token."""
+    found = transformers.AutoTokenizer.from_pretrained(ROOT / "envs/tiny_lm/countdown")
+    found.eos_token = None
+    return found
+
+
+def make_model(name: str, folder: str, device: str) -> None:
+    """Save random weights with the tokenizer."""
+    transformers.logging.disable_progress_bar()
+    random_model(name, device, torch.bfloat16).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def child(words: list[str]) -> None:
@@ -237,9 +297,10 @@ def speeds(run_dir: Path) -> dict[str, float]:
         return {"steps_per_second": games[len(games) // 2 :].median()}
     gaps = metrics.filter(regex="sampling/logprob_difference/mean$")  # a column for each model
     found = {"gap": gaps.max().max()} if len(gaps.columns) else {}
-    if "eval/mean_at_8" in metrics:
-        scores = metrics["eval/mean_at_8"].dropna()
-        found |= {"first_mean_at_8": scores.iloc[0], "mean_at_8": scores.iloc[-1]}
+    for tag in metrics.filter(regex="eval/mean_at_"):
+        scores = metrics[tag].dropna()
+        name = tag.removeprefix("eval/")
+        found |= {f"first_{name}": scores.iloc[0], name: scores.iloc[-1]}
     if "train/seconds/step" not in metrics:
         return found
     steps = metrics.dropna(subset="train/seconds/step")
@@ -254,10 +315,24 @@ def speeds(run_dir: Path) -> dict[str, float]:
     return found | {"update_tokens_per_second": (tokens / update).median()}
 
 
-def measure(run: Run, folder: str, seconds: float, device: str) -> dict:
-    """One run; returns its columns."""
+def keep_curve(name: str, run_dir: Path, path: Path) -> None:
+    """Scores and rewards of a run, in place of those of an earlier one."""
+    if not Path(run_dir, "metrics.csv").exists():
+        return
+    curve = pd.read_csv(run_dir / "metrics.csv")
+    curve = curve[curve.tag.str.match("eval/|train/reward$|train/completions/mean_length")]
+    curve.insert(0, "run", name)
+    with WRITING:
+        if path.exists():
+            old = pd.read_csv(path)
+            curve = pd.concat([old[old.run != name], curve])
+        curve.to_csv(path, index=False, lineterminator="\n")
+
+
+def measure(run: Run, folder: str, seconds: float, device: str, path: Path = RESULTS / "gpu.csv") -> dict:
+    """One run; returns its columns. path: the CSV."""
     script = f"{run.script}.py" if "/" in run.script else f"algorithms/{run.script}.py"
-    words = [script, *run.flags.split()]
+    words = [script, *shlex.split(run.flags)]
     if run.shape:
         words += ["--model-name-or-path", f"{folder}/{run.shape}"]
     computed = {}
@@ -265,6 +340,8 @@ def measure(run: Run, folder: str, seconds: float, device: str) -> dict:
         flags = tyro.cli(grpo.Args, args=words[1:])
         moments = memory_model(SHAPES[run.shape], flags, run.processes)
         computed["computed_gb"] = max(moments[name] for name in ("start", "rollout", "update"))
+    if not run.saved:
+        words = ["benchmarks/gpu_short.py", "train", *words[1:]]
     launcher = "python" if run.processes == 1 else f"torchrun --nproc_per_node {run.processes}"
     row = {"command": f"{launcher} {shlex.join(words).replace(f'{folder}/', '')}"}
     count = torch.cuda.device_count() if device == "cuda" else 2
@@ -274,13 +351,37 @@ def measure(run: Run, folder: str, seconds: float, device: str) -> dict:
         return row | {"error": "skipped: the time of the part is over"}
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as output:
-        words += ["--output-dir", f"{output}/run"]
+        words += [str(path)] if run.writes_rows else ["--output-dir", f"{output}/run"]
         row |= in_child(words, seconds, device, run.processes) | computed
         row["seconds"] = time.perf_counter() - began
         row |= speeds(Path(output, "run"))
-    if "gap" in row and not row["gap"] < LARGEST_GAP:  # also if it is NaN
+        if run.curve:
+            keep_curve(run.name, Path(output, "run"), path.with_name(f"{path.stem}_curves.csv"))
+    if "gap" in row and not row["gap"] < run.largest_gap:  # also if it is NaN
         row["error"] = row["error"] or f"sampler and learner are {row['gap']:.3f} nats apart"
     return row
+
+
+def described(part: str, device: str) -> dict[str, str]:
+    """Columns that all rows of a part have."""
+    same = {"part": part} | about("torch", "transformers")
+    for module in PACKAGES.get(part, "").split():
+        for package in packages_distributions().get(module, []):
+            same[package] = version(package)
+    if device == "cuda":
+        same["device"] = torch.cuda.get_device_name()
+    return same
+
+
+def write_row(path: Path, row: dict) -> None:
+    """Add a row, in place of the one of this part and name."""
+    with WRITING:
+        table = pd.DataFrame([row])
+        if path.exists():
+            old = pd.read_csv(path)
+            table = pd.concat([old[(old.part != row["part"]) | (old.run != row["run"])], table])
+        table.to_csv(path, index=False, lineterminator="\n")
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
 
 
 def main(args: Args) -> None:
@@ -290,39 +391,32 @@ def main(args: Args) -> None:
     end = time.perf_counter() + args.seconds
     runs = runs_of(args.part, args.device, args.small)
     runs = [run for run in runs if args.only in run.name]
-    same = {"part": args.part} | about("torch", "transformers")
-    packages = {"lora": "peft", "vllm": "vllm peft", "trl": "trl vllm", "control": "gymnasium mujoco"}
-    for module in packages.get(args.part, "").split():
-        for package in packages_distributions().get(module, []):
-            same[package] = version(package)
-    if args.device == "cuda":
-        same["device"] = torch.cuda.get_device_name()
+    same = described(args.part, args.device)
     name = re.sub(r"\W+", "_", same["device"].lower()).strip("_")
-    path = Path(args.csv or RESULTS / f"gpu_{name}.csv")
-    lock = Lock()
+    path = Path(args.csv or RESULTS / f"gpu_{name}.csv").resolve()
 
-    def row_of(run: Run, folder: str) -> None:
+    def row_of(run: Run, folder: str, jobs: int) -> None:
         """Measure, and write the row."""
-        row = {"run": run.name} | same | measure(run, folder, end - time.perf_counter(), args.device)
+        row = {"run": run.name} | same | measure(run, folder, end - time.perf_counter(), args.device, path)
         if str(row.get("error")).startswith("skipped"):
             print(f"{run.name}: {row['error']}", flush=True)
             return
-        if args.jobs > 1:
+        if run.writes_rows and not row["error"]:
+            print(f"{run.name}: its rows are in {path.name}", flush=True)
+            return
+        if jobs > 1:
             row = {name: value for name, value in row.items() if not name.endswith(("_second", "_a_step"))}
-            row["jobs"] = args.jobs
-        with lock:
-            table = pd.DataFrame([row])
-            if path.exists():
-                old = pd.read_csv(path)
-                table = pd.concat([old[(old.part != args.part) | (old.run != run.name)], table])
-            table.to_csv(path, index=False, lineterminator="\n")
-            print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            row["jobs"] = jobs
+        write_row(path, row)
 
     with tempfile.TemporaryDirectory() as folder:
-        for shape in {run.shape for run in runs if run.shape}:
-            make_model(shape, f"{folder}/{shape}", args.device)
-        with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(lambda run: row_of(run, folder), runs))
+        for jobs, group in groupby(runs, key=lambda run: run.jobs or args.jobs):
+            group = list(group)
+            for shape in {run.shape for run in group if run.shape and run.saved}:
+                if not Path(folder, shape).exists():
+                    make_model(shape, f"{folder}/{shape}", args.device)
+            with ThreadPoolExecutor(jobs) as pool:
+                list(pool.map(partial(row_of, folder=folder, jobs=jobs), group))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ import tyro
 from control_runs import train
 from PIL import Image
 
-from algorithms import arac, dr_mas, fm3q, unimodal_poisson
+from algorithms import arac, dr_mas, fm3q, grpo, unimodal_poisson
 from benchmarks import (
     about,
     animate,
     bandit_gdpo,
     gpu,
+    gpu_short,
     refiner_team,
     simulate_dr_mas,
     speed_grpo,
@@ -158,8 +159,31 @@ def test_gpu_runs_with_an_error(tmp_path, monkeypatch):
     assert gpu.measure(run, "", 60, "cpu")["error"] == "sampler and learner are 0.300 nats apart"
 
 
-@pytest.mark.parametrize("part", ["defaults", "control", "whole", "models", "two", "lora", "vllm", "trl"])
+def test_gpu_short(tmp_path):
+    """Decoding beside the plain loop, each call a row; the update's columns; README's run, if its model is there."""
+    gpu_short.main("decode", "small", str(tmp_path / "gpu.csv"))
+    table = pd.read_csv(tmp_path / "gpu.csv")
+    assert len(table) == 3 and set(table.part) == {"short"} and (table.ratio > 0).all()
+    assert (table.same_rows > 0.5).all(), "bfloat16 rounds otherwise where the cache has another width"
+    completions = gpu_short.completions_of(16, 4, 2048)
+    args = grpo.Args(advantage="none", micro_batch_tokens=128)
+    found = gpu_short.update_columns(gpu_short.model_of("small", torch.float32), completions, args)
+    assert found["tokens"] == 64 and found["update_tokens_per_second"] > 0
+    readme = (gpu.ROOT / "README.md").read_text().replace("\\\n", "")
+    assert gpu.SMOLLM2.split() == readme.split("# CPU\n    python algorithms/grpo.py")[1].split("\n\n")[0].split()
+
+
+def test_gpu_model_that_is_not_saved(tmp_path):
+    """grpo.py trains random weights that have no file."""
+    run = next(run for run in gpu.runs_of("short", "cpu", True) if not run.saved)
+    row = gpu.measure(run, str(tmp_path), 60, "cpu")
+    assert not row["error"] and row["steps"] == 2 and row["computed_gb"] > 0
+
+
+@pytest.mark.parametrize("part", ["short", "defaults", "control", "whole", "models", "two", "lora", "vllm", "trl"])
 def test_gpu_flags_exist(part):
     for run in gpu.runs_of(part, "cuda", False):
+        if run.writes_rows:
+            continue
         script = importlib.import_module(f"algorithms.{'grpo' if '/' in run.script else run.script}")
         assert tyro.cli(script.Args, args=shlex.split(run.flags))

@@ -54,6 +54,9 @@ def problems(command: str, comment: str) -> list[str]:
     args = tyro.cli(module.Args, args=words[words.index(f"algorithms/{script}.py") + 1 :])
     processes = re.search(r"--nproc[_-]per[_-]node[ =](\d+)", command)
     processes = int(processes[1]) if processes else 1
+    machines = re.search(r"--nnodes[ =](\d+)", command)
+    machines = int(machines[1]) if machines else 1
+    processes *= machines
     name = args.model_name_or_path or ""
     if "/" not in name or name.startswith(("runs/", "RUN")):
         return []
@@ -62,7 +65,7 @@ def problems(command: str, comment: str) -> list[str]:
     device = DEVICE.search(comment)
     if not device:
         return ["names no device: # one 24 GB GPU, # 8 x 80 GB or # CPU"]
-    devices, size = (1, CPU_GB) if device[3] else (int(device[1] or 1), int(device[2]))
+    devices, size = (1, CPU_GB) if device[3] else (machines * int(device[1] or 1), int(device[2]))
     found = memory_model(args.model_name_or_path, args, processes, script, size)
     wrong = [f"{processes} processes on {devices} devices"] * (processes != devices)
     if found["peak"] > (1 - SPARE) * size:
