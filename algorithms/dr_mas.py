@@ -97,8 +97,9 @@ FIXED += " max_prompt_length system_prompt chat_template_path chat_template_kwar
 FIXED += " model_name_or_path agent_models share_model num_prompts_per_step output_dir"
 FIXED += " lora_rank"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
-AT_LEAST_ONE += " decode_batch_size micro_batch_size num_iterations eval_problems reward_threads"
-AT_LEAST_ONE += " max_rounds"
+AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
+AT_LEAST_ONE += " eval_problems reward_threads max_rounds"
+MAY_BE_NEGATIVE = ("seed", "format_penalty", "gate")
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -364,7 +365,7 @@ def check_flags(args: Args) -> None:
     """Exit if a number is out of range, JSON is none, or the run folder cannot be made."""
     for name, value in asdict(args).items():
         least = 1 if name in AT_LEAST_ONE.split() else 0
-        is_number = isinstance(value, int | float) and name not in ("seed", "format_penalty")
+        is_number = isinstance(value, int | float) and name not in MAY_BE_NEGATIVE
         if is_number and not least <= value < math.inf:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
@@ -1632,11 +1633,11 @@ def save_checkpoint(run_dir: str, players: list[Player], progress: dict, rank: i
             shutil.rmtree(old)
 
 
-def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+def load_checkpoint(run_dir: str, players: list[Player], progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # trained_state steps a new AdamW, which would shift its bias correction
-    state = trained_state(model, optimizer) | {"progress": progress}
+        return
+    state = checkpoint_state(players, progress)
     *older, newest = checkpoints(run_dir)
     try:
         dcp.load(state, checkpoint_id=str(newest))
@@ -1645,8 +1646,10 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
         reason = str(error).strip().rpartition("\n")[2]
         sys.exit(f"{newest}: damaged; delete it, and the run {rest} ({reason:.200})")
     only_trained = states.StateDictOptions(strict=False)
-    states.set_model_state_dict(model, state["model"], options=only_trained)
-    states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    for player in players:
+        saved = state["players"][player.name]
+        states.set_model_state_dict(player.model, saved["model"], options=only_trained)
+        states.set_optimizer_state_dict(player.model, player.optimizer, saved["optimizer"])
     progress.update(state["progress"])
 
 
