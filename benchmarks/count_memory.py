@@ -121,7 +121,7 @@ def longest_completions(args) -> list:
     completions = []
     for row in range(args.micro_batch_size):
         prompt = [1 + row // args.num_generations] * args.max_prompt_length
-        length = args.max_completion_length
+        length = args.max_completion_length or 1024
         completions.append(grpo.Completion(prompt, [2] * length, [-1.0] * length, False))
     return completions
 

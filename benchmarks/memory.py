@@ -201,7 +201,7 @@ def start_bytes(
 
 def sizes_of(flags) -> tuple[int, int, int]:
     """Tokens of a prompt and of a completion, and rows decoded at once."""
-    return flags.max_prompt_length, flags.max_completion_length, flags.decode_batch_size
+    return flags.max_prompt_length, flags.max_completion_length or 1024, flags.decode_batch_size
 
 
 def cache_bytes(shape: Model, compute: int) -> int:
@@ -389,7 +389,7 @@ def update_moments(script: str, shape: Model, flags, compute: int, shards: int) 
         {"head": meeting},
     ]
     if taught:
-        longest = 2 * flags.max_prompt_length + flags.max_completion_length
+        longest = 2 * flags.max_prompt_length + (flags.max_completion_length or 1024)
         teacher = R * longest * forward_bytes(shape, compute)
         teacher += R * longest * longest * (1 + compute) + 2 * linear * autocast
         moments.append(base | {"cast weights": cast, "teacher": teacher})

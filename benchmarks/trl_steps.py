@@ -49,6 +49,7 @@ class Clock(transformers.TrainerCallback):
 
 
 def main(args: grpo.Args) -> None:
+    args.max_completion_length = args.max_completion_length or 80
     task = Countdown()
     count = args.max_steps * args.num_prompts_per_step
     prompts = [{"prompt": task.prompt(task.train_problem(i, args.seed))} for i in range(count)]
