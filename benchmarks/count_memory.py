@@ -57,11 +57,7 @@ CASES += [
 LORA = "--lora-rank 16"
 for flags in (LORA, f"--bf16 {LORA}", f"{SAVING} {LORA}"):
     CASES.append(("Qwen2.5-0.5B-Instruct", 1, LENGTHS, flags))
-for flags in (
-    f"--gradient-checkpointing {LORA}",
-    f"{SAVING} {LORA} --vllm",
-    f"{SAVING} {LORA} --beta 0.04",
-):
+for flags in (f"--gradient-checkpointing {LORA}", f"{SAVING} {LORA} --vllm", f"{SAVING} {LORA} --beta 0.04"):
     CASES.append(("Qwen2.5-1.5B-Instruct", 1, LENGTHS, flags))
 CASES += [
     ("Qwen3-0.6B", 1, LENGTHS, f"--bf16 {LORA}"),
@@ -123,17 +119,22 @@ def random_model(shape: Model):
 
 def fullest_pass(args) -> tuple[list, list[list[int]]]:
     """Completions that fill one pass, and its packed rows. Prompts are as long as the flags allow;
-    each packed row has a prompt of its own."""
-    tokens, width, _ = packed_shape("grpo", args)
-    count = ceil(tokens / width)
-    width = tokens // count // 8 * 8
+    completions too if their number is bounded, else each packed row has a prompt of its own."""
+    lengths = []  # of completions, by prompt
+    if args.micro_batch_size:
+        for first in range(0, args.micro_batch_size, args.num_generations):
+            count = min(args.num_generations, args.micro_batch_size - first)
+            lengths.append([args.max_completion_length] * count)
+    else:
+        tokens, width, _ = packed_shape("grpo", args)
+        rows = ceil(tokens / width)
+        written = tokens // rows // 8 * 8 - args.max_prompt_length
+        count = ceil(written / args.max_completion_length)
+        lengths = [[(written + part) // count for part in range(count)]] * rows
     completions = []
-    for row in range(count):
-        prompt = [1 + row] * args.max_prompt_length
-        written = width - len(prompt)
-        in_row = ceil(written / args.max_completion_length)
-        for part in range(in_row):
-            length = (written + part) // in_row
+    for number, group in enumerate(lengths):
+        for length in group:
+            prompt = [1 + number] * args.max_prompt_length
             completions.append(grpo.Completion(prompt, [2] * length, [-1.0] * length, False))
     rows = list(range(len(completions)))
     (packed_rows,) = grpo.divide(completions, rows, args, torch.device("cpu"))

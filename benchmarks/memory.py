@@ -134,9 +134,7 @@ def memory_model(
     if needs_reference(script, flags) and not adapters:
         held["copies"] += 4 * kept * bases
     if script == "nash_preference":
-        held["copies"] += preference_copies(
-            flags, compute * whole, 4 * kept, 4 * trained, held["copies"]
-        )
+        held["copies"] += preference_copies(flags, compute * whole, 4 * kept, 4 * trained, held["copies"])
     if script == "pi_play":
         held["copies"] += 4 * whole  # the teacher
     if script == "spiral_rae":
@@ -145,9 +143,7 @@ def memory_model(
 
     engine = {"engine": flags.vllm_memory * gpu * 1e9} if flags.vllm else {}
     if flags.vllm:
-        moments = [
-            engine | moment for moment in engine_moments(script, shape, flags, compute, fsdp)
-        ]
+        moments = [engine | moment for moment in engine_moments(script, shape, flags, compute, fsdp)]
     elif script in ("igpo", "empg", "arpo", "pi_play"):
         moments = turn_moments(script, shape, flags, compute)
     else:
@@ -164,17 +160,13 @@ def memory_model(
     found = {name: size / 1e9 for name, size in found.items()}
     found["runtime"] = RUNTIME
     found["asleep"] = ASLEEP * flags.vllm
-    found["peak"] = RUNTIME + max(
-        found["start"], found["rollout"], found["update"] + found["asleep"]
-    )
+    found["peak"] = RUNTIME + max(found["start"], found["rollout"], found["update"] + found["asleep"])
     return found
 
 
 def needs_reference(script: str, flags) -> bool:
     """Whether log-probabilities of the initial model are in the loss."""
-    return flags.beta > 0 or (
-        script == "nash_preference" and flags.method in ("inpo", "mnpo", "nash_mp")
-    )
+    return flags.beta > 0 or (script == "nash_preference" and flags.method in ("inpo", "mnpo", "nash_mp"))
 
 
 def preference_copies(flags, sampler: int, initial: int, trained: int, copies: int) -> int:
@@ -187,9 +179,7 @@ def preference_copies(flags, sampler: int, initial: int, trained: int, copies: i
     if flags.method != "grpo":
         return 0
     has_initial = flags.beta > 0 and not flags.lora_rank
-    needs_sampler = copies == 0 and not (
-        flags.vllm or flags.lora_rank
-    )  # whose frozen weights are shared
+    needs_sampler = copies == 0 and not flags.vllm and not flags.lora_rank  # adapters are small
     return sampler * needs_sampler + initial * (not has_initial)
 
 
@@ -260,10 +250,7 @@ def rollout_moments(script: str, shape: Model, flags, compute: int) -> list[dict
     """Bytes by part: while completions are written, and in the forward pass of the prompts."""
     S, _, rows = sizes_of(flags)
     group = 1  # completions of one prompt
-    if (
-        script in ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo")
-        and not flags.eval_steps
-    ):
+    if script in ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo") and not flags.eval_steps:
         group = flags.num_generations
     prompts = ceil(rows / group)  # greedy evaluation writes one completion of each
     moments = decoding_moments(shape, flags, compute, prompts)
@@ -292,9 +279,7 @@ def turn_moments(script: str, shape: Model, flags, compute: int) -> list[dict[st
     return moments
 
 
-def engine_moments(
-    script: str, shape: Model, flags, compute: int, fsdp: bool
-) -> list[dict[str, float]]:
+def engine_moments(script: str, shape: Model, flags, compute: int, fsdp: bool) -> list[dict[str, float]]:
     """Bytes by part beside vLLM: when it takes the embedding, the largest of the weights; while a
     copy of the initial policy plays; and while igpo.py scores the right answers with the policy."""
     head = shape.vocab * shape.hidden
@@ -331,18 +316,9 @@ def packed_shape(script: str, flags) -> tuple[int, int, int]:
     """Tokens R * L, length L and predicted tokens N of the fullest pass. R * L is all that a pass
     may have, also where no whole number of rows of this length would have as many."""
     prompt, length, _ = sizes_of(flags)
-    shared, own, predicted = (
-        prompt - 1,
-        length,
-        length,
-    )  # tokens of a row: of all, of each completion
-    group = flags.num_generations
-    if script in (
-        "igpo",
-        "empg",
-        "arpo",
-        "pi_play",
-    ):  # an episode ends when its context has S tokens, or a turn on
+    shared, own, predicted = prompt - 1, length, length  # tokens of a row: of all, of each completion
+    group = getattr(flags, "num_generations", 1)
+    if script in ("igpo", "empg", "arpo", "pi_play"):  # an episode ends when its context has S tokens, or a turn on
         shared, own = 0, prompt + length
         predicted = min(own, flags.max_turns * length)
     elif script in ("dr_mas", "spiral_rae"):  # prompts differ
@@ -387,9 +363,7 @@ def saved_bytes(shape: Model, compute: int, stream: int, autocast: bool, rank: i
     return saved
 
 
-def update_moments(
-    script: str, shape: Model, flags, compute: int, shards: int
-) -> list[dict[str, float]]:
+def update_moments(script: str, shape: Model, flags, compute: int, shards: int) -> list[dict[str, float]]:
     """Bytes by part, of the fullest pass: at the end of the forward pass; in the backward
     pass at its logits, in its last layer, and where the gradients of a tied head and the embedding
     meet; while the teacher of pi_play.py reads."""
@@ -416,9 +390,7 @@ def update_moments(
 
     # Logits, divided by the temperature unless it is 1, and as log-probabilities. A compiled head
     # has larger chunks, and no more than logits with their gradients.
-    chunk = (
-        min(N, max(1, LOGITS_AT_ONCE // shape.vocab) * (4 if flags.compile else 1)) * shape.vocab
-    )
+    chunk = min(N, max(1, LOGITS_AT_ONCE // shape.vocab) * (4 if flags.compile else 1)) * shape.vocab
     forward_logits = (8 if flags.temperature == 1 else 12) * chunk
     backward_logits = 12 * chunk
     if flags.compile:
@@ -438,12 +410,17 @@ def update_moments(
     gathered_layers = 2 * compute * linear * fsdp
 
     # Gradients of a layer, and of the head, which wait for those of the embedding.
-    in_layer = layer if recomputed else tokens * shape.intermediate * compute
-    if (
-        rank
-    ):  # the gradient of an adapter's input stands beside that of the map; autocast made it float32
+    in_layer = tokens * shape.intermediate * compute
+    if recomputed and rank:
+        in_layer = layer
+    elif recomputed:
+        # Of the activation and of both its factors. What the head kept is gone by then, and one
+        # layer's input: the last layer's with --fsdp, else it is one of those that the layer keeps.
+        in_layer += layer + in_layer - 4 * layer_inputs - N * shape.hidden * compute
+    if rank:  # the gradient of an adapter's input stands beside that of the map; autocast made it float32
         in_layer += tokens * shape.intermediate * (6 if autocast else compute)
-    in_layer += 2 * trained * autocast + ((compute + 4) * trained + 2 * compute * linear) * fsdp
+    own = shape.hidden * shape.intermediate if recomputed and not rank else trained  # not yet reduced
+    in_layer += 2 * trained * autocast + (compute * own + 4 * trained + 2 * compute * linear) * fsdp
     waiting = (compute if fsdp else 4) * trained_head * (shape.tied or fsdp)
     if rank:
         meeting = 0
@@ -455,18 +432,14 @@ def update_moments(
         meeting = 12 * head * shape.tied
 
     moments = [
-        base
-        | {"cast weights": cast + cast_head + gathered + gathered_layers}
-        | {"logits": forward_logits},
+        base | {"cast weights": cast + cast_head + gathered + gathered_layers} | {"logits": forward_logits},
         base | {"cast weights": cast_later + cast_head + gathered, "logits": backward_logits},
         base | {"cast weights": cast_later + gathered, "layer": in_layer, "head": waiting},
         {"head": meeting},
     ]
     if taught:
         longest = 2 * flags.max_prompt_length + flags.max_completion_length
-        read = max(
-            longest, min(ceil(tokens / L) * longest, flags.micro_batch_tokens or MICRO_BATCH_TOKENS)
-        )
+        read = max(longest, min(ceil(tokens / L) * longest, flags.micro_batch_tokens or MICRO_BATCH_TOKENS))
         teacher = read * (forward_bytes(shape, compute) + longest * (1 + compute))
         teacher += 2 * linear * autocast
         moments.append(base | {"cast weights": cast, "teacher": teacher})
