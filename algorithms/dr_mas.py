@@ -1470,11 +1470,11 @@ def save_checkpoint(run_dir: str, players: list[Player], progress: dict, rank: i
             shutil.rmtree(old)
 
 
-def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+def load_checkpoint(run_dir: str, players: list[Player], progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # trained_state steps a new AdamW, which would shift its bias correction
-    state = trained_state(model, optimizer) | {"progress": progress}
+        return
+    state = checkpoint_state(players, progress)
     *older, newest = checkpoints(run_dir)
     try:
         dcp.load(state, checkpoint_id=str(newest))
@@ -1483,8 +1483,10 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
         reason = str(error).strip().rpartition("\n")[2]
         sys.exit(f"{newest}: damaged; delete it, and the run {rest} ({reason:.200})")
     only_trained = states.StateDictOptions(strict=False)
-    states.set_model_state_dict(model, state["model"], options=only_trained)
-    states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    for player in players:
+        saved = state["players"][player.name]
+        states.set_model_state_dict(player.model, saved["model"], options=only_trained)
+        states.set_optimizer_state_dict(player.model, player.optimizer, saved["optimizer"])
     progress.update(state["progress"])
 
 

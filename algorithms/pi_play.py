@@ -96,7 +96,7 @@ FIXED += " num_prompts_per_step num_documents_per_step examiner_steps student_st
 FIXED += " privileged_context output_dir lora_rank"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size num_iterations eval_problems reward_threads"
-AT_LEAST_ONE += " max_turns num_documents_per_step num_answers examiner_steps student_steps"
+AT_LEAST_ONE += " max_turns num_documents_per_step num_answers"
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
