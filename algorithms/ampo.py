@@ -796,7 +796,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
     if not args.model_name_or_path and not os.path.isdir(model_path(args)):
         if not os.path.isdir(ROOT / "envs"):
-            sys.exit("without the folder envs/ beside it: needs --model-name-or-path")
+            sys.exit("no folder envs/ beside it: give --model-name-or-path, --dataset and --reward")
         sys.exit(f"--env {args.env}: needs --model-name-or-path")
     if args.num_replaced >= args.num_generations and args.method != "grpo" and args.rule == "v1":
         sys.exit("--num-replaced: must be below --num-generations, to leave a rollout to compare")

@@ -626,7 +626,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
     if not args.model_name_or_path and not os.path.isdir(model_path(args)):
         if not os.path.isdir(ROOT / "envs"):
-            sys.exit("without the folder envs/ beside it: needs --model-name-or-path")
+            sys.exit("no folder envs/ beside it: give --model-name-or-path, --dataset and --reward")
         sys.exit(f"--env {args.env}: needs --model-name-or-path")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")

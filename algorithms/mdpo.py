@@ -506,7 +506,6 @@ def make_envs(args, num_envs):
             )
         except (gym.error.Error, ImportError) as error:
             sys.exit(f"--env-id {args.env_id}: {error}")
-        try_envs(envs, args.env_id)
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id {args.env_id}: its metadata needs autoreset_mode SAME_STEP")
     space = envs.single_action_space
@@ -514,6 +513,8 @@ def make_envs(args, num_envs):
         sys.exit(f"--env-id {args.env_id}: actions must be a Box of one dimension, not {space}")
     if args.method == "off_policy" and not space.is_bounded():
         sys.exit(f"--env-id {args.env_id}: actions are unbounded, {space}; use --method on_policy")
+    if ".py:" not in args.env_id:
+        try_envs(envs, args.env_id)
     return envs
 
 

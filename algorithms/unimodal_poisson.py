@@ -805,7 +805,6 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
             envs = SyncVectorEnv([make_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
         except (gym.error.Error, ImportError) as error:
             sys.exit(f"--env-id {args.env_id}: {error}")
-        try_envs(envs, args.env_id)
         if envs.envs[0].spec.max_episode_steps is None and args.eval_episodes:
             print(f"{args.env_id} has no time limit: an evaluation ends when its episodes do")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
@@ -821,6 +820,8 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
     seen = envs.single_observation_space
     if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
         sys.exit(f"--env-id {args.env_id}: expected one-dimensional observations, not {seen}")
+    if ".py:" not in args.env_id:
+        try_envs(envs, args.env_id)
     return envs
 
 
