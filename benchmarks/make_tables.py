@@ -523,11 +523,9 @@ def counts(links: str) -> str:
     good, opposite, level, open_ = (len(claims) for claims in found.values())
     kept_good, kept_opposite = (sum(map(survives, found[kind])) for kind in ("reproduced", "opposite"))
     rest = len(shown) - good - opposite - level - open_
-    return (
-        f"Of {len(shown)} claims {good} came out as claimed ({kept_good} of them also after a correction\n"
-        f"for their number), {opposite} came out opposite ({kept_opposite} after it), {level} show no difference,\n"
-        f"{open_} are not settled, and {rest} have no verdict, most for want of runs."
-    )
+    text = f"Of {len(shown)} claims {good} came out as claimed ({kept_good} of them also after a correction for their number), "
+    text += f"{opposite} came out opposite ({kept_opposite} after it), {level} show no difference, {open_} are not settled, and "
+    return text + f"{rest} have no verdict, most for want of runs."
 
 
 def pairs_of(claim: SimpleNamespace) -> int:
