@@ -78,7 +78,7 @@ SMOLLM2 = """--model-name-or-path smollm2 --env reasoning_gym --task chain_sum
     --task-config '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
     --system-prompt "Think briefly, then end with the answer."
     --num-prompts-per-step 8 --max-completion-length 48 --micro-batch-size 16
-    --learning-rate 2e-5 --max-steps 40 --eval-steps 20 --eval-problems 100 --num-generations-eval 2"""  # of README
+    --learning-rate 2e-5 --max-steps 40 --eval-steps 20 --eval-problems 100 --num-generations-eval 2"""  # of algorithms/README.md
 PACKAGES = {"lora": "peft", "vllm": "vllm peft", "trl": "trl vllm", "control": "gymnasium mujoco"}
 PACKAGES["short"] = "trl vllm peft"
 WRITING = Lock()

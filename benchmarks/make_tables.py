@@ -34,6 +34,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 DECLARED = tomllib.loads((ROOT / "benchmarks" / "studies.toml").read_text(encoding="utf-8"))
 PAIRS = 5  # seeds from which on an interval is given
+COLORS = {"reproduced": "#2a9d5c", "opposite": "#d1495b", "no difference": "#3b82c4", "not settled": "#9a9a9a"}
 PAGES = ("README.md", "algorithms/*.md", "benchmarks/*.md")
 
 
@@ -498,64 +499,39 @@ def sign_flips(links: str) -> str:
     return text + "*reproduced* and *opposite* that rest on five pairs need the t test's assumption."
 
 
-def headlines(links: str) -> str:
-    """The README's table of results: claims that have a headline in claims.csv."""
-    rows = []
-    for claim in filter(lambda claim: claim.headline, load_rows("claims.csv")):
-        ours, theirs = scores_of(claim)
-        form = form_of(claim)
-        scale = claim.scale.removesuffix(" parameters")
-        lower = ", lower is better" if claim.better == "lower" else ""
-        seeds = "one seed each" if scale.endswith(" games") else f"{len(ours)} seeds"
-        row = {"method": claim.method, "task, score": f"{claim.headline} ({scale}, {seeds}{lower})"}
-        found = paired(ours, theirs)
-        means = f"{form[0] * ours.mean():.{form[1]}f} against {form[0] * theirs.mean():.{form[1]}f}"
-        row["method against control"] = f"{means} {claim.unit}".strip() + f" ({claim.control})"
-        said = judge(claim)[1].partition(" (")[0]
-        if said in ("reproduced", "opposite") and not survives(claim):
-            said += r"\*"
-        said += ", our question" * bool(claim.asked)
-        row["difference (95 %), verdict"] = f"{show_interval(found, *form)}: {said}"
-        rows.append(row | {"but": claim.caveat})
-    return markdown(rows)
-
-
 def main_claims() -> list[SimpleNamespace]:
-    """What the README's picture shows: one claim of each method, the headline if it has one, and every labelled claim
-    that came out opposite."""
-    labelled = [claim for claim in load_rows("claims.csv") if claim.plot]
-    first = {}
-    for claim in sorted(labelled, key=lambda claim: not claim.headline):
-        first.setdefault(claim.method, claim.name)
-    return [c for c in labelled if c.name in first.values() or judge(c)[1].startswith("opposite")]
+    """The README's picture: one claim of each method, chosen by a rule that does not look at its outcome.
+
+    `main` of claims.csv numbers the claims that state the paper's main claim, by the score of its
+    main table, against the method's control (of GRPO, whose paper is not about that, the group's
+    mean against REINFORCE). The number orders their scales. Of those with five pairs the largest
+    scale is taken, then the most pairs, then the first row.
+    """
+    chosen = {}
+    for claim in load_rows("claims.csv"):
+        if claim.main and pairs_of(claim) >= PAIRS:
+            size = (int(claim.main), pairs_of(claim))
+            if claim.method not in chosen or size > chosen[claim.method][0]:
+                chosen[claim.method] = (size, claim)
+    return [claim for _, claim in chosen.values()]
 
 
 def counts(links: str) -> str:
-    """Sentences of the README: how many claims got which verdict, and how many of them the pictures show."""
+    """A sentence of the README: how many claims got which verdict."""
     shown = load_rows("claims.csv")
-    found = {kind: [c for c in shown if judge(c)[1].startswith(kind)] for kind in ("reproduced", "opposite")}
-    kept = {kind: sum(map(survives, claims)) for kind, claims in found.items()}
-    others = ("no difference", "not settled")
-    none, open_ = (sum(judge(claim)[1].startswith(kind) for claim in shown) for kind in others)
-    rest = len(shown) - len(found["reproduced"]) - len(found["opposite"]) - none - open_
-    public = sum(survives(claim) for claim in found["reproduced"] if "135 M" in claim.scale)
-    ours = sum(bool(claim.asked) for claim in shown)
-    rows = [claim for claim in found["reproduced"] if claim.headline]
-    good, opposite = len(found["reproduced"]), len(found["opposite"])
-    five = sum(pairs_of(claim) == PAIRS for claims in found.values() for claim in claims)
-    return (
-        f"Of the {sum(bool(claim.headline) for claim in shown)} rows of the table {len(rows)} are reproduced, "
-        f"{sum(map(survives, rows))} also after the correction. Of all {len(shown)} claims ({ours} are questions of ours) {good} "
-        f"are reproduced, {kept['reproduced']} also after the correction, {public or 'none'} of these with SmolLM2-135M; "
-        f"{opposite} came out opposite, {kept['opposite']} also after it. Of these {good + opposite} verdicts {five} rest on "
-        f"five pairs. {none} claims show no difference, {open_} are not settled, and {rest} have no verdict, most because they "
-        f"have fewer than five pairs. The picture has one claim of each script, and all that came out opposite; [a longer "
-        f"one](benchmarks/README.md#claims) has {sum(bool(claim.plot) for claim in shown)}."
-    )
+    found = {kind: [c for c in shown if judge(c)[1].startswith(kind)] for kind in COLORS}
+    good, opposite, level, open_ = (len(claims) for claims in found.values())
+    kept_good, kept_opposite = (sum(map(survives, found[kind])) for kind in ("reproduced", "opposite"))
+    rest = len(shown) - good - opposite - level - open_
+    text = f"Of {len(shown)} claims {good} came out as claimed ({kept_good} of them also after a correction for their number), "
+    text += f"{opposite} came out opposite ({kept_opposite} after it), {level} show no difference, {open_} are not settled, and "
+    return text + f"{rest} have no verdict, most for want of runs."
 
 
 def pairs_of(claim: SimpleNamespace) -> int:
-    """Pairs of runs that a claim rests on."""
+    """Pairs of runs that a claim rests on; 0 of one that was not run."""
+    if not claim.study:
+        return 0
     ours, theirs = scores_of(claim)
     return len((ours - theirs).dropna())
 
@@ -565,8 +541,7 @@ def methods(links: str) -> str:
     rows = []
     for method in load_rows("methods.csv"):
         name = method.script
-        row = {"method": f"[{method.title}](https://arxiv.org/abs/{method.arxiv})"}
-        row["script, page"] = f"[{name}.py](algorithms/{name}.py), [page](algorithms/{name}.md)"
+        row = {"method": f"[{method.title}](algorithms/{name}.md) ([code](algorithms/{name}.py)){method.remark}"}
         rows.append(row | {"made for": method.use, "found here": method.found})
     return markdown(rows)
 
@@ -777,81 +752,99 @@ def default_curve(method: SimpleNamespace) -> pd.DataFrame:
     return pd.DataFrame({"x": step / thousands, "y": scale * rows.value, "seed": rows.seed})
 
 
-def draw_default_runs() -> None:
-    """A small learning curve of every default run."""
+def default_runs(ink: str, paper: str):
+    """A small learning curve of every default run: the picture of algorithms/README.md."""
     curves = []
     for method in load_rows("methods.csv"):
         try:
             curves.append((method, default_curve(method)))
         except FileNotFoundError:
             continue
-    columns = min((5, 6, 4), key=lambda count: -len(curves) % count)  # the fewest empty cells
+    columns = 4
     rows = -(-len(curves) // columns)
-    picture, axes = plt.subplots(rows, columns, figsize=(2.75 * columns, 2.5 * rows))
+    picture, axes = plt.subplots(rows, columns, figsize=(8.6, 1.62 * rows), facecolor=paper)
     for axis in axes.flat[len(curves) :]:
         axis.set_axis_off()
     if len(curves) < axes.size:
-        text = "line: mean of three seeds\nband: lowest to highest"
-        axes.flat[len(curves)].text(0, 0.5, text, fontsize=9, color="0.4")
+        text = "line: mean of three seeds\nband: lowest to highest\n↓ lower is better"
+        axes.flat[len(curves)].text(0, 0.5, text, fontsize=9, color=ink)
     for axis, (method, points) in zip(axes.flat, curves):
-        draw_line(axis, points, color="C0", linewidth=1.8)
-        axis.set_title(f"{method.script}.py", fontsize=10, loc="left", family="monospace")
-        axis.set_ylabel(method.unit, fontsize=8)
-        axis.set_xlabel(method.x, fontsize=8)
-        axis.tick_params(labelsize=8)
-        if method.better == "lower":
-            place = {"xycoords": "axes fraction", "ha": "right", "color": "0.4", "fontsize": 8}
-            axis.annotate("lower is better", (0.97, 0.88), **place)
-    save(picture, "default_runs")
-
-
-COLORS = {"reproduced": "#2a9d5c", "opposite": "#d1495b", "no difference": "#3b82c4", "not settled": "#9a9a9a"}
+        draw_line(axis, points, color="#3b82c4", linewidth=1.8)
+        axis.set_facecolor(paper)
+        title = f"{method.script}.py"
+        size = 8.5 if len(title) < 18 else 7.5
+        axis.set_title(title, fontsize=size, loc="left", family="monospace", color=ink)
+        axis.set_ylabel(method.unit + " ↓" * (method.better == "lower"), fontsize=7.5, color=ink)
+        axis.set_xlabel(method.x, fontsize=7.5, color=ink)
+        axis.tick_params(labelsize=7.5, colors=ink)
+        axis.locator_params(nbins=4)
+        axis.spines[:].set_color(ink)
+    picture.tight_layout(w_pad=0.6, h_pad=0.6)
+    return picture
 
 
 def forest(ink: str, paper: str, shown: list[SimpleNamespace]):
     """Claims with a label: the interval of each in standard deviations of its control.
     Dots are filled where the interval excludes zero also after Holm's correction."""
-    height = 0.245 * len(shown) + 1.4  # inches
+    is_short = len(shown) < 20
+    size = 9 if is_short else 8  # points; at 860 pixels a point is 1.4 of them
+    pitch = 0.212 if is_short else 0.245  # inches of a row
+    height = pitch * len(shown) + (0.98 if is_short else 1.4)
     picture, axis = plt.subplots(figsize=(8.6, height), facecolor=paper)
     axis.set_facecolor(paper)
     beside = blended_transform_factory(picture.transFigure, axis.transData)
+    said = [judge(claim)[1] for claim in shown]
     for row, claim in enumerate(shown):
         ours, theirs = scores_of(claim)
         found = paired(ours, theirs)
         unit = theirs.std() * (1 if claim.better == "higher" else -1)
-        said = judge(claim)[1]
-        color = next(color for word, color in COLORS.items() if said.startswith(word))
+        color = next(color for word, color in COLORS.items() if said[row].startswith(word))
         ends = [found.low / unit, found.high / unit]
         axis.plot(ends, [row, row], color=color, linewidth=2, solid_capstyle="butt")
         inside = color if survives(claim) else paper
         axis.plot(found.mean / unit, row, "o", color=color, markersize=5.5, markerfacecolor=inside)
         new = row == 0 or shown[row - 1].method != claim.method
-        text = {"transform": beside, "va": "center", "fontsize": 8, "color": ink}
+        text = {"transform": beside, "va": "center", "fontsize": size, "color": ink}
         axis.text(0.01, row, claim.method if new else "", weight="bold", **text)
-        axis.text(0.095, row, claim.plot, style="italic" if claim.asked else "normal", **text)
+        label = claim.plot + " (our question)" * bool(claim.asked and is_short)
+        axis.text(0.10, row, label, style="italic" if claim.asked else "normal", gid="label", **text)
         scale = claim.scale.removesuffix(" parameters")
         axis.text(0.87, row, f"{scale}, {len(ours)}", **text)
-        if new and row:
+        if new and row and not is_short:
             axis.axhline(row - 0.5, color="0.5", linewidth=0.4, alpha=0.5)
-    axis.text(0.87, -1, "scale, seeds", style="italic", **text)
+    axis.text(0.87, -1, "scale, pairs", style="italic", **text)
     axis.axvline(0, color=ink, linewidth=0.8)
     axis.set_xscale("symlog", linthresh=1)
-    ticks = [-30, -10, -3, -1, 0, 1, 3, 10, 30]
-    axis.set_xticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks], fontsize=7, color=ink)
+    ticks = [-10, -3, -1, 0, 1, 3, 10] if is_short else [-30, -10, -3, -1, 0, 1, 3, 10, 30]
+    axis.set_xticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks], fontsize=size - 1, color=ink)
     axis.minorticks_off()
-    axis.set(yticks=[], ylim=(len(shown) - 0.4, -0.6), xlim=(-60, 60))
-    label = "difference / standard deviation of the control over seeds\nright of 0: as the paper claims"
-    axis.set_xlabel(label, fontsize=8, color=ink)
+    axis.set(yticks=[], ylim=(len(shown) - 0.4, -0.6), xlim=(-20, 20) if is_short else (-60, 60))
+    long = "difference / standard deviation of the control over seeds\nright of 0: as the paper claims"
+    axis.set_xlabel("" if is_short else long, fontsize=size, color=ink)
+    if is_short:
+        under = {"xycoords": ("data", "figure points"), "textcoords": "offset points", "fontsize": size, "color": ink}
+        axis.annotate("← opposite", (0, 4), (-6, 0), ha="right", **under)
+        axis.annotate("as the paper claims →", (0, 4), (6, 0), ha="left", **under)
+        what = "difference in standard deviations of the control, 95 % interval"
+        place = {"va": "bottom", "fontsize": size, "style": "italic", "color": ink}
+        picture.text(0.01, 0.02, what, **place)
     axis.spines[:].set_visible(False)
     axis.tick_params(color=ink)
     axis.grid(axis="x", alpha=0.25)
-    marks = [plt.Line2D([], [], color=color, label=word) for word, color in COLORS.items()]
+    every = [judge(claim)[1] for claim in load_rows("claims.csv")]
+    marks = []
+    for word, color in COLORS.items():
+        number = sum(text.startswith(word) for text in said)
+        of_all = sum(text.startswith(word) for text in every)
+        counted = f"{word}: {number} (of all {of_all})" if is_short else word
+        marks.append(plt.Line2D([], [], color=color, label=counted, linewidth=2))
     for inside, word in ((ink, "after correction, too"), (paper, "not after correction")):
         marks.append(plt.Line2D([], [], color=ink, marker="o", linewidth=0, markerfacecolor=inside, label=word))
-    place = {"loc": "upper left", "bbox_to_anchor": (0.0, 1.0), "ncols": 6, "frameon": False}
+    place = {"loc": "upper left", "bbox_to_anchor": (0.0, 1.0), "ncols": 3 if is_short else 6, "frameon": False}
     place |= {"columnspacing": 1.2, "handlelength": 1.4}
-    picture.legend(handles=marks, fontsize=8, labelcolor=ink, **place)
-    picture.subplots_adjust(left=0.495, right=0.86, top=1 - 0.55 / height, bottom=0.6 / height)
+    picture.legend(handles=marks, fontsize=size, labelcolor=ink, **place)
+    top = 1 - (0.58 if is_short else 0.55) / height
+    picture.subplots_adjust(left=0.53 if is_short else 0.495, right=0.86, top=top, bottom=(0.42 if is_short else 0.6) / height)
     return picture
 
 
@@ -876,9 +869,10 @@ def opening(ink: str, paper: str):
 
 
 def draw_for_both_themes() -> None:
-    """Pictures of README.md and benchmarks/README.md, each for a light and for a dark page."""
+    """Pictures of the three README.md, each for a light and for a dark page."""
     labelled = [claim for claim in load_rows("claims.csv") if claim.plot]
-    pictures = {"opening": opening, "forest": functools.partial(forest, shown=main_claims())}
+    pictures = {"opening": opening, "default_runs": default_runs}
+    pictures["forest"] = functools.partial(forest, shown=main_claims())
     pictures["forest_long"] = functools.partial(forest, shown=labelled)
     for suffix, ink, paper in (("", "#1f2328", "white"), ("_dark", "#e6edf3", "#0d1117")):
         for name, draw in pictures.items():
@@ -891,7 +885,7 @@ def draw_for_both_themes() -> None:
 # --- Pages ----------------------------------------------------------------------------------------
 
 TABLES = {name: functools.partial(study_table, name) for name in DECLARED["tables"]}
-TABLES |= {"claims": claims, "headlines": headlines, "methods": methods, "tally": tally}
+TABLES |= {"claims": claims, "methods": methods, "tally": tally}
 TABLES |= {"unsettled": unsettled, "added": added, "ties": ties, "sign_flips": sign_flips, "counts": counts}
 TABLES |= {"speed_grpo": speed_grpo, "speed_ppo": speed_ppo, "speed_marl": speed_marl}
 TABLES |= {"speed_vllm": speed_vllm, "gpu": gpu_h200}
@@ -926,7 +920,6 @@ def main(args: Args) -> None:
             print(f"changed: {path.relative_to(ROOT)}")
     if not args.figures:
         return
-    draw_default_runs()
     draw_for_both_themes()
     for name in DECLARED["figures"]:
         try:

@@ -160,7 +160,7 @@ def test_gpu_runs_with_an_error(tmp_path, monkeypatch):
 
 
 def test_gpu_short(tmp_path):
-    """Decoding beside the plain loop, each call a row; the update's columns; README's run, if its model is there."""
+    """Decoding beside the plain loop, each call a row; the update's columns; the pages' run, if its model is there."""
     gpu_short.main("decode", "small", str(tmp_path / "gpu.csv"))
     table = pd.read_csv(tmp_path / "gpu.csv")
     assert len(table) == 3 and set(table.part) == {"short"} and (table.ratio > 0).all()
@@ -169,8 +169,8 @@ def test_gpu_short(tmp_path):
     args = grpo.Args(advantage="none", micro_batch_tokens=128)
     found = gpu_short.update_columns(gpu_short.model_of("small", torch.float32), completions, args)
     assert found["tokens"] == 64 and found["update_tokens_per_second"] > 0
-    readme = (gpu.ROOT / "README.md").read_text().replace("\\\n", "")
-    assert gpu.SMOLLM2.split() == readme.split("# CPU\n    python algorithms/grpo.py")[1].split("\n\n")[0].split()
+    page = (gpu.ROOT / "algorithms" / "README.md").read_text().replace("\\\n", "")
+    assert gpu.SMOLLM2.split() == page.split("# CPU\n    python algorithms/grpo.py")[1].split("\n\n")[0].split()
 
 
 def test_gpu_model_that_is_not_saved(tmp_path):
