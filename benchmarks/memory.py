@@ -151,8 +151,11 @@ def memory_model(
     rollout = max(moments, key=lambda moment: sum(moment.values()))
     moments = update_moments(script, shape, flags, compute, shards)
     update = max(moments, key=lambda moment: sum(moment.values()))
+    # Until it is sharded, a model with adapters shares its frozen weights with the copy that decodes.
+    shared = compute * whole * policies * (fsdp and adapters > 0 and not flags.vllm)
+    first = held | {"copies": held["copies"] - shared}
     sums = {
-        "start": start_bytes(script, shape, flags, held, trained, policies, sum(engine.values())),
+        "start": start_bytes(script, shape, flags, first, trained, policies, sum(engine.values())),
         "rollout": sum(held.values()) + sum(rollout.values()),
         "update": sum(held.values()) + gradients + sum(update.values()),
     }
@@ -200,8 +203,6 @@ def start_bytes(
     others = held["weights"] * (policies - 1) / policies  # of agents that were loaded before
     check = 12 * shape.vocab * flags.max_prompt_length  # logits of one prompt
     reference = whole * (needs_reference(script, flags) and not flags.lora_rank)
-    if flags.lora_rank:  # copies share the frozen weights, or are made of weights in bfloat16
-        copies = 0
     # vLLM starts after the first model of a team, and before the others are loaded.
     return others + whole + max(check, reference, copies) + engine * (policies > 1)
 
