@@ -1,6 +1,6 @@
 """Count the memory of one update of grpo.py, for large models, without their weights.
 
-    python benchmarks/count_memory.py            # 5 minutes on one core; writes results/memory.csv
+    python benchmarks/count_memory.py            # 10 minutes on one core; writes results/memory.csv
 
 The update is the script's own, on fake tensors, which have a shape and no numbers, so that a model of
 any size fits; torch.distributed._tools.mem_tracker adds up their bytes. With --fsdp, the other

@@ -153,8 +153,11 @@ def memory_model(
     rollout = max(moments, key=lambda moment: sum(moment.values()))
     moments = update_moments(script, shape, flags, compute, shards)
     update = max(moments, key=lambda moment: sum(moment.values()))
+    # Until it is sharded, a model with adapters shares its frozen weights with the copy that decodes.
+    shared = compute * whole * policies * (fsdp and adapters > 0 and not flags.vllm)
+    first = held | {"copies": held["copies"] - shared}
     sums = {
-        "start": start_bytes(script, shape, flags, held, trained, policies, sum(engine.values())),
+        "start": start_bytes(script, shape, flags, first, trained, policies, sum(engine.values())),
         "rollout": sum(held.values()) + sum(rollout.values()),
         "update": sum(held.values()) + gradients + sum(update.values()),
     }
@@ -202,8 +205,6 @@ def start_bytes(
     others = held["weights"] * (policies - 1) / policies  # of agents that were loaded before
     check = 12 * shape.vocab * flags.max_prompt_length  # logits of one prompt
     reference = whole * (needs_reference(script, flags) and not flags.lora_rank)
-    if flags.lora_rank:  # copies share the frozen weights, or are made of weights in bfloat16
-        copies = 0
     # vLLM starts after the first model of a team, and before the others are loaded.
     return others + whole + max(check, reference, copies) + engine * (policies > 1)
 
@@ -412,15 +413,14 @@ def update_moments(script: str, shape: Model, flags, compute: int, shards: int) 
     gathered_layers = 2 * compute * linear * fsdp
 
     # Gradients of a layer, and of the head, which wait for those of the embedding.
-    in_layer = tokens * shape.intermediate * compute
-    if recomputed and rank:
-        in_layer = layer
-    elif recomputed:
-        # Of the activation and of both its factors. What the head kept is gone by then, and one
-        # layer's input: the last layer's with --fsdp, else it is one of those that the layer keeps.
-        in_layer += layer + in_layer - 4 * layer_inputs - N * shape.hidden * compute
-    if rank:  # the gradient of an adapter's input stands beside that of the map; autocast made it float32
-        in_layer += tokens * shape.intermediate * (6 if autocast else compute)
+    inner = tokens * shape.intermediate * compute
+    in_layer = inner * (2 if recomputed or rank else 1)  # of factors of an activation; of an adapter's input
+    if recomputed:
+        # What the head kept is gone by then, and one layer's input: the last layer's with --fsdp,
+        # else it is one of those that the layer keeps.
+        in_layer += layer - 4 * layer_inputs - N * shape.hidden * compute
+    if rank and autocast:  # which made the gradient of an adapter's input float32
+        in_layer = layer + 3 * inner if recomputed else 4 * inner
     own = shape.hidden * shape.intermediate if recomputed and not rank else trained  # not yet reduced
     in_layer += 2 * trained * autocast + (compute * own + 4 * trained + 2 * compute * linear) * fsdp
     waiting = (compute if fsdp else 4) * trained_head * (shape.tied or fsdp)

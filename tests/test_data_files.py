@@ -29,8 +29,9 @@ def write(folder, kind: str) -> str:
     if kind == "csv":
         path.write_bytes(b"\xef\xbb\xbfquestion,answer\r\n" + "".join(f'"{row["question"]}",{row["answer"]}\r\n' for row in ROWS).encode())
     if kind in ("parquet", "hub"):
+        pyarrow = pytest.importorskip("pyarrow")
         parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(parquet.pa.Table.from_pylist(ROWS), folder / "train.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "train.parquet")
     if kind == "hub":
         pytest.importorskip("datasets")
         return f"hub:{folder}:default:train"
@@ -51,7 +52,7 @@ def test_a_table_of_chats_with_null_columns(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     rows = [{"prompt": chat, "question": "not this", "answer": 3.0}, {"prompt": None, "question": "this", "answer": 4.0}]
-    parquet.write_table(parquet.pa.Table.from_pylist(rows), tmp_path / "chats.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chats.parquet")
     task = grpo.JsonLines(str(tmp_path / "chats.parquet"))
     assert [task.prompt(row) for row in task.rows] == [chat, [{"role": "user", "content": "this"}]]
 
