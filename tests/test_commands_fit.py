@@ -67,13 +67,9 @@ def problems(command: str, comment: str) -> list[str]:
     device = DEVICE.search(comment)
     if not device:
         return ["names no device: # one 24 GB GPU, # 8 x 80 GB or # CPU"]
-<<<<<<< HEAD
     devices, size = (1, CPU_GB) if device[3] else (machines * int(device[1] or 1), int(device[2]))
-=======
-    devices, size = (1, CPU_GB) if device[3] else (int(device[1] or 1), int(device[2]))
     if device[3] and not args.micro_batch_tokens:
         args = replace(args, micro_batch_tokens=module.tokens_at_once(args, torch.device("cpu")))
->>>>>>> memory
     found = memory_model(args.model_name_or_path, args, processes, script, size)
     wrong = [f"{processes} processes on {devices} devices"] * (processes != devices)
     if found["peak"] > (1 - SPARE) * size:

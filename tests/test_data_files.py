@@ -49,6 +49,7 @@ def test_every_format_gives_the_same_rows(kind, tmp_path):
 
 
 def test_a_table_of_chats_with_null_columns(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     rows = [{"prompt": chat, "question": "not this", "answer": 3.0}, {"prompt": None, "question": "this", "answer": 4.0}]
