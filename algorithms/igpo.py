@@ -43,7 +43,7 @@ FILE.py:function`, called as function(problem, episode as text) -> float.
 
 Letters in shapes: P problems, G episodes of each, B = P G (of this process, if not said otherwise),
 T turns (in generate, tokens of a turn), S tokens of a context, W new ones, V vocabulary, H hidden
-size, K reward functions; R packed rows of L tokens, N predicted tokens.
+size, K reward functions; R packed rows of L tokens, N predicted tokens; A rows that are decoded.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ FIXED += " num_prompts_per_step output_dir lora_rank"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads max_turns"
-MAY_BE_NEGATIVE = ("seed", "format_penalty", "gate")
+MAY_BE_NEGATIVE = ("seed", "format_penalty", "gate")  # also flags of other scripts
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -695,8 +695,8 @@ def evaluate(sampler, tokenizer, task, problems, args: Args, rank: int, world_si
 
 
 # ================================================================================================
-# Below: what all language scripts share. It is the same text in all of them, but for what the essay
-# names: problems, models, sampling, log-probabilities, adapters and shards, checkpoints and logs.
+# Below: problems, models, sampling, log-probabilities, adapters and shards, checkpoints and logs.
+# All language scripts share this, word for word, except where the method itself needs another text.
 # ================================================================================================
 
 
@@ -704,7 +704,7 @@ def evaluate(sampler, tokenizer, task, problems, args: Args, rank: int, world_si
 
 
 def check_flags(args: Args) -> None:
-    """Exit if a number is out of range, JSON is none, or the run folder cannot be made."""
+    """Exit if a number is out of range, a flag is no JSON, or the run folder cannot be made."""
     for name, value in asdict(args).items():
         least = 1 if name in AT_LEAST_ONE.split() else 0
         is_number = isinstance(value, int | float) and name not in MAY_BE_NEGATIVE
@@ -1178,7 +1178,7 @@ def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float
 def check_model(model, prompt: list[int], args: Args) -> None:
     """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
     name = type(model).__name__
-    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False)
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False, compile=False)
     # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
     prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
     config = model.config.get_text_config()
@@ -1378,8 +1378,8 @@ def generate(
 class Decoder:
     """Writes completions of a batch, token by token.
 
-    Everything that a step changes is a buffer that keeps its address, so a GPU can record the step
-    as a CUDA graph and replay it: Python then starts all its kernels with one call.
+    All that a step reads and changes are tensors that keep their addresses, so a GPU can record the
+    step as a CUDA graph and replay it: Python then starts all its kernels with one call.
     """
 
     def __init__(self, model, prompts: list[list[int]], cache, args: Args, seeds=None):
@@ -1390,12 +1390,12 @@ class Decoder:
         self.first = cache.get_seq_length()  # S: the column of the first token in the cache
         with model.device:
             self.lengths = torch.tensor([len(prompt) for prompt in prompts])  # (B,)
-            self.rows = torch.arange(len(prompts))  # (R,) those that are decoded: all at first
+            self.rows = torch.arange(len(prompts))  # (A,) those that are decoded: all at first
             self.is_end = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.bool)
             self.ids = torch.zeros(shape, dtype=torch.long)  # (B,T)
             self.logprobs = torch.zeros(shape)  # (B,T)
-            self.count = torch.zeros(1, dtype=torch.long)  # tokens written of each row
-            self.column = torch.zeros(1, dtype=torch.long)  # of the cache, written by a step
+            self.count = torch.zeros(1, dtype=torch.long)  # tokens written so far, in every row
+            self.column = torch.zeros(1, dtype=torch.long)  # of the cache, where a step writes
         self.is_end[model.generation_config.eos_token_id] = True
         self.uniform = None  # (B,T) random numbers that choose the tokens
         if seeds:
@@ -1404,16 +1404,16 @@ class Decoder:
             self.uniform = uniform.to(model.device)
 
     def decode(self, places: Tensor, logits: Tensor) -> None:
-        """Write all tokens, the first from logits (B,V). places (B,): rows of the cache."""
-        # Columns by which buffers grow; tokens between two looks at which rows have ended, as a
-        # GPU must be waited for; share of live rows below which the others are dropped.
-        settings = (256, 16, 0.5) if self.ids.device.type == "cuda" else (24, 1, 0.75)
-        block, look_every, few = settings
+        """Write all tokens, the first from logits (B,V). places (B,): their rows in the cache."""
+        on_gpu = self.ids.device.type == "cuda"
+        block = 256 if on_gpu else 24  # columns by which buffers grow
+        look_every = 16 if on_gpu else 1  # tokens; to see which rows have ended, it waits for a GPU
+        few = 0.5 if on_gpu else 0.75  # rows that have ended are dropped when this share is left
         steps = self.ids.size(1)
         width = self.first
         self.write(logits)
         t = 1  # tokens written; self.count is the same on the device
-        while t < steps and len(places) > 0:
+        while t < steps and len(places) > 0:  # new buffers, and a new recording of the step
             if self.first + t > width:
                 width = min(self.first + steps, width + block)
             self.allocate(places, width)
@@ -1428,7 +1428,7 @@ class Decoder:
             self.rows = self.rows[places]
 
     def live(self, t: int) -> Tensor:
-        """Which rows have no end token among their first t. (R,)"""
+        """Which rows have no end token among their first t. (A,)"""
         return ~self.is_end[self.ids[self.rows, :t]].any(1)
 
     def allocate(self, places: Tensor, width: int) -> None:
@@ -1437,18 +1437,23 @@ class Decoder:
             self.cache.layers[number] = Buffers(layer, places, width, self.column)
         columns = torch.arange(width, device=places.device)
         lengths = self.lengths[self.rows, None]
-        self.filled = (columns < lengths) | (columns >= self.first)  # (R,W), now or later
-        self.key_positions = self.filled.cumsum(1) - 1  # (R,W)
+        # Columns that hold a token of the row, now or after a later step, (A,W).
+        self.filled = (columns < lengths) | (columns >= self.first)
+        self.key_positions = self.filled.cumsum(1) - 1  # (A,W)
 
     def step(self) -> None:
         """Read the last token of each row, and write the next one.
 
-        In here nothing may depend on a value on the device: no branch, shape or Python number.
+        On a GPU this and all that it calls (write, attention_masks, sample_tokens and
+        Buffers.update) is recorded once and replayed. So it must not take a value from the device
+        into Python, as branches and shapes would, nor use a Python value that changes from step to
+        step. It changes tensors in place; one that adds up over the steps, as count does, has to be
+        put back in `recorded`.
         """
         last = self.count - 1
         self.column.copy_(last + self.first)
-        positions = self.key_positions.index_select(1, self.column)  # (R,1)
-        visible = self.filled & (self.key_positions <= positions)  # (R,W)
+        positions = self.key_positions.index_select(1, self.column)  # (A,1)
+        visible = self.filled & (self.key_positions <= positions)  # (A,W)
         masks = attention_masks(self.model, visible[:, None], positions, self.key_positions)
         out = self.model(
             self.ids[self.rows[:, None], last],
@@ -1459,12 +1464,12 @@ class Decoder:
         self.write(out.logits[:, -1])
 
     def write(self, logits: Tensor) -> None:
-        """Choose and write the next token of each row. (R,V)"""
+        """Choose and write the next token of each row, (A,V). Runs inside the recorded step."""
         logprobs = over_temperature(logits.float(), self.args).log_softmax(1)
         if self.uniform is None:
             tokens = logprobs.argmax(1)
         else:
-            tokens = sample_tokens(logprobs, self.uniform[self.rows, self.count])  # (R,)
+            tokens = sample_tokens(logprobs, self.uniform[self.rows, self.count])  # (A,)
         self.ids[self.rows, self.count] = tokens
         self.logprobs[self.rows, self.count] = logprobs.gather(1, tokens[:, None])[:, 0]
         self.count.add_(1)
@@ -1515,12 +1520,13 @@ def recorded(decoder: Decoder):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:
-        with torch.cuda.stream(stream):  # the old stream comes back also after an error
+        with torch.cuda.stream(stream):  # which it leaves also after an error
             decoder.step()  # kernels choose their algorithms in a first run
-            decoder.count.copy_(count)  # which the recorded step repeats
+            decoder.count.copy_(count)  # undoes that run: all else it wrote is written again
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 decoder.step()
     except RuntimeError as error:
+        torch.cuda.current_stream().wait_stream(stream)
         decoder.count.copy_(count)
         model.unrecorded = True
         if os.environ.get("RANK", "0") == "0":
@@ -1696,7 +1702,7 @@ def pack(episodes: list[Episode], packed_rows: list[list[int]], device) -> Packe
 
 
 def packed_length(completions, numbers: list[int]) -> int:
-    """Tokens of a packed row, rounded up as attention kernels want the width of masks."""
+    """Tokens of a packed row, rounded up to a multiple of 8, which attention kernels want."""
     length = len(completions[numbers[0]].prompt) - 1
     length += sum(len(completions[number].ids) for number in numbers)
     return math.ceil(length / 8) * 8
@@ -1710,8 +1716,9 @@ def tokens_at_once(args: Args, device) -> int:
 def divide(completions, rows: list[int], args: Args, device) -> list[list[list[int]]]:
     """Divide rows of the batch into forward passes, and these into packed rows.
 
-    A packed row has completions of one prompt. A pass has no more tokens than micro_batch_tokens,
-    padding counted, and no more completions than micro_batch_size, but always one.
+    A packed row has completions of one prompt. A pass has at most micro_batch_tokens tokens,
+    padding counted, and at most micro_batch_size completions, but at least one completion. A
+    completion is never divided.
     """
     limit = tokens_at_once(args, device)
     size = args.micro_batch_size or len(rows)
@@ -1719,25 +1726,28 @@ def divide(completions, rows: list[int], args: Args, device) -> list[list[list[i
     for row in rows:
         groups.setdefault(tuple(completions[row].prompt), []).append(row)
     packed_rows = []
-    for prompt, group in groups.items():
+    for group in groups.values():
         # A long group takes several packed rows, each of which repeats the prompt.
-        room = max(1, min(limit, PACKED_LENGTH) - len(prompt))
-        num_tokens = sum(len(completions[row].ids) for row in group)
-        num_parts = max(math.ceil(num_tokens / room), math.ceil(len(group) / size))
-        num_parts = min(num_parts, len(group))
-        packed_rows += [group[first::num_parts] for first in range(num_parts)]
+        packed_row = []
+        for row in group:
+            longer = packed_length(completions, [*packed_row, row])
+            if packed_row and (longer > min(limit, PACKED_LENGTH) or len(packed_row) == size):
+                packed_rows.append(packed_row)
+                packed_row = []
+            packed_row = [*packed_row, row]
+        packed_rows.append(packed_row)
     # Longest first: a lack of memory shows at once, and neighbours need little padding.
     packed_rows.sort(key=lambda numbers: packed_length(completions, numbers), reverse=True)
     passes = []
     width = num_completions = 0  # of the last pass
     for numbers in packed_rows:
-        num_completions += len(numbers)
-        full = not passes or (len(passes[-1]) + 1) * width > limit or num_completions > size
-        if full:
+        fits = passes and (len(passes[-1]) + 1) * width <= limit
+        if not fits or num_completions + len(numbers) > size:
             passes.append([])
             width = packed_length(completions, numbers)
-            num_completions = len(numbers)
+            num_completions = 0
         passes[-1].append(numbers)
+        num_completions += len(numbers)
     return passes
 
 
@@ -1750,7 +1760,7 @@ def micro_batches(completions, rows: list[int], args: Args, device) -> list[Pack
 
 
 def over_temperature(logits: Tensor, args: Args) -> Tensor:
-    """Divided by the temperature, which takes time and memory even where it is 1."""
+    """logits / temperature, without the division where it is 1: it takes time and memory."""
     return logits if args.temperature == 1 else logits / args.temperature
 
 
