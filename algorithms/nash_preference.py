@@ -104,6 +104,7 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 FIXED = "seed dataset eval_dataset max_prompt_length system_prompt chat_template_path"
 FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir"
 FIXED += " lora_rank method num_policies preference kind"
+MAY_BE_NEGATIVE = "seed"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size num_iterations eval_problems reward_threads"
 AT_LEAST_ONE += " num_policies"
@@ -350,7 +351,7 @@ def check_flags(args: Args) -> None:
     """Exit if a number is out of range, JSON is none, or the run folder cannot be made."""
     for name, value in asdict(args).items():
         least = 1 if name in AT_LEAST_ONE.split() else 0
-        is_number = isinstance(value, int | float) and name not in ("seed", "format_penalty")
+        is_number = isinstance(value, int | float) and name not in MAY_BE_NEGATIVE.split()
         if is_number and not least <= value < math.inf:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
