@@ -101,7 +101,7 @@ FIXED += " num_prompts_per_step output_dir lora_rank"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads"
-MAY_BE_NEGATIVE = ("seed", "format_penalty", "gate")  # also flags of other scripts
+MAY_BE_NEGATIVE = "seed"
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -591,7 +591,7 @@ def check_flags(args: Args) -> None:
     """Exit if a number is out of range, a flag is no JSON, or the run folder cannot be made."""
     for name, value in asdict(args).items():
         least = 1 if name in AT_LEAST_ONE.split() else 0
-        is_number = isinstance(value, int | float) and name not in MAY_BE_NEGATIVE
+        is_number = isinstance(value, int | float) and name not in MAY_BE_NEGATIVE.split()
         if is_number and not least <= value < math.inf:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:

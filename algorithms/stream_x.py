@@ -209,6 +209,7 @@ def train(args):
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     stream = Stream(args)
+    stream.try_once(args.env_id)
     agent = Agent(stream, args)
     run_dir = (
         args.resume
@@ -453,18 +454,21 @@ class Stream:
                 sys.exit(f"--env-id {args.env_id}: actions must be Discrete or a Box of 1-D")
             env = gym.wrappers.ClipAction(env)  # log-probabilities are those before clipping
         self.env = gym.wrappers.FlattenObservation(env)
-        try:
-            observation, _ = self.env.reset(seed=args.seed)
-            reward = float(self.env.step(space.sample())[1])
-            assert observation.shape == self.env.observation_space.shape, observation
-        except Exception as error:
-            reason = "".join(traceback.format_exception(error))
-            sys.exit(f"--env-id {args.env_id}: its reset or its first step fails\n\n{reason}")
-        if not math.isfinite(reward):
-            sys.exit(f"--env-id {args.env_id}: its first reward is {reward}, expected a number")
         self.time_limit = env.spec.max_episode_steps or math.inf
         self.stats = RunningMeanVar()
         self.scale_reward = ScaleReward(args.gamma)
+
+    def try_once(self, env_id):
+        """Exit if the first step of an episode fails, or its reward is not a number."""
+        try:
+            observation, _ = self.env.reset(seed=0)
+            reward = float(self.env.step(self.env.action_space.sample())[1])
+            assert observation.shape == self.env.observation_space.shape, observation
+        except Exception as error:
+            reason = "".join(traceback.format_exception(error))
+            sys.exit(f"--env-id {env_id}: its reset or its first step fails\n\n{reason}")
+        if not math.isfinite(reward):
+            sys.exit(f"--env-id {env_id}: its first reward is {reward}, expected a number")
 
     def observe(self, observation):
         """(O-1,) -> tensor (1,O)"""
