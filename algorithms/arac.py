@@ -41,6 +41,8 @@ game lists team 0 first; networks and batches list the learning team last (Graph
 removed player has position -1.
 """
 
+from __future__ import annotations
+
 import copy
 import functools
 import json
@@ -255,6 +257,334 @@ def coefficient_loss(log_beta: Tensor, kl: Tensor, target: Tensor | float) -> Te
     return -(log_beta * (kl.detach() - target)).mean()
 
 
+# --- Training -----------------------------------------------------------------------------------
+
+
+def train(args: Args) -> dict:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.embed_dim % NUM_HEADS:
+        sys.exit(f"--embed-dim {args.embed_dim}: must be a multiple of {NUM_HEADS}")
+    if args.beta <= 0:
+        sys.exit(f"--beta {args.beta:g}: must be above 0; use --beta-mode none instead")
+    if args.alpha is not None and args.alpha <= 0:
+        sys.exit(f"--alpha {args.alpha:g}: must be above 0")
+    if args.gamma == 1 and args.alpha is None:
+        sys.exit(
+            "--gamma 1: any entropy bonus makes endless play worth more than a win; set --alpha"
+        )
+    device = setup(args)
+    if args.evaluate:
+        return score_run(args, device)
+    games = make_games(args, args.graph, device)
+    unseen = make_games(args, args.eval_graphs, device)
+    torch.manual_seed(args.seed)
+    learners = [Learner(games, 0, args)]
+    if args.env_id == "graph_pursuit" and args.evader == "learned":
+        learners.append(Learner(games, 1, args))
+    movers = learners  # who moves; a scripted team moves by itself
+    if args.env_id == "graph_confrontation" and args.opponent == "self":
+        movers = [learners[0], learners[0]]  # one learner plays both teams
+
+    run_dir = open_run(args, games[0].graph.name)
+    progress = {"step": 0, "updates": 0}
+    state = load_checkpoint(run_dir, device) if args.resume else None
+    if state is not None:
+        progress = state["progress"]
+        for number, learner in enumerate(learners):
+            learner.load_state_dict(state["learners"][number])
+            learner.optimizer.load_state_dict(state["optimizers"][number])
+            for replay, content in zip(learner.replays, state["replays"][number]):
+                vars(replay).update(content)
+    board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+    print(f"{run_dir}: {args.env_id} on {' '.join(args.graph)}, {args.num_envs} games, {device}")
+    if args.total_timesteps <= args.learning_starts:
+        print(
+            f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
+        )
+
+    scores = {}
+    # A round is a step of E games. A row counts those that began in it: won, ended, their steps.
+    tally = torch.zeros(args.total_timesteps // args.num_envs + 2, 3, device=device)
+    logged = progress["step"]
+    began = time.perf_counter()
+    starting = True
+    while True:
+        step = progress["step"]
+        if starting:  # at first, and after each checkpoint
+            torch.manual_seed(random_seed(args.seed, step))
+            for game in games:
+                game.reset(args.num_envs, random_seed(args.seed, step, game.graph.name))
+            counted = step // args.num_envs  # games that began in earlier rounds are logged or lost
+            starting = False
+        last = step >= args.total_timesteps
+        if last or due(step, args.eval_steps, args.num_envs):
+            paused = time.perf_counter()
+            scores = evaluate(learners[0].policy, games, args)
+            if unseen:
+                scores |= evaluate(learners[0].policy, unseen, args, "eval/unseen_")
+            log(run_dir, board, step, scores)
+            shown = [f"{tag} {scores[tag]:.2f}" for tag in scores if "success" in tag]
+            print("  ".join(shown), flush=True)
+            began += time.perf_counter() - paused
+        if last:
+            break
+
+        # 1. act: graphs take turns; every side keeps a step of all games as it saw it
+        turn = step // args.num_envs % len(games)
+        game = games[turn]
+        before = game.positions  # (E,P)
+        lengths = game.steps + 1  # (E,)
+        actions = [act(learner.policy, game, side) for side, learner in enumerate(movers)]  # (E,N)
+        rewards, terminated, truncated, after = game.step(*actions)
+        for side, learner in enumerate(movers):
+            rows = {
+                "positions": game.view(before, side),
+                "actions": actions[side],
+                "rewards": -rewards if side else rewards,
+                "dones": terminated,
+                "next_positions": game.view(after, side),
+            }
+            if learner.has_reference:
+                rows["reference"] = game.scripted(args.reference, before, side)
+            learner.replays[turn].add(**rows)
+        ended = terminated | truncated
+        first_rounds = step // args.num_envs - (lengths - 1) * len(games)  # (E,)
+        outcomes = torch.stack([rewards > 0, ended, lengths * ended], 1)  # (E,3)
+        tally.index_add_(0, first_rounds, outcomes.float())
+
+        # 2. learn from the same graph
+        metrics = {}
+        if step >= args.learning_starts:
+            for _ in range(args.updates_per_step):
+                for learner in learners:
+                    batch = learner.replays[turn].sample(args.batch_size)
+                    beta = current_beta(learner, progress["updates"], args)
+                    found = update(learner, batch, game.graph, beta, args)
+                    metrics |= {learner.prefix + tag: value for tag, value in found.items()}
+                progress["updates"] += 1
+                if progress["updates"] % args.target_network_frequency == 0:
+                    for learner in learners:
+                        update_target(learner.targets, learner.critics, tau=1.0)
+
+        # 3. log and save
+        step += args.num_envs
+        progress["step"] = step
+        saving = due(step, args.save_steps, args.num_envs) or step >= args.total_timesteps
+        if saving or due(step, args.total_timesteps // LOGS, args.num_envs):
+            if metrics:
+                values = torch.stack([value.float() for value in metrics.values()]).tolist()
+                metrics = dict(zip(metrics, values))
+            if not all(map(math.isfinite, metrics.values())):
+                sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
+            # Count games whose time limit has passed; of younger ones only early ends are known. A
+            # graph has its turn once in len(games) rounds.
+            known = step // args.num_envs - (args.horizon - 1) * len(games)
+            won, num_games, num_steps = tally[counted : max(counted, known)].sum(0).tolist()
+            counted = max(counted, known)
+            if num_games:
+                metrics["charts/success"] = won / num_games
+                metrics["charts/episodic_length"] = num_steps / num_games
+            metrics["charts/SPS"] = (step - logged) / (time.perf_counter() - began)
+            log(run_dir, board, step, metrics)
+            report(step, metrics, args)
+            logged = step
+            began = time.perf_counter()
+        if saving and args.save_steps:
+            state = {
+                "progress": progress,
+                "policy": learners[0].policy.state_dict(),  # all that --evaluate needs
+                "learners": [learner.state_dict() for learner in learners],
+                "optimizers": [learner.optimizer.state_dict() for learner in learners],
+                "replays": [[vars(x) for x in learner.replays] for learner in learners],
+            }
+            save_checkpoint(run_dir, step, state)
+            starting = True
+    board.close()
+    return scores
+
+
+def update(
+    learner: Learner, batch: dict[str, Tensor], graph, beta: Tensor | float, args: Args
+) -> dict[str, Tensor]:
+    """One Adam step on everything; policy, critics, alpha and beta share no parameters.
+
+    Columns of the batch are (B,...). Returns metrics.
+    """
+    positions = batch["positions"]  # (B,P)
+    next_positions = batch["next_positions"]  # (B,P)
+    chosen = batch["actions"][..., None]  # (B,N,1)
+    reference = batch.get("reference")  # (B,N), or None without a reference
+    alpha = learner.log_alpha.detach().exp()
+    expand = joint_sums if args.joint_table else nn.Identity()  # critics as soft_value takes them
+
+    q1, q2 = (critic(positions, graph) for critic in learner.critics)  # (B,N,K) each
+    with torch.no_grad():
+        next_log_probs = learner.policy(next_positions, graph)  # (B,N,K)
+        next_q1, next_q2 = (expand(critic(next_positions, graph)) for critic in learner.targets)
+        targets = critic_targets(
+            batch["rewards"], batch["dones"], next_log_probs, next_q1, next_q2, alpha, args.gamma
+        )  # (B,)
+    value1 = q1.gather(2, chosen).sum((1, 2))  # (B,)
+    value2 = q2.gather(2, chosen).sum((1, 2))  # (B,)
+    critic_loss = F.mse_loss(value1, targets) + F.mse_loss(value2, targets)
+
+    log_probs = learner.policy(positions, graph)  # (B,N,K)
+    policy_loss = actor_loss(
+        log_probs, expand(q1.detach()), expand(q2.detach()), alpha, beta, reference
+    )
+
+    # A policy that is uniform over the open slots has this entropy, and this divergence from any
+    # reference; the targets are given as shares of it.
+    places = positions[:, -learner.policy.num_agents :]  # (B,N)
+    uniform = graph.log_slots[places].sum(1)  # (B,)
+    entropy = -(log_probs.exp() * log_probs).sum((1, 2))  # (B,)
+    alpha_loss = temperature_loss(learner.log_alpha, entropy, args.target_entropy * uniform)
+    loss = critic_loss + policy_loss + alpha_loss
+    metrics = {
+        "losses/actor_loss": policy_loss,
+        "losses/qf_loss": critic_loss,
+        "losses/qf_values": value1.mean(),
+        "losses/entropy": entropy.mean(),
+        "train/arac/alpha": alpha,
+    }
+    if reference is not None:
+        divergence = forward_kl(log_probs, reference)  # (B,)
+        if args.beta_mode == "dual":
+            target = args.beta_target * uniform
+            loss = loss + coefficient_loss(learner.log_beta, divergence, target)
+        metrics["train/arac/divergence"] = divergence.mean()
+        metrics["train/arac/beta"] = beta + torch.zeros_like(alpha)  # always a tensor
+
+    learner.optimizer.zero_grad()
+    loss.backward()
+    for name, network in (("actor", learner.policy), ("qf", learner.critics)):
+        norm = nn.utils.clip_grad_norm_(network.parameters(), MAX_GRAD_NORM, foreach=True)
+        metrics[f"losses/{name}_grad_norm"] = norm
+    learner.optimizer.step()
+    learner.log_beta.data.clamp_(max=math.log(args.beta))  # never above --beta
+    return {tag: value.detach() for tag, value in metrics.items()}
+
+
+class Learner(nn.Module):
+    """What one team learns: policy, two critics with targets, log alpha, log beta."""
+
+    def __init__(self, games: list, side: int, args: Args):
+        super().__init__()
+        sizes = network_sizes(games[0], side, args)
+        num_slots = games[0].graph.num_slots
+        self.policy = GraphPolicy(*sizes)
+        self.critics = nn.ModuleList(GraphCritic(num_slots, *sizes) for _ in range(2))
+        self.targets = copy.deepcopy(self.critics)
+        alpha = first_alpha(games, side, args.gamma) if args.alpha is None else args.alpha
+        self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
+        self.log_beta = nn.Parameter(torch.tensor(math.log(args.beta)))
+        self.to(games[0].device)
+        groups = [
+            {"params": [*self.policy.parameters(), *self.critics.parameters()]},
+            {"params": [self.log_alpha], "lr": ALPHA_LR},
+            {"params": [self.log_beta], "lr": args.beta_lr},
+        ]
+        self.optimizer = torch.optim.Adam(groups, args.learning_rate, fused=True)
+        self.replays = [ReplayBuffer(args.buffer_size // len(games)) for _ in games]
+        evader = side == 1 and args.env_id == "graph_pursuit"
+        self.has_reference = not evader and args.beta_mode != "none"
+        self.prefix = "evader/" if evader else ""  # of its metrics
+
+
+def first_alpha(games: list, side: int, gamma: float) -> float:
+    """Half of the temperature above which never winning is worth most: a game that goes on for ever
+    brings alpha H / (1 - gamma) with a uniform policy's entropy H, one that is won brings 1."""
+    log_slots = torch.cat([game.graph.log_slots[:-1] for game in games])  # of all nodes
+    uniform = games[0].teams[side] * log_slots.mean().item()
+    return (1 - gamma) / uniform / 2
+
+
+def current_beta(learner: Learner, num_updates: int, args: Args) -> Tensor | float:
+    """The weight of the divergence now."""
+    if args.beta_mode == "dual":
+        return learner.log_beta.detach().exp()
+    if args.beta_mode == "exp":
+        return args.beta * math.exp(-args.beta_lr * num_updates)
+    return args.beta
+
+
+@torch.no_grad()
+def update_target(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """target <- (1 - tau) target + tau online, in place."""
+    torch._foreach_lerp_([*target.parameters()], [*online.parameters()], tau)
+
+
+def evaluate(
+    policy: GraphPolicy, games: list, args: Args, prefix: str = "eval/"
+) -> dict[str, float]:
+    """Shares of games won and lost with the likeliest actions, sampled ones and the reference's."""
+    players = {
+        "greedy": lambda game: act(policy, game, 0, greedy=True),
+        "sampled": lambda game: act(policy, game, 0),
+        "reference": lambda game: game.scripted(args.reference, game.positions),
+    }
+    scores = {}
+    device = games[0].device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # leaves the training's random state as it is
+        torch.manual_seed(args.seed)
+        for name, choose in players.items():
+            played = [play(game, choose, args.seed) for game in games]
+            results = torch.cat([results for results, _, _ in played])
+            steps = torch.cat([steps for _, steps, _ in played])
+            scores[f"{prefix}{name}/success"] = (results > 0).float().mean().item()
+            scores[f"{prefix}{name}/steps"] = steps.mean().item()
+            if args.env_id == "graph_confrontation":
+                scores[f"{prefix}{name}/loss"] = (results < 0).float().mean().item()
+    return scores
+
+
+def play(game, choose, seed: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """A game from each start with choose(game) -> slots.
+
+    Results of team 0 (G,), steps (G,), and the positions of the first game, (P,) each.
+    """
+    game = copy.copy(game)  # games of the training go on where they were
+    starts = game.starts[:EVAL_EPISODES]  # (G,P)
+    game.reset(len(starts), seed)
+    game.positions = starts
+    running = torch.ones(len(starts), dtype=torch.bool, device=game.device)
+    results = torch.zeros(len(starts), device=game.device)
+    steps = torch.zeros(len(starts), device=game.device)
+    path = [starts[0]]
+    while running.any() and len(path) <= game.horizon:
+        rewards, terminated, _, last = game.step(choose(game))
+        results += rewards * running
+        steps += running
+        running &= ~terminated
+        path.append(last[0])
+    return results, steps, path[: int(steps[0]) + 1]
+
+
+def score_run(args: Args, device: torch.device) -> dict[str, dict[str, float]]:
+    """--evaluate: scores of a run's policy on each graph."""
+    state = load_checkpoint(args.evaluate, device)
+    if state is None:
+        sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or it is too early")
+    games = make_games(args, args.graph + args.eval_graphs, device)
+    policy = GraphPolicy(*network_sizes(games[0], 0, args)).to(device)
+    try:
+        policy.load_state_dict(state["policy"])
+    except RuntimeError:
+        sys.exit(f"{args.evaluate}: its policy is for other teams or of another size")
+    scores = {}
+    for game in games:
+        name = game.graph.name
+        scores[name] = evaluate(policy, [game], args)
+        print(name, *(f"{tag} {value:.3f}" for tag, value in scores[name].items()), sep="  ")
+    return scores
+
+
+# ================================================================================================
+# Below: what the method stands on, networks, environments, checkpoints and logs.
+# ================================================================================================
+
+
 # --- Networks -----------------------------------------------------------------------------------
 
 
@@ -394,7 +724,7 @@ def network_sizes(game, side: int, args: Args) -> tuple[int, ...]:
     return (game.num_players, game.teams[side], d, NUM_HEADS, args.num_layers, 4 * d)
 
 
-# --- Graphs and the game of pursuit -------------------------------------------------------------
+# --- Graphs and games ---------------------------------------------------------------------------
 
 
 class Graph:
@@ -429,7 +759,7 @@ class Graph:
         self.distances = hops.new_full((n + 1, n + 1), 2 * self.diameter)  # (n+1,n+1)
         self.distances[:n, :n] = hops
 
-    def to(self, device) -> "Graph":
+    def to(self, device) -> Graph:
         """This graph, or a copy with its tables on another device."""
         if self.slots.device == torch.device(device):
             return self
@@ -438,7 +768,7 @@ class Graph:
             setattr(moved, name, getattr(self, name).to(device))
         return moved
 
-    def padded(self, num_slots: int) -> "Graph":
+    def padded(self, num_slots: int) -> Graph:
         """A copy with K = num_slots, not below its own."""
         wider = copy.copy(self)
         extra = num_slots - self.num_slots
@@ -704,9 +1034,6 @@ class GraphPursuit(GraphGame):
         return values.masked_fill(closed, -1).argmax(1, keepdim=True)
 
 
-# --- Play ---------------------------------------------------------------------------------------
-
-
 def make_games(args: Args, names: tuple[str, ...], device) -> list:
     """The game of --env-id on each of the graphs, padded to the same number of slots."""
     games = []
@@ -783,121 +1110,7 @@ class ReplayBuffer:
         return {name: column[rows] for name, column in self.columns.items()}
 
 
-# --- Learning -----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def update_target(target: nn.Module, online: nn.Module, tau: float) -> None:
-    """target <- (1 - tau) target + tau online, in place."""
-    torch._foreach_lerp_([*target.parameters()], [*online.parameters()], tau)
-
-
-class Learner(nn.Module):
-    """What one team learns: policy, two critics with targets, log alpha, log beta."""
-
-    def __init__(self, games: list, side: int, args: Args):
-        super().__init__()
-        sizes = network_sizes(games[0], side, args)
-        num_slots = games[0].graph.num_slots
-        self.policy = GraphPolicy(*sizes)
-        self.critics = nn.ModuleList(GraphCritic(num_slots, *sizes) for _ in range(2))
-        self.targets = copy.deepcopy(self.critics)
-        alpha = first_alpha(games, side, args.gamma) if args.alpha is None else args.alpha
-        self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
-        self.log_beta = nn.Parameter(torch.tensor(math.log(args.beta)))
-        self.to(games[0].device)
-        groups = [
-            {"params": [*self.policy.parameters(), *self.critics.parameters()]},
-            {"params": [self.log_alpha], "lr": ALPHA_LR},
-            {"params": [self.log_beta], "lr": args.beta_lr},
-        ]
-        self.optimizer = torch.optim.Adam(groups, args.learning_rate, fused=True)
-        self.replays = [ReplayBuffer(args.buffer_size // len(games)) for _ in games]
-        evader = side == 1 and args.env_id == "graph_pursuit"
-        self.has_reference = not evader and args.beta_mode != "none"
-        self.prefix = "evader/" if evader else ""  # of its metrics
-
-
-def first_alpha(games: list, side: int, gamma: float) -> float:
-    """Half of the temperature above which never winning is worth most: a game that goes on for ever
-    brings alpha H / (1 - gamma) with a uniform policy's entropy H, one that is won brings 1."""
-    log_slots = torch.cat([game.graph.log_slots[:-1] for game in games])  # of all nodes
-    uniform = games[0].teams[side] * log_slots.mean().item()
-    return (1 - gamma) / uniform / 2
-
-
-def current_beta(learner: Learner, num_updates: int, args: Args) -> Tensor | float:
-    """The weight of the divergence now."""
-    if args.beta_mode == "dual":
-        return learner.log_beta.detach().exp()
-    if args.beta_mode == "exp":
-        return args.beta * math.exp(-args.beta_lr * num_updates)
-    return args.beta
-
-
-def update(
-    learner: Learner, batch: dict[str, Tensor], graph, beta: Tensor | float, args: Args
-) -> dict[str, Tensor]:
-    """One Adam step on everything; policy, critics, alpha and beta share no parameters.
-
-    Columns of the batch are (B,...). Returns metrics.
-    """
-    positions = batch["positions"]  # (B,P)
-    next_positions = batch["next_positions"]  # (B,P)
-    chosen = batch["actions"][..., None]  # (B,N,1)
-    reference = batch.get("reference")  # (B,N), or None without a reference
-    alpha = learner.log_alpha.detach().exp()
-    expand = joint_sums if args.joint_table else nn.Identity()  # critics as soft_value takes them
-
-    q1, q2 = (critic(positions, graph) for critic in learner.critics)  # (B,N,K) each
-    with torch.no_grad():
-        next_log_probs = learner.policy(next_positions, graph)  # (B,N,K)
-        next_q1, next_q2 = (expand(critic(next_positions, graph)) for critic in learner.targets)
-        targets = critic_targets(
-            batch["rewards"], batch["dones"], next_log_probs, next_q1, next_q2, alpha, args.gamma
-        )  # (B,)
-    value1 = q1.gather(2, chosen).sum((1, 2))  # (B,)
-    value2 = q2.gather(2, chosen).sum((1, 2))  # (B,)
-    critic_loss = F.mse_loss(value1, targets) + F.mse_loss(value2, targets)
-
-    log_probs = learner.policy(positions, graph)  # (B,N,K)
-    policy_loss = actor_loss(
-        log_probs, expand(q1.detach()), expand(q2.detach()), alpha, beta, reference
-    )
-
-    # A policy that is uniform over the open slots has this entropy, and this divergence from any
-    # reference; the targets are given as shares of it.
-    places = positions[:, -learner.policy.num_agents :]  # (B,N)
-    uniform = graph.log_slots[places].sum(1)  # (B,)
-    entropy = -(log_probs.exp() * log_probs).sum((1, 2))  # (B,)
-    alpha_loss = temperature_loss(learner.log_alpha, entropy, args.target_entropy * uniform)
-    loss = critic_loss + policy_loss + alpha_loss
-    metrics = {
-        "losses/actor_loss": policy_loss,
-        "losses/qf_loss": critic_loss,
-        "losses/qf_values": value1.mean(),
-        "losses/entropy": entropy.mean(),
-        "train/arac/alpha": alpha,
-    }
-    if reference is not None:
-        divergence = forward_kl(log_probs, reference)  # (B,)
-        if args.beta_mode == "dual":
-            target = args.beta_target * uniform
-            loss = loss + coefficient_loss(learner.log_beta, divergence, target)
-        metrics["train/arac/divergence"] = divergence.mean()
-        metrics["train/arac/beta"] = beta + torch.zeros_like(alpha)  # always a tensor
-
-    learner.optimizer.zero_grad()
-    loss.backward()
-    for name, network in (("actor", learner.policy), ("qf", learner.critics)):
-        norm = nn.utils.clip_grad_norm_(network.parameters(), MAX_GRAD_NORM, foreach=True)
-        metrics[f"losses/{name}_grad_norm"] = norm
-    learner.optimizer.step()
-    learner.log_beta.data.clamp_(max=math.log(args.beta))  # never above --beta
-    return {tag: value.detach() for tag, value in metrics.items()}
-
-
-# --- Plumbing: seeds, checkpoints, logs ---------------------------------------------------------
+# --- Processes, checkpoints, logs ---------------------------------------------------------------
 
 
 def setup(args: Args) -> torch.device:
@@ -979,240 +1192,9 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
     board.flush()
 
 
-# --- Evaluation ---------------------------------------------------------------------------------
-
-
-def play(game, choose, seed: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """A game from each start with choose(game) -> slots.
-
-    Results of team 0 (G,), steps (G,), and the positions of the first game, (P,) each.
-    """
-    game = copy.copy(game)  # games of the training go on where they were
-    starts = game.starts[:EVAL_EPISODES]  # (G,P)
-    game.reset(len(starts), seed)
-    game.positions = starts
-    running = torch.ones(len(starts), dtype=torch.bool, device=game.device)
-    results = torch.zeros(len(starts), device=game.device)
-    steps = torch.zeros(len(starts), device=game.device)
-    path = [starts[0]]
-    while running.any() and len(path) <= game.horizon:
-        rewards, terminated, _, last = game.step(choose(game))
-        results += rewards * running
-        steps += running
-        running &= ~terminated
-        path.append(last[0])
-    return results, steps, path[: int(steps[0]) + 1]
-
-
-def evaluate(
-    policy: GraphPolicy, games: list, args: Args, prefix: str = "eval/"
-) -> dict[str, float]:
-    """Shares of games won and lost with the likeliest actions, sampled ones and the reference's."""
-    players = {
-        "greedy": lambda game: act(policy, game, 0, greedy=True),
-        "sampled": lambda game: act(policy, game, 0),
-        "reference": lambda game: game.scripted(args.reference, game.positions),
-    }
-    scores = {}
-    device = games[0].device
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # leaves the training's random state as it is
-        torch.manual_seed(args.seed)
-        for name, choose in players.items():
-            played = [play(game, choose, args.seed) for game in games]
-            results = torch.cat([results for results, _, _ in played])
-            steps = torch.cat([steps for _, steps, _ in played])
-            scores[f"{prefix}{name}/success"] = (results > 0).float().mean().item()
-            scores[f"{prefix}{name}/steps"] = steps.mean().item()
-            if args.env_id == "graph_confrontation":
-                scores[f"{prefix}{name}/loss"] = (results < 0).float().mean().item()
-    return scores
-
-
-def score_run(args: Args, device: torch.device) -> dict[str, dict[str, float]]:
-    """--evaluate: scores of a run's policy on each graph."""
-    state = load_checkpoint(args.evaluate, device)
-    if state is None:
-        sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or it is too early")
-    games = make_games(args, args.graph + args.eval_graphs, device)
-    policy = GraphPolicy(*network_sizes(games[0], 0, args)).to(device)
-    try:
-        policy.load_state_dict(state["policy"])
-    except RuntimeError:
-        sys.exit(f"{args.evaluate}: its policy is for other teams or of another size")
-    scores = {}
-    for game in games:
-        name = game.graph.name
-        scores[name] = evaluate(policy, [game], args)
-        print(name, *(f"{tag} {value:.3f}" for tag, value in scores[name].items()), sep="  ")
-    return scores
-
-
-# --- Training -----------------------------------------------------------------------------------
-
-
 def due(step: int, every: int, num_envs: int) -> bool:
     """Whether the last step of all games reached or passed a multiple of `every`; 0 is never."""
     return every > 0 and step // every > (step - num_envs) // every
-
-
-@contextmanager
-def one_sentence_for_a_full_disk():
-    """Around train: checkpoints, logs and the final model can fail for lack of space."""
-    try:
-        yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
-        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-        for reason in reasons:
-            if reason in text:
-                sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
-        raise
-
-
-@one_sentence_for_a_full_disk()
-def train(args: Args) -> dict:
-    """Train as the flags say. Returns the scores of the last evaluation."""
-    if args.embed_dim % NUM_HEADS:
-        sys.exit(f"--embed-dim {args.embed_dim}: must be a multiple of {NUM_HEADS}")
-    if args.beta <= 0:
-        sys.exit(f"--beta {args.beta:g}: must be above 0; use --beta-mode none instead")
-    if args.alpha is not None and args.alpha <= 0:
-        sys.exit(f"--alpha {args.alpha:g}: must be above 0")
-    if args.gamma == 1 and args.alpha is None:
-        sys.exit(
-            "--gamma 1: any entropy bonus makes endless play worth more than a win; set --alpha"
-        )
-    device = setup(args)
-    if args.evaluate:
-        return score_run(args, device)
-    games = make_games(args, args.graph, device)
-    unseen = make_games(args, args.eval_graphs, device)
-    torch.manual_seed(args.seed)
-    learners = [Learner(games, 0, args)]
-    if args.env_id == "graph_pursuit" and args.evader == "learned":
-        learners.append(Learner(games, 1, args))
-    movers = learners  # who moves; a scripted team moves by itself
-    if args.env_id == "graph_confrontation" and args.opponent == "self":
-        movers = [learners[0], learners[0]]  # one learner plays both teams
-
-    run_dir = open_run(args, games[0].graph.name)
-    progress = {"step": 0, "updates": 0}
-    state = load_checkpoint(run_dir, device) if args.resume else None
-    if state is not None:
-        progress = state["progress"]
-        for number, learner in enumerate(learners):
-            learner.load_state_dict(state["learners"][number])
-            learner.optimizer.load_state_dict(state["optimizers"][number])
-            for replay, content in zip(learner.replays, state["replays"][number]):
-                vars(replay).update(content)
-    board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
-    print(f"{run_dir}: {args.env_id} on {' '.join(args.graph)}, {args.num_envs} games, {device}")
-    if args.total_timesteps <= args.learning_starts:
-        print(
-            f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
-        )
-
-    scores = {}
-    # A round is a step of E games. A row counts those that began in it: won, ended, their steps.
-    tally = torch.zeros(args.total_timesteps // args.num_envs + 2, 3, device=device)
-    logged = progress["step"]
-    began = time.perf_counter()
-    starting = True
-    while True:
-        step = progress["step"]
-        if starting:  # at first, and after each checkpoint
-            torch.manual_seed(random_seed(args.seed, step))
-            for game in games:
-                game.reset(args.num_envs, random_seed(args.seed, step, game.graph.name))
-            counted = step // args.num_envs  # games that began in earlier rounds are logged or lost
-            starting = False
-        last = step >= args.total_timesteps
-        if last or due(step, args.eval_steps, args.num_envs):
-            paused = time.perf_counter()
-            scores = evaluate(learners[0].policy, games, args)
-            if unseen:
-                scores |= evaluate(learners[0].policy, unseen, args, "eval/unseen_")
-            log(run_dir, board, step, scores)
-            shown = [f"{tag} {scores[tag]:.2f}" for tag in scores if "success" in tag]
-            print("  ".join(shown), flush=True)
-            began += time.perf_counter() - paused
-        if last:
-            break
-
-        # 1. act: graphs take turns; every side keeps a step of all games as it saw it
-        turn = step // args.num_envs % len(games)
-        game = games[turn]
-        before = game.positions  # (E,P)
-        lengths = game.steps + 1  # (E,)
-        actions = [act(learner.policy, game, side) for side, learner in enumerate(movers)]  # (E,N)
-        rewards, terminated, truncated, after = game.step(*actions)
-        for side, learner in enumerate(movers):
-            rows = {
-                "positions": game.view(before, side),
-                "actions": actions[side],
-                "rewards": -rewards if side else rewards,
-                "dones": terminated,
-                "next_positions": game.view(after, side),
-            }
-            if learner.has_reference:
-                rows["reference"] = game.scripted(args.reference, before, side)
-            learner.replays[turn].add(**rows)
-        ended = terminated | truncated
-        first_rounds = step // args.num_envs - (lengths - 1) * len(games)  # (E,)
-        outcomes = torch.stack([rewards > 0, ended, lengths * ended], 1)  # (E,3)
-        tally.index_add_(0, first_rounds, outcomes.float())
-
-        # 2. learn from the same graph
-        metrics = {}
-        if step >= args.learning_starts:
-            for _ in range(args.updates_per_step):
-                for learner in learners:
-                    batch = learner.replays[turn].sample(args.batch_size)
-                    beta = current_beta(learner, progress["updates"], args)
-                    found = update(learner, batch, game.graph, beta, args)
-                    metrics |= {learner.prefix + tag: value for tag, value in found.items()}
-                progress["updates"] += 1
-                if progress["updates"] % args.target_network_frequency == 0:
-                    for learner in learners:
-                        update_target(learner.targets, learner.critics, tau=1.0)
-
-        # 3. log and save
-        step += args.num_envs
-        progress["step"] = step
-        saving = due(step, args.save_steps, args.num_envs) or step >= args.total_timesteps
-        if saving or due(step, args.total_timesteps // LOGS, args.num_envs):
-            if metrics:
-                values = torch.stack([value.float() for value in metrics.values()]).tolist()
-                metrics = dict(zip(metrics, values))
-            if not all(map(math.isfinite, metrics.values())):
-                sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
-            # Count games whose time limit has passed; of younger ones only early ends are known. A
-            # graph has its turn once in len(games) rounds.
-            known = step // args.num_envs - (args.horizon - 1) * len(games)
-            won, num_games, num_steps = tally[counted : max(counted, known)].sum(0).tolist()
-            counted = max(counted, known)
-            if num_games:
-                metrics["charts/success"] = won / num_games
-                metrics["charts/episodic_length"] = num_steps / num_games
-            metrics["charts/SPS"] = (step - logged) / (time.perf_counter() - began)
-            log(run_dir, board, step, metrics)
-            report(step, metrics, args)
-            logged = step
-            began = time.perf_counter()
-        if saving and args.save_steps:
-            state = {
-                "progress": progress,
-                "policy": learners[0].policy.state_dict(),  # all that --evaluate needs
-                "learners": [learner.state_dict() for learner in learners],
-                "optimizers": [learner.optimizer.state_dict() for learner in learners],
-                "replays": [[vars(x) for x in learner.replays] for learner in learners],
-            }
-            save_checkpoint(run_dir, step, state)
-            starting = True
-    board.close()
-    return scores
 
 
 def report(step: int, metrics: dict[str, float], args: Args) -> None:
@@ -1225,6 +1207,24 @@ def report(step: int, metrics: dict[str, float], args: Args) -> None:
         line += f"  beta {metrics['train/arac/beta']:.4f}"
     line += f"  {metrics['charts/SPS']:,.0f} steps/s"
     print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+
+
+@contextmanager
+def one_sentence_for_a_full_disk():
+    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
+    try:
+        yield
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
+        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
+        for reason in reasons:
+            if reason in text:
+                sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
+        raise
+
+
+# --- Command line -------------------------------------------------------------------------------
 
 
 def parse_args() -> Args:
@@ -1255,4 +1255,5 @@ def parse_args() -> Args:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
-    train(parse_args())
+    with one_sentence_for_a_full_disk():
+        train(parse_args())

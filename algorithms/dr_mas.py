@@ -45,6 +45,8 @@ tokens, V vocabulary, H hidden size, K reward functions; R calls of all models, 
 tokens, N predicted tokens.
 """
 
+from __future__ import annotations
+
 import asyncio
 import copy
 import importlib.util
@@ -97,8 +99,9 @@ FIXED += " max_prompt_length system_prompt chat_template_path chat_template_kwar
 FIXED += " model_name_or_path agent_models share_model num_prompts_per_step output_dir"
 FIXED += " lora_rank"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
-AT_LEAST_ONE += " decode_batch_size micro_batch_size num_iterations eval_problems reward_threads"
-AT_LEAST_ONE += " max_rounds"
+AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
+AT_LEAST_ONE += " eval_problems reward_threads max_rounds"
+MAY_BE_NEGATIVE = ("seed", "format_penalty", "gate")
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -357,14 +360,398 @@ def token_weights(
     return ones / num_tokens  # mean over all tokens of the step
 
 
-# --- Processes, problems, model -----------------------------------------------------------------
+# --- Training -----------------------------------------------------------------------------------
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    tiny = not args.model_name_or_path and not args.agent_models
+    if args.learning_rate is None:
+        rate = 2e-4 if tiny else 1e-6
+        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
+    if args.max_completion_length is None:
+        args = replace(args, max_completion_length=64 if tiny else 1024)
+    rank, world_size, device = setup(args)
+    warn_of_slow_bfloat16(args, rank, device)
+    team, eval_problems = load_task(args)
+    task = team.task
+    players = load_players(team, eval_problems[0], args, device)
+    eval_problems = drop_long_prompts(eval_problems, players, team, args)
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
+        task.train_rows = drop_long_prompts(task.train_rows, players, team, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    run_dir = open_run(args, rank)
+    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
+    load_checkpoint(run_dir, players, progress)
+    if rank == 0:
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    for player in players:
+        if not args.vllm:  # with vLLM, play loads the weights of the agent that writes
+            refresh(player.sampler, player.model)
+    scores = {}
+    while True:
+        step = progress["step"]
+        last = step >= args.max_steps
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores = evaluate(players, team, eval_problems, args, rank, world_size)
+            if rank == 0:
+                log(run_dir, board, step, scores)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
+            break
+
+        # 1. play G episodes of each problem and score them; processes have different problems
+        began = time.perf_counter()
+        share = args.num_prompts_per_step // world_size
+        first = progress["num_prompts"] + rank * share
+        indices = range(first, first + share)
+        problems = [task.train_problem(i, args.seed) for i in indices]
+        seeds = [random_seed(args.seed, i) for i in indices]
+        episodes = complete(players, team, problems, args.num_generations, args, seeds)
+        progress["num_prompts"] += args.num_prompts_per_step
+        sampled = time.perf_counter()
+
+        # 2. compare each call with those of its agent; R counts the calls of all processes
+        completions = []
+        table = []
+        for number, episode in enumerate(episodes, start=rank * len(episodes)):
+            for c in episode.completions:
+                agent = team.agents.index(c.agent)
+                table.append((number, agent, c.valid, len(c.ids), c.ended, sum(c.logprobs)))
+                completions.append(c)
+        trajectories, agents, valid, lengths, ended, logprobs = zip(*gather(table))
+        trajectories = torch.tensor(trajectories)  # (R,)
+        groups = trajectories // args.num_generations
+        agents = torch.tensor(agents)
+        valid = torch.tensor(valid)
+        rewards = torch.tensor(gather([episode.rewards for episode in episodes]))  # (P G,K)
+        call_rewards = rewards[trajectories, 0]  # (R,)
+        advantages = agent_advantages(
+            call_rewards - args.invalid_penalty * ~valid,
+            groups,
+            agents,
+            trajectories,
+            args.normalization,
+            lone_call=args.lone_call,
+        )
+        own_advantages = advantages.split(gather([len(completions)]))[rank]
+
+        # 3. clipped policy-gradient steps of each model on the calls of its agents
+        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        metrics = {}
+        if args.vllm:
+            players[0].sampler.sleep()
+        for player in players:
+            rows = [row for row, c in enumerate(completions) if c.agent in player.agents]
+            if not any(gather([len(rows)])):
+                continue  # AdamW would move the weights even so
+            player.optimizer.param_groups[0]["lr"] = rate
+            calls = [completions[row] for row in rows]
+            learned = update(
+                player.model, player.reference, player.optimizer, calls, own_advantages[rows], args
+            )
+            metrics |= {f"dr_mas/{player.name}/{tag}": value for tag, value in learned.items()}
+            if not args.vllm:
+                refresh(player.sampler, player.model)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        progress["num_tokens"] += sum(lengths)
+        totals = rewards[:, 0].view(-1, args.num_generations)  # (P,G)
+        for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
+            metrics[f"rewards/{name}/mean"] = mean
+        for number, name in enumerate(team.agents):
+            own = agents == number
+            found = agent_metrics(totals, groups[own], call_rewards[own], valid[own])
+            metrics |= {f"dr_mas/{name}/{tag}": value for tag, value in found.items()}
+        metrics |= {
+            "reward": totals.mean().item(),
+            "frac_reward_zero_std": (totals == totals[:, :1]).all(1).float().mean().item(),
+            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "dr_mas/cut_ratio": sum(gather([e.cut for e in episodes])) / len(rewards),
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
+        if rank == 0:
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_episodes(run_dir, step, episodes, own_advantages, players, task, args)
+            report(step, metrics, task, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, players, progress, rank)
+
+    if args.max_steps > 0:
+        for player in players:
+            folder = f"{run_dir}/final/{player.name}"
+            save_final(folder, player.model, player.tokenizer, player.args, rank)
+    if rank == 0:
+        board.close()
+    if args.vllm:
+        players[0].sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return scores
+
+
+def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
+    """num_iterations optimizer steps on the batch of all processes.
+
+    completions and advantages are those of this process. The loss of a step is a sum over tokens,
+    so its gradient depends neither on micro-batches nor on the number of processes.
+    """
+    device = model.device
+    lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
+    all_lengths = gather(lengths.tolist())
+    num_tokens = sum(all_lengths)
+    weights = token_weights(
+        lengths,
+        args.loss_type,
+        num_rows=len(all_lengths),
+        num_tokens=num_tokens,
+        max_completion_length=args.max_completion_length,
+    ).to(device)  # (B,)
+    rows = list(range(len(completions)))
+    if args.beta == 0:  # without KL, zero advantage means no gradient
+        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one for sampling_metrics
+    advantages = advantages.to(device)
+    batches = micro_batches(completions, rows, args, device)
+
+    parameters = optimizer.param_groups[0]["params"]
+    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    log_ratios = []  # log(p_learner / p_sampler) of each token
+    for iteration in range(args.num_iterations):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
+        for batch in batches:
+            if iteration == 0 and reference is not None:
+                with torch.no_grad(), adapters_off(model, args):
+                    batch.ref_logprobs = reference.token_logprobs(batch, args)
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                # No step has been taken yet, so these are the old log-probabilities.
+                old = logprobs.detach()
+                batch.old_logprobs = old
+                log_ratios.append(old - batch.sampled_logprobs)
+                if cap > 0:
+                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
+            losses, clipped = policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                advantages[batch.completion_index],
+                epsilon=args.epsilon,
+                beta=args.beta,
+                ref_logprobs=batch.ref_logprobs,
+                correction=batch.correction,
+            )
+            loss = (losses * weights[batch.completion_index]).sum()
+            sums[0] += loss.detach()
+            sums[1] += clipped.sum()
+            if reference is not None:
+                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
+        if dist.is_initialized() and not args.fsdp:
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
+
+
+def play(players, team, episodes: list, args: Args) -> None:
+    """Let the agents write until all episodes are over.
+
+    Every time, one agent writes in all episodes that wait for it: the first in the team's order.
+    """
+    writing = None  # whose weights vLLM has
+    while True:
+        waiting = {episode.agent for episode in episodes if episode.agent}
+        if not waiting:
+            return
+        agent = min(waiting, key=team.agents.index)
+        player = player_of(players, agent)
+        if args.vllm and player is not writing:
+            refresh(player.sampler, player.model)
+            writing = player
+        due = []
+        prompts = []
+        for episode in episodes:
+            if episode.agent != agent:
+                continue
+            prompt = encode(player.tokenizer, team.prompt(episode), args)
+            if len(prompt) > args.max_prompt_length:
+                episode.agent = None
+                episode.cut = True
+                continue
+            due.append(episode)
+            prompts.append(prompt)
+        if not due:
+            continue
+        seeds = [random_seed(e.seed, len(e.completions)) for e in due if e.seed is not None]
+        completions = generate(player.sampler, prompts, args, seeds)
+        for completion in completions:
+            completion.agent = agent
+            completion.text = answer_text(player.tokenizer, completion.prompt, completion.ids)
+        valid = team.advance(due, [completion.text for completion in completions])
+        for episode, completion, is_valid in zip(due, completions, valid, strict=True):
+            completion.valid = bool(is_valid)
+            episode.completions.append(completion)
+
+
+@dataclass
+class Player:
+    """A model and what it is trained with, for one agent or for all."""
+
+    name: str
+    agents: tuple[str, ...]
+    args: Args  # that name its model
+    tokenizer: transformers.PreTrainedTokenizerBase
+    model: transformers.PreTrainedModel
+    sampler: object  # the model, a copy of it, or VllmSampler
+    reference: transformers.PreTrainedModel | None
+    optimizer: torch.optim.Optimizer
+
+
+def player_of(players: list[Player], agent: str) -> Player:
+    """The player whose model writes for this agent."""
+    return next(player for player in players if agent in player.agents)
+
+
+def load_player(name: str, agents, messages: list[dict], args: Args, device, engine) -> Player:
+    """Load a model and check it on a prompt. engine is a VllmSampler, if there is one already."""
+    model, tokenizer = load_model(args)
+    model.to(device)
+    if not args.reward:
+        check_tags(tokenizer, messages)
+    check_model(model, encode(tokenizer, messages, args)[: args.max_prompt_length], args)
+    reference = None
+    if args.beta > 0:
+        reference = model if args.lora_rank else copy_model(model, torch.float32)
+        if args.fsdp and reference is not model:
+            shard(reference, args)
+    if args.lora_rank:
+        add_adapters(model, args)
+    # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
+    sampler = model
+    if not args.vllm and (args.bf16 or args.fsdp):
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.compile:
+        compile_layers(model)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
+    if args.fsdp:
+        shard(model, args)
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
+        sampler = engine or VllmSampler(model, args)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
+    states.get_state_dict(model, optimizer)  # makes the state by a step of size 0, which it counts
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return Player(name, agents, args, tokenizer, model, sampler, reference, optimizer)
+
+
+def load_players(team, problem, args: Args, device: torch.device) -> list[Player]:
+    """One player for all agents, or one for each."""
+    members = {"team": team.agents}
+    if not args.share_model:
+        members = {agent: (agent,) for agent in team.agents}
+    models = args.agent_models or (args.model_name_or_path,) * len(members)
+    if len(models) != len(members):
+        sys.exit(f"--agent-models: expected one for each of {', '.join(members)}")
+    if args.vllm and len(set(models)) > 1:
+        sys.exit(
+            "--agent-models: must be the same with --vllm, which has one engine for all agents"
+        )
+    messages = team.prompt(team.start(problem))
+    players = []
+    for (name, agents), model in zip(members.items(), models):
+        own_args = replace(args, model_name_or_path=model)
+        engine = players[0].sampler if args.vllm and players else None  # one for all models
+        players.append(load_player(name, agents, messages, own_args, device, engine))
+    return players
+
+
+def agent_metrics(
+    rewards: Tensor, groups: Tensor, call_rewards: Tensor, valid: Tensor
+) -> dict[str, float]:
+    """What the calls of one agent are like, and how GRPO's baseline would inflate its gradient.
+
+    rewards (P,G) are those of all episodes; the others, (C,), belong to the agent's calls.
+    """
+    metrics = {"calls": len(groups) / rewards.numel()}  # in an episode
+    factors = []
+    equal = []
+    for group in groups.unique():
+        own = call_rewards[groups == group]
+        everybody = rewards[group]  # (G,)
+        equal.append((own == own[0]).all())
+        if (everybody != everybody[0]).any():
+            own_std = own.std(correction=0)
+            std = everybody.std(correction=0)
+            factors.append(inflation_factor(own.mean(), own_std, everybody.mean(), std))
+    if equal:
+        metrics["valid"] = valid.float().mean().item()
+        metrics["frac_zero_std"] = torch.stack(equal).float().mean().item()
+    if factors:
+        metrics["inflation_factor"] = torch.stack(factors).mean().item()
+    return metrics
+
+
+def evaluate(players, team, problems, args: Args, rank: int, world_size: int) -> dict[str, float]:
+    """Score problems that are not trained on by the first reward function: the greedy episode, and
+    the mean and the best of k sampled ones. Prints one greedy episode."""
+    k = args.num_generations_eval
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", i) for i in mine]
+    problems = [problems[i] for i in mine]
+    greedy = complete(players, team, problems, 1, args)
+    scores = {"eval/greedy": [episode.rewards[0] for episode in greedy]}
+    if k > 0:
+        sampled = complete(players, team, problems, k, args, seeds)
+        rewards = torch.tensor([episode.rewards[0] for episode in sampled]).view(-1, k)
+        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
+        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
+    if rank == 0:
+        lines = [team.prompt(team.start(greedy[0].problem))[-1]["content"]]
+        lines += [f"{call.agent} >>> {call.text}" for call in greedy[0].completions]
+        print("\n".join(lines) + f"\n(reward {greedy[0].rewards[0]:g})")
+    return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+
+
+# ================================================================================================
+# Below: what all language scripts share. It is the same text in all of them, but for what the essay
+# names: problems, models, sampling, log-probabilities, adapters and shards, checkpoints and logs.
+# ================================================================================================
+
+
+# --- Processes and problems ---------------------------------------------------------------------
 
 
 def check_flags(args: Args) -> None:
     """Exit if a number is out of range, JSON is none, or the run folder cannot be made."""
     for name, value in asdict(args).items():
         least = 1 if name in AT_LEAST_ONE.split() else 0
-        is_number = isinstance(value, int | float) and name not in ("seed", "format_penalty")
+        is_number = isinstance(value, int | float) and name not in MAY_BE_NEGATIVE
         if is_number and not least <= value < math.inf:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
@@ -428,31 +815,6 @@ def gather(items: list) -> list:
     return [item for piece in pieces for item in piece]
 
 
-def load_team(args: Args, dataset: str | None):
-    """The team, see envs/teams.py; its task has the problems."""
-    options = (args.max_rounds, args.missing_verdict)
-    if args.env not in ("search_qa", "countdown"):
-        team = from_file("--env", args.env, "dataset", "max_rounds", "missing_verdict")
-        if not (args.model_name_or_path or args.agent_models):
-            sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models")
-        return team(dataset, *options)
-    if args.retriever_url and not dataset:
-        sys.exit("--retriever-url: needs --dataset, questions that its documents answer")
-    try:
-        from envs.countdown import Countdown
-        from envs.math_jsonl import MathJsonl
-        from envs.search_qa import SearchQA
-        from envs.teams import RouterSearcherResponder, SolverVerifier
-
-        if args.env == "search_qa":
-            return RouterSearcherResponder(SearchQA(dataset, args.retriever_url), *options)
-        return SolverVerifier(MathJsonl(dataset) if dataset else Countdown(), *options)
-    except ModuleNotFoundError as error:
-        sys.exit(f"{error}: needs the folder envs/ of the repository, or --env FILE.py:Team")
-    except ValueError as error:  # a file that is missing, or a line that is broken
-        sys.exit(str(error))
-
-
 def from_file(flag: str, name: str, *words: str):
     """The function or class that FILE.py:name names, called with what the words say.
 
@@ -505,6 +867,158 @@ def load_task(args: Args):
             "--eval-problems)"
         )
     return team, problems
+
+
+def load_team(args: Args, dataset: str | None):
+    """The team, see envs/teams.py; its task has the problems."""
+    options = (args.max_rounds, args.missing_verdict)
+    if args.env not in ("search_qa", "countdown"):
+        team = from_file("--env", args.env, "dataset", "max_rounds", "missing_verdict")
+        if not (args.model_name_or_path or args.agent_models):
+            sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models")
+        return team(dataset, *options)
+    if args.retriever_url and not dataset:
+        sys.exit("--retriever-url: needs --dataset, questions that its documents answer")
+    try:
+        from envs.countdown import Countdown
+        from envs.math_jsonl import MathJsonl
+        from envs.search_qa import SearchQA
+        from envs.teams import RouterSearcherResponder, SolverVerifier
+
+        if args.env == "search_qa":
+            return RouterSearcherResponder(SearchQA(dataset, args.retriever_url), *options)
+        return SolverVerifier(MathJsonl(dataset) if dataset else Countdown(), *options)
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error}: needs the folder envs/ of the repository, or --env FILE.py:Team")
+    except ValueError as error:  # a file that is missing, or a line that is broken
+        sys.exit(str(error))
+
+
+def encode(tokenizer, messages: list[dict], args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    if args.system_prompt:
+        messages = [{"role": "system", "content": args.system_prompt}] + messages
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
+    except Exception as error:  # whatever the code of a template raises
+        roles = ", ".join(message["role"] for message in messages)
+        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
+
+
+def check_tags(tokenizer, messages: list[dict]) -> None:
+    """Exit if tags that the prompt asks for would be missing in the text that rewards read."""
+    for name in re.findall(r"</(\w+)>", messages[-1]["content"]):
+        ids = tokenizer.encode(f"<{name}></{name}>", add_special_tokens=False)
+        if f"</{name}>" not in tokenizer.decode(ids, skip_special_tokens=True):
+            sys.exit(f"--model-name-or-path: <{name}> is a special token, which no reward can see")
+
+
+def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """What the assistant says: a think block that its prompt has opened, and the completion."""
+    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
+    opening = tag + rest if rest.strip() in ("", "</think>") else ""
+    return opening + tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def drop_long_prompts(problems: list, players, team, args: Args) -> list:
+    """The problems whose first prompts fit; prints how many are dropped."""
+    kept = []
+    for problem in problems:
+        first = team.start(problem)
+        tokenizer = player_of(players, first.agent).tokenizer
+        if len(encode(tokenizer, team.prompt(first), args)) <= args.max_prompt_length:
+            kept.append(problem)
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
+
+
+def score(task, inputs: list[tuple], args: Args) -> list[tuple[float, ...]]:
+    """The K rewards of each pair of a problem and a text. B pairs -> B tuples"""
+    columns = []
+    for name, function in task.reward_functions.items():
+        columns.append(call_each(f"reward function {name}", function, inputs, args))
+    return list(zip(*columns))
+
+
+def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[float]:
+    """The numbers that a function of the user's returns for tuples of a problem and texts.
+
+    Exits with the text for which it fails, or returns something else.
+    """
+
+    def call(given: tuple):
+        try:
+            result = function(*given)
+            if inspect.isawaitable(result):
+                result = asyncio.run_coroutine_threadsafe(result, event_loop()).result()
+            return result
+        except Exception as error:
+            return error
+
+    # A function may change its copy of a row.
+    inputs = [(copy.deepcopy(row) if type(row) is dict else row, *texts) for row, *texts in inputs]
+    batched = getattr(function, "batched", False) and len(inputs) > 0
+    calls = [tuple(map(list, zip(*inputs)))] if batched else inputs
+    with ThreadPoolExecutor(args.reward_threads) as pool:
+        # Signals, which some functions use as a clock, work in this thread only.
+        results = list((pool.map if args.reward_threads > 1 else map)(call, calls))
+    if batched and hasattr(results[0], "__len__"):
+        results = results[0]
+    numbers = []
+    for (_, *texts), result in zip(inputs, results):
+        words = f"for {', '.join(map(repr, texts)):.200}"
+        if isinstance(result, Exception):
+            reason = "".join(traceback.format_exception(result))  # where the user's code failed
+            sys.exit(f"{title}: failed {words}\n\n{reason}")
+        try:
+            numbers.append(float(result) if math.isfinite(result) else math.inf)
+        except Exception:  # of what is no number, or has more digits than a float
+            numbers.append(math.inf)
+        if not abs(numbers[-1]) < 1e15:  # squares of larger numbers are too large for float32
+            found = "a huge number" if isinstance(result, int) else repr(result)
+            sys.exit(f"{title}: returned {found:.100} {words}, expected a number below 1e15")
+    if len(results) != len(inputs):
+        sys.exit(f"{title}: returned {len(results)} numbers for {len(inputs)} answers")
+    return numbers
+
+
+@lru_cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all async functions of a run: clients of servers belong to theirs."""
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+def join_repeated(words: list[str]) -> list[str]:
+    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
+    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
+    chunks = {"": []}  # of the command line: a flag with its values
+    chunk = chunks[""]
+    for number, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag.removeprefix("--").replace("-", "_") in several:
+            chunk = chunks.setdefault(flag, [flag])
+            chunk += [value] if value else []
+        elif word.startswith("--"):
+            chunk = chunks.setdefault(number, [word])
+        else:
+            chunk.append(word)
+    return sum(chunks.values(), [])
+
+
+# --- Models -------------------------------------------------------------------------------------
 
 
 def model_path(args: Args) -> str:
@@ -567,53 +1081,6 @@ def turn_end(tokenizer, args: Args) -> list[int]:
         sys.exit("chat template: leaves out messages, see --chat-template-path")
     rest = tokenizer.encode(text.rpartition("Xyzzy")[2], add_special_tokens=False)
     return [token for token in rest if token in tokenizer.added_tokens_decoder][:1]
-
-
-def encode(tokenizer, messages: list[dict], args: Args) -> list[int]:
-    """Token ids of a prompt, up to where the assistant begins."""
-    if args.system_prompt:
-        messages = [{"role": "system", "content": args.system_prompt}] + messages
-    settings = json.loads(args.chat_template_kwargs)
-    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-    try:
-        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
-    except Exception as error:  # whatever the code of a template raises
-        roles = ", ".join(message["role"] for message in messages)
-        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
-
-
-def check_tags(tokenizer, messages: list[dict]) -> None:
-    """Exit if tags that the prompt asks for would be missing in the text that rewards read."""
-    for name in re.findall(r"</(\w+)>", messages[-1]["content"]):
-        ids = tokenizer.encode(f"<{name}></{name}>", add_special_tokens=False)
-        if f"</{name}>" not in tokenizer.decode(ids, skip_special_tokens=True):
-            sys.exit(f"--model-name-or-path: <{name}> is a special token, which no reward can see")
-
-
-def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
-    """What the assistant says: a think block that its prompt has opened, and the completion."""
-    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
-    opening = tag + rest if rest.strip() in ("", "</think>") else ""
-    return opening + tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def drop_long_prompts(problems: list, players, team, args: Args) -> list:
-    """The problems whose first prompts fit; prints how many are dropped."""
-    kept = []
-    for problem in problems:
-        first = team.start(problem)
-        tokenizer = player_of(players, first.agent).tokenizer
-        if len(encode(tokenizer, team.prompt(first), args)) <= args.max_prompt_length:
-            kept.append(problem)
-    dropped = len(problems) - len(kept)
-    if dropped and os.environ.get("RANK", "0") == "0":
-        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
-    if not kept:
-        sys.exit("--max-prompt-length: no problem is left")
-    return kept
-
-
-# --- Model compatibility ------------------------------------------------------------------------
 
 
 def refuse_unsupported(model) -> None:
@@ -699,14 +1166,6 @@ def add_methods(model) -> None:
     model.token_logprobs = MethodType(token_logprobs, model)
 
 
-def recompute_layers(model) -> None:
-    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
-            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
-
-
 def compile_layers(model) -> None:
     """torch.compile for the layers where gradients are wanted, which leaves decoding as it is."""
 
@@ -717,6 +1176,14 @@ def compile_layers(model) -> None:
         if isinstance(layer, GradientCheckpointingLayer):
             compiled = torch.compile(layer.forward, dynamic=True)
             layer.forward = partial(forward, layer.forward, compiled)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
 
 
 @torch.no_grad()
@@ -764,7 +1231,7 @@ def check_model(model, prompt: list[int], args: Args) -> None:
             sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
 
 
-# --- Rollout ------------------------------------------------------------------------------------
+# --- Sampling -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -778,6 +1245,24 @@ class Completion:
     text: str = ""
     agent: str = ""
     valid: bool = True  # the text has the tags of its role
+
+
+def complete(players, team, problems, num_generations, args: Args, seeds=None) -> list:
+    """G episodes of each problem with their rewards: sampled, or greedy without seeds."""
+    episodes = []
+    for number, problem in enumerate(problems):
+        for g in range(num_generations):
+            episode = team.start(problem)
+            if seeds:
+                episode.seed = random_seed(seeds[number], g)
+            episodes.append(episode)
+    size = len(episodes) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
+    for first in range(0, len(episodes), size):
+        play(players, team, episodes[first : first + size], args)
+    inputs = [(episode.problem, episode.answer) for episode in episodes]
+    for episode, rewards in zip(episodes, score(team.task, inputs, args)):
+        episode.rewards = rewards
+    return episodes
 
 
 @torch.no_grad()
@@ -1072,132 +1557,6 @@ def repack_head(engine_model) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def complete(players, team, problems, num_generations, args: Args, seeds=None) -> list:
-    """G episodes of each problem with their rewards: sampled, or greedy without seeds."""
-    episodes = []
-    for number, problem in enumerate(problems):
-        for g in range(num_generations):
-            episode = team.start(problem)
-            if seeds:
-                episode.seed = random_seed(seeds[number], g)
-            episodes.append(episode)
-    size = len(episodes) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
-    for first in range(0, len(episodes), size):
-        play(players, team, episodes[first : first + size], args)
-    inputs = [(episode.problem, episode.answer) for episode in episodes]
-    for episode, rewards in zip(episodes, score(team.task, inputs, args)):
-        episode.rewards = rewards
-    return episodes
-
-
-def score(task, inputs: list[tuple], args: Args) -> list[tuple[float, ...]]:
-    """The K rewards of each pair of a problem and a text. B pairs -> B tuples"""
-    columns = []
-    for name, function in task.reward_functions.items():
-        columns.append(call_each(f"reward function {name}", function, inputs, args))
-    return list(zip(*columns))
-
-
-def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[float]:
-    """The numbers that a function of the user's returns for tuples of a problem and texts.
-
-    Exits with the text for which it fails, or returns something else.
-    """
-
-    def call(given: tuple):
-        try:
-            result = function(*given)
-            if inspect.isawaitable(result):
-                result = asyncio.run_coroutine_threadsafe(result, event_loop()).result()
-            return result
-        except Exception as error:
-            return error
-
-    # A function may change its copy of a row.
-    inputs = [(copy.deepcopy(row) if type(row) is dict else row, *texts) for row, *texts in inputs]
-    batched = getattr(function, "batched", False) and len(inputs) > 0
-    calls = [tuple(map(list, zip(*inputs)))] if batched else inputs
-    with ThreadPoolExecutor(args.reward_threads) as pool:
-        # Signals, which some functions use as a clock, work in this thread only.
-        results = list((pool.map if args.reward_threads > 1 else map)(call, calls))
-    if batched and hasattr(results[0], "__len__"):
-        results = results[0]
-    numbers = []
-    for (_, *texts), result in zip(inputs, results):
-        words = f"for {', '.join(map(repr, texts)):.200}"
-        if isinstance(result, Exception):
-            reason = "".join(traceback.format_exception(result))  # where the user's code failed
-            sys.exit(f"{title}: failed {words}\n\n{reason}")
-        try:
-            numbers.append(float(result) if math.isfinite(result) else math.inf)
-        except Exception:  # of what is no number, or has more digits than a float
-            numbers.append(math.inf)
-        if not abs(numbers[-1]) < 1e15:  # squares of larger numbers are too large for float32
-            found = "a huge number" if isinstance(result, int) else repr(result)
-            sys.exit(f"{title}: returned {found:.100} {words}, expected a number below 1e15")
-    if len(results) != len(inputs):
-        sys.exit(f"{title}: returned {len(results)} numbers for {len(inputs)} answers")
-    return numbers
-
-
-@lru_cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all async functions of a run: clients of servers belong to theirs."""
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-def play(players, team, episodes: list, args: Args) -> None:
-    """Let the agents write until all episodes are over.
-
-    Every time, one agent writes in all episodes that wait for it: the first in the team's order.
-    """
-    writing = None  # whose weights vLLM has
-    while True:
-        waiting = {episode.agent for episode in episodes if episode.agent}
-        if not waiting:
-            return
-        agent = min(waiting, key=team.agents.index)
-        player = player_of(players, agent)
-        if args.vllm and player is not writing:
-            refresh(player.sampler, player.model)
-            writing = player
-        due = []
-        prompts = []
-        for episode in episodes:
-            if episode.agent != agent:
-                continue
-            prompt = encode(player.tokenizer, team.prompt(episode), args)
-            if len(prompt) > args.max_prompt_length:
-                episode.agent = None
-                episode.cut = True
-                continue
-            due.append(episode)
-            prompts.append(prompt)
-        if not due:
-            continue
-        seeds = [random_seed(e.seed, len(e.completions)) for e in due if e.seed is not None]
-        completions = generate(player.sampler, prompts, args, seeds)
-        for completion in completions:
-            completion.agent = agent
-            completion.text = answer_text(player.tokenizer, completion.prompt, completion.ids)
-        valid = team.advance(due, [completion.text for completion in completions])
-        for episode, completion, is_valid in zip(due, completions, valid, strict=True):
-            completion.valid = bool(is_valid)
-            episode.completions.append(completion)
-
-
-def over_temperature(logits: Tensor, args: Args) -> Tensor:
-    """Divided by the temperature, which takes time and memory even where it is 1."""
-    return logits if args.temperature == 1 else logits / args.temperature
-
-
-def random_seed(*names) -> int:
-    """A seed made of names: the same after a resume and on any number of processes."""
-    return random.Random(" ".join(map(str, names))).getrandbits(63)
-
-
 # --- Log-probabilities of packed groups ---------------------------------------------------------
 
 
@@ -1257,41 +1616,6 @@ def pack(completions: list[Completion], packed_rows: list[list[int]], device) ->
     )
 
 
-def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
-    """Log-probability of every predicted token. -> (N,)"""
-    query = packed.owners[:, :, None]
-    key = packed.owners[:, None, :]
-    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
-    positions = packed.position_ids
-
-    def chunk_logprobs(hidden, targets):
-        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
-        return -F.cross_entropy(over_temperature(logits, args), targets, reduction="none")
-
-    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
-        hidden = model.base_model(
-            packed.input_ids,
-            attention_mask=attention_masks(model, visible, positions, positions),
-            position_ids=positions,
-            use_cache=False,
-        ).last_hidden_state  # (R,L,H)
-        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
-        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
-        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
-        if args.compile:  # then a chunk keeps fewer copies of its logits
-            size = 4 * size
-            chunk_logprobs = torch.compile(chunk_logprobs, dynamic=True)
-        if len(hidden) <= size:
-            return chunk_logprobs(hidden, packed.targets)
-        logprobs = []
-        for chunk in zip(hidden.split(size), packed.targets.split(size)):
-            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
-        return torch.cat(logprobs)
-
-
-# --- Update -------------------------------------------------------------------------------------
-
-
 def packed_length(completions, numbers: list[int]) -> int:
     """Tokens of a packed row, rounded up as attention kernels want the width of masks."""
     length = len(completions[numbers[0]].prompt) - 1
@@ -1346,82 +1670,41 @@ def micro_batches(completions, rows: list[int], args: Args, device) -> list[Pack
     return [pack(completions, packed_rows, device) for packed_rows in passes]
 
 
-def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
-    """num_iterations optimizer steps on the batch of all processes.
+def over_temperature(logits: Tensor, args: Args) -> Tensor:
+    """Divided by the temperature, which takes time and memory even where it is 1."""
+    return logits if args.temperature == 1 else logits / args.temperature
 
-    completions and advantages are those of this process. The loss of a step is a sum over tokens,
-    so its gradient depends neither on micro-batches nor on the number of processes.
-    """
-    device = model.device
-    lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
-    all_lengths = gather(lengths.tolist())
-    num_tokens = sum(all_lengths)
-    weights = token_weights(
-        lengths,
-        args.loss_type,
-        num_rows=len(all_lengths),
-        num_tokens=num_tokens,
-        max_completion_length=args.max_completion_length,
-    ).to(device)  # (B,)
-    rows = list(range(len(completions)))
-    if args.beta == 0:  # without KL, zero advantage means no gradient
-        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one for sampling_metrics
-    advantages = advantages.to(device)
-    batches = micro_batches(completions, rows, args, device)
 
-    parameters = optimizer.param_groups[0]["params"]
-    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
-    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
-    log_ratios = []  # log(p_learner / p_sampler) of each token
-    for iteration in range(args.num_iterations):
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
-        for batch in batches:
-            if iteration == 0 and reference is not None:
-                with torch.no_grad(), adapters_off(model, args):
-                    batch.ref_logprobs = reference.token_logprobs(batch, args)
-            logprobs = model.token_logprobs(batch, args)  # (N,)
-            if iteration == 0:
-                # No step has been taken yet, so these are the old log-probabilities.
-                old = logprobs.detach()
-                batch.old_logprobs = old
-                log_ratios.append(old - batch.sampled_logprobs)
-                if cap > 0:
-                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
-            losses, clipped = policy_loss(
-                logprobs,
-                batch.old_logprobs,
-                advantages[batch.completion_index],
-                epsilon=args.epsilon,
-                beta=args.beta,
-                ref_logprobs=batch.ref_logprobs,
-                correction=batch.correction,
-            )
-            loss = (losses * weights[batch.completion_index]).sum()
-            sums[0] += loss.detach()
-            sums[1] += clipped.sum()
-            if reference is not None:
-                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
-            if args.fsdp:
-                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
-            loss.backward()
-        if dist.is_initialized() and not args.fsdp:
-            for parameter in parameters:
-                dist.all_reduce(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
-        norm = (norm.full_tensor() if args.fsdp else norm).item()
-        if not math.isfinite(norm):
-            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
-        optimizer.step()
-    optimizer.zero_grad()  # the rollout needs the memory
+def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
+    """Log-probability of every predicted token. -> (N,)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
 
-    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
-    loss, num_clipped, kl = sums.tolist()
-    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
-    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
-    if reference is not None:
-        metrics["kl"] = kl / num_tokens
-    return metrics
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(over_temperature(logits, args), targets, reduction="none")
+
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if args.compile:  # then a chunk keeps fewer copies of its logits
+            size = 4 * size
+            chunk_logprobs = torch.compile(chunk_logprobs, dynamic=True)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
 
 
 def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
@@ -1442,6 +1725,9 @@ def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, fl
         metrics["sampling/importance_sampling_ratio/mean"] = correction
         metrics["sampling/importance_sampling_ratio/truncated"] = truncated
     return metrics
+
+
+# --- Adapters, copies and shards ----------------------------------------------------------------
 
 
 def add_adapters(model, args: Args) -> None:
@@ -1469,17 +1755,6 @@ def adapters_off(model, args: Args):
     yield
     if args.lora_rank:
         model.enable_adapters()
-
-
-def shard(model, args: Args) -> None:
-    """FSDP2 in place: every layer, then the rest."""
-    dtype = torch.bfloat16 if args.bf16 else None
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in model.modules():
-        if type(module).__name__ in model._no_split_modules:
-            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
-    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
-    register_fsdp_forward_method(model, "token_logprobs")
 
 
 def copy_model(model, dtype: torch.dtype):
@@ -1524,78 +1799,15 @@ def refresh(sampler, model) -> None:
             copies[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
 
 
-@dataclass
-class Player:
-    """A model and what it is trained with, for one agent or for all."""
-
-    name: str
-    agents: tuple[str, ...]
-    args: Args  # that name its model
-    tokenizer: transformers.PreTrainedTokenizerBase
-    model: transformers.PreTrainedModel
-    sampler: object  # the model, a copy of it, or VllmSampler
-    reference: transformers.PreTrainedModel | None
-    optimizer: torch.optim.Optimizer
-
-
-def player_of(players: list[Player], agent: str) -> Player:
-    """The player whose model writes for this agent."""
-    return next(player for player in players if agent in player.agents)
-
-
-def load_player(name: str, agents, messages: list[dict], args: Args, device, engine) -> Player:
-    """Load a model and check it on a prompt. engine is a VllmSampler, if there is one already."""
-    model, tokenizer = load_model(args)
-    model.to(device)
-    if not args.reward:
-        check_tags(tokenizer, messages)
-    check_model(model, encode(tokenizer, messages, args)[: args.max_prompt_length], args)
-    reference = None
-    if args.beta > 0:
-        reference = model if args.lora_rank else copy_model(model, torch.float32)
-        if args.fsdp and reference is not model:
-            shard(reference, args)
-    if args.lora_rank:
-        add_adapters(model, args)
-    # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
-    sampler = model
-    if not args.vllm and (args.bf16 or args.fsdp):
-        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
-    if args.compile:
-        compile_layers(model)
-    if args.gradient_checkpointing:
-        recompute_layers(model)
-    if args.fsdp:
-        shard(model, args)
-    if args.vllm:  # after adapters and sharding, when the weights take less memory
-        sampler = engine or VllmSampler(model, args)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
-    states.get_state_dict(model, optimizer)  # makes the state by a step of size 0, which it counts
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    return Player(name, agents, args, tokenizer, model, sampler, reference, optimizer)
-
-
-def load_players(team, problem, args: Args, device: torch.device) -> list[Player]:
-    """One player for all agents, or one for each."""
-    members = {"team": team.agents}
-    if not args.share_model:
-        members = {agent: (agent,) for agent in team.agents}
-    models = args.agent_models or (args.model_name_or_path,) * len(members)
-    if len(models) != len(members):
-        sys.exit(f"--agent-models: expected one for each of {', '.join(members)}")
-    if args.vllm and len(set(models)) > 1:
-        sys.exit(
-            "--agent-models: must be the same with --vllm, which has one engine for all agents"
-        )
-    messages = team.prompt(team.start(problem))
-    players = []
-    for (name, agents), model in zip(members.items(), models):
-        own_args = replace(args, model_name_or_path=model)
-        engine = players[0].sampler if args.vllm and players else None  # one for all models
-        players.append(load_player(name, agents, messages, own_args, device, engine))
-    return players
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
 
 
 # --- Checkpoints and logs -----------------------------------------------------------------------
@@ -1632,11 +1844,11 @@ def save_checkpoint(run_dir: str, players: list[Player], progress: dict, rank: i
             shutil.rmtree(old)
 
 
-def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+def load_checkpoint(run_dir: str, players: list[Player], progress: dict) -> None:
     """Restore the newest checkpoint, if there is one; every process reads its shard."""
     if not checkpoints(run_dir):
-        return  # trained_state steps a new AdamW, which would shift its bias correction
-    state = trained_state(model, optimizer) | {"progress": progress}
+        return
+    state = checkpoint_state(players, progress)
     *older, newest = checkpoints(run_dir)
     try:
         dcp.load(state, checkpoint_id=str(newest))
@@ -1645,8 +1857,10 @@ def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
         reason = str(error).strip().rpartition("\n")[2]
         sys.exit(f"{newest}: damaged; delete it, and the run {rest} ({reason:.200})")
     only_trained = states.StateDictOptions(strict=False)
-    states.set_model_state_dict(model, state["model"], options=only_trained)
-    states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    for player in players:
+        saved = state["players"][player.name]
+        states.set_model_state_dict(player.model, saved["model"], options=only_trained)
+        states.set_optimizer_state_dict(player.model, player.optimizer, saved["optimizer"])
     progress.update(state["progress"])
 
 
@@ -1736,59 +1950,9 @@ def report(step: int, metrics: dict, task, args: Args) -> None:
     print(f"{line}  {left} left", flush=True)
 
 
-# --- Evaluation and training --------------------------------------------------------------------
-
-
-def evaluate(players, team, problems, args: Args, rank: int, world_size: int) -> dict[str, float]:
-    """Score problems that are not trained on by the first reward function: the greedy episode, and
-    the mean and the best of k sampled ones. Prints one greedy episode."""
-    k = args.num_generations_eval
-    mine = range(rank, len(problems), world_size)
-    seeds = [random_seed("evaluation", i) for i in mine]
-    problems = [problems[i] for i in mine]
-    greedy = complete(players, team, problems, 1, args)
-    scores = {"eval/greedy": [episode.rewards[0] for episode in greedy]}
-    if k > 0:
-        sampled = complete(players, team, problems, k, args, seeds)
-        rewards = torch.tensor([episode.rewards[0] for episode in sampled]).view(-1, k)
-        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
-        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
-    if rank == 0:
-        lines = [team.prompt(team.start(greedy[0].problem))[-1]["content"]]
-        lines += [f"{call.agent} >>> {call.text}" for call in greedy[0].completions]
-        print("\n".join(lines) + f"\n(reward {greedy[0].rewards[0]:g})")
-    return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
-
-
-def agent_metrics(
-    rewards: Tensor, groups: Tensor, call_rewards: Tensor, valid: Tensor
-) -> dict[str, float]:
-    """What the calls of one agent are like, and how GRPO's baseline would inflate its gradient.
-
-    rewards (P,G) are those of all episodes; the others, (C,), belong to the agent's calls.
-    """
-    metrics = {"calls": len(groups) / rewards.numel()}  # in an episode
-    factors = []
-    equal = []
-    for group in groups.unique():
-        own = call_rewards[groups == group]
-        everybody = rewards[group]  # (G,)
-        equal.append((own == own[0]).all())
-        if (everybody != everybody[0]).any():
-            own_std = own.std(correction=0)
-            std = everybody.std(correction=0)
-            factors.append(inflation_factor(own.mean(), own_std, everybody.mean(), std))
-    if equal:
-        metrics["valid"] = valid.float().mean().item()
-        metrics["frac_zero_std"] = torch.stack(equal).float().mean().item()
-    if factors:
-        metrics["inflation_factor"] = torch.stack(factors).mean().item()
-    return metrics
-
-
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -1801,141 +1965,7 @@ def one_sentence_for_a_full_disk():
         raise
 
 
-@one_sentence_for_a_full_disk()
-def train(args: Args) -> dict[str, float]:
-    """Train as the flags say. Returns the scores of the last evaluation."""
-    tiny = not args.model_name_or_path and not args.agent_models
-    if args.learning_rate is None:
-        rate = 2e-4 if tiny else 1e-6
-        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
-    if args.max_completion_length is None:
-        args = replace(args, max_completion_length=64 if tiny else 1024)
-    rank, world_size, device = setup(args)
-    warn_of_slow_bfloat16(args, rank, device)
-    team, eval_problems = load_task(args)
-    task = team.task
-    players = load_players(team, eval_problems[0], args, device)
-    eval_problems = drop_long_prompts(eval_problems, players, team, args)
-    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
-        task.train_rows = drop_long_prompts(task.train_rows, players, team, args)
-    if len(eval_problems) < world_size:
-        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
-    run_dir = open_run(args, rank)
-    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
-    load_checkpoint(run_dir, players, progress)
-    if rank == 0:
-        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
-        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
-
-    for player in players:
-        if not args.vllm:  # with vLLM, play loads the weights of the agent that writes
-            refresh(player.sampler, player.model)
-    scores = {}
-    while True:
-        step = progress["step"]
-        last = step >= args.max_steps
-        if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores = evaluate(players, team, eval_problems, args, rank, world_size)
-            if rank == 0:
-                log(run_dir, board, step, scores)
-                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
-        if last:
-            break
-
-        # 1. play G episodes of each problem and score them; processes have different problems
-        began = time.perf_counter()
-        share = args.num_prompts_per_step // world_size
-        first = progress["num_prompts"] + rank * share
-        indices = range(first, first + share)
-        problems = [task.train_problem(i, args.seed) for i in indices]
-        seeds = [random_seed(args.seed, i) for i in indices]
-        episodes = complete(players, team, problems, args.num_generations, args, seeds)
-        progress["num_prompts"] += args.num_prompts_per_step
-        sampled = time.perf_counter()
-
-        # 2. compare each call with those of its agent; R counts the calls of all processes
-        completions = []
-        table = []
-        for number, episode in enumerate(episodes, start=rank * len(episodes)):
-            for c in episode.completions:
-                agent = team.agents.index(c.agent)
-                table.append((number, agent, c.valid, len(c.ids), c.ended, sum(c.logprobs)))
-                completions.append(c)
-        trajectories, agents, valid, lengths, ended, logprobs = zip(*gather(table))
-        trajectories = torch.tensor(trajectories)  # (R,)
-        groups = trajectories // args.num_generations
-        agents = torch.tensor(agents)
-        valid = torch.tensor(valid)
-        rewards = torch.tensor(gather([episode.rewards for episode in episodes]))  # (P G,K)
-        call_rewards = rewards[trajectories, 0]  # (R,)
-        advantages = agent_advantages(
-            call_rewards - args.invalid_penalty * ~valid,
-            groups,
-            agents,
-            trajectories,
-            args.normalization,
-            lone_call=args.lone_call,
-        )
-        own_advantages = advantages.split(gather([len(completions)]))[rank]
-
-        # 3. clipped policy-gradient steps of each model on the calls of its agents
-        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
-        metrics = {}
-        if args.vllm:
-            players[0].sampler.sleep()
-        for player in players:
-            rows = [row for row, c in enumerate(completions) if c.agent in player.agents]
-            if not any(gather([len(rows)])):
-                continue  # AdamW would move the weights even so
-            player.optimizer.param_groups[0]["lr"] = rate
-            calls = [completions[row] for row in rows]
-            learned = update(
-                player.model, player.reference, player.optimizer, calls, own_advantages[rows], args
-            )
-            metrics |= {f"dr_mas/{player.name}/{tag}": value for tag, value in learned.items()}
-            if not args.vllm:
-                refresh(player.sampler, player.model)
-
-        # 4. log and save
-        progress["step"] = step = step + 1
-        progress["num_tokens"] += sum(lengths)
-        totals = rewards[:, 0].view(-1, args.num_generations)  # (P,G)
-        for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
-            metrics[f"rewards/{name}/mean"] = mean
-        for number, name in enumerate(team.agents):
-            own = agents == number
-            found = agent_metrics(totals, groups[own], call_rewards[own], valid[own])
-            metrics |= {f"dr_mas/{name}/{tag}": value for tag, value in found.items()}
-        metrics |= {
-            "reward": totals.mean().item(),
-            "frac_reward_zero_std": (totals == totals[:, :1]).all(1).float().mean().item(),
-            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
-            "completions/mean_length": sum(lengths) / len(lengths),
-            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
-            "learning_rate": rate,
-            "dr_mas/cut_ratio": sum(gather([e.cut for e in episodes])) / len(rewards),
-            "num_tokens": progress["num_tokens"],
-            "seconds/rollout": sampled - began,
-            "seconds/step": time.perf_counter() - began,
-        }
-        if rank == 0:
-            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
-            log_episodes(run_dir, step, episodes, own_advantages, players, task, args)
-            report(step, metrics, task, args)
-        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
-            save_checkpoint(run_dir, players, progress, rank)
-
-    if args.max_steps > 0:
-        for player in players:
-            folder = f"{run_dir}/final/{player.name}"
-            save_final(folder, player.model, player.tokenizer, player.args, rank)
-    if rank == 0:
-        board.close()
-    if args.vllm:
-        players[0].sampler.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return scores
+# --- Command line -------------------------------------------------------------------------------
 
 
 def parse_args() -> Args:
@@ -1964,23 +1994,7 @@ def parse_args() -> Args:
     return args
 
 
-def join_repeated(words: list[str]) -> list[str]:
-    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
-    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
-    chunks = {"": []}  # of the command line: a flag with its values
-    chunk = chunks[""]
-    for number, word in enumerate(words):
-        flag, _, value = word.partition("=")
-        if flag.removeprefix("--").replace("-", "_") in several:
-            chunk = chunks.setdefault(flag, [flag])
-            chunk += [value] if value else []
-        elif word.startswith("--"):
-            chunk = chunks.setdefault(number, [word])
-        else:
-            chunk.append(word)
-    return sum(chunks.values(), [])
-
-
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
-    train(parse_args())
+    with one_sentence_for_a_full_disk():
+        train(parse_args())

@@ -35,6 +35,8 @@ N = n + m agents, A actions of an agent, O numbers of an observation, H hidden u
 state (in games of tables, states).
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import math
@@ -268,7 +270,123 @@ def nash_conv(
     return against_ant + against_pro
 
 
-# --- Networks and losses ------------------------------------------------------------------------
+# --- Training -----------------------------------------------------------------------------------
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    device = setup(args)
+    if args.env_id in [*SOLVED_GAMES, "pong"] and find_spec("envs") is None:
+        sys.exit(
+            f"--env-id {args.env_id}: needs the folder envs/ of the repository beside this script; "
+            "without it, --env-id takes a module of PettingZoo such as mpe2.simple_tag_v3 "
+            "(pip install mpe2), or FILE.py:function"
+        )
+    if args.exploiter_steps and args.env_id in SOLVED_GAMES:
+        sys.exit(f"--env-id {args.env_id} is solved exactly; it takes no --exploiter-steps")
+    if 0 < args.exploiter_steps <= args.learning_starts:
+        sys.exit(f"--exploiter-steps: exploiters learn after {args.learning_starts} steps only")
+    if args.opponent and not args.evaluate:
+        sys.exit("--opponent: goes with --evaluate RUN, the folder of the teams it plays against")
+    if args.evaluate:
+        return score_run(args, device)
+    torch.manual_seed(args.seed)
+    game = make_game(args, args.num_envs, args.seed, device)
+    n, m = game.teams
+    if args.learner == "fm3q" and args.mixer == "pairwise" and n != m:
+        sys.exit(f"--mixer pairwise: pairs opponents, but the game has {n} against {m}")
+    learner = Learner(Networks(game, args), Networks(game, args), args)
+    run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
+    parts = {"online": learner.online, "target": learner.target, "optimizer": learner.optimizer}
+    step = 0
+    state = load_checkpoint(run_dir, device) if args.resume else None
+    if state is not None:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        learner.buffer.columns = state["columns"]
+        learner.buffer.count = state["count"]
+        step = state["step"]
+    board = SummaryWriter(run_dir, purge_step=step + 1)
+    ratio = args.updates_per_step * args.batch_size / args.num_envs
+    print(f"{run_dir}: {args.learner}, {args.num_envs} games on {device}, replay ratio {ratio:.2g}")
+
+    # The steps between two log points, and all steps: whole numbers of steps of all games. The
+    # learning rate is 0 from --total-timesteps to the end of the run.
+    interval = math.ceil(args.total_timesteps / LOGS / args.num_envs) * args.num_envs
+    end = math.ceil(args.total_timesteps / interval) * interval
+    if end <= args.learning_starts:
+        print(
+            f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
+        )
+    begin_anew = True
+    scores = {}
+    while True:
+        last = step >= end
+        if begin_anew:
+            torch.manual_seed(random_seed(args.seed, step))
+            game.reset(random_seed(args.seed, "games", step))
+            results = torch.zeros(2, device=device)  # returns and number of games that ended
+            returns = torch.zeros(args.num_envs, device=device)  # of games that go on
+            begin_anew = False
+        if last or is_due(args.eval_steps, step, interval):
+            scores = evaluate(learner.online, args, device)
+            if last and args.exploiter_steps:
+                scores |= exploit(learner.online, args, device)
+            log(run_dir, board, step, scores)
+            shown = list(scores.items())[: None if last else 3]
+            print("  ".join(f"{tag} {value:.3f}" for tag, value in shown))
+        if last:
+            break
+
+        began = time.perf_counter()
+        learned = []
+        for now in range(step, step + interval, args.num_envs):
+            # 1. act
+            epsilon = exploration(args, now)
+            rewards, over = learner.collect(game, act(learner.online, game, epsilon))
+            returns += rewards
+            results += torch.stack([(returns * over).sum(), over.sum()])
+            returns.masked_fill_(over, 0)
+
+            # 2. learn
+            rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, now)
+            learner.optimizer.param_groups[0]["lr"] = rate
+            for update in updates_due(args, now):
+                batch = learner.buffer.sample(args.batch_size)
+                loss = learner_loss(learner.online, learner.target, batch, args)
+                learned.append(learner.gradient_step(loss, update))
+
+        # 3. log and save
+        step += interval
+        total, games = results.tolist()  # waits for the device
+        speed = interval / (time.perf_counter() - began)
+        metrics = {
+            "charts/epsilon": epsilon,
+            "charts/learning_rate": rate,
+            "charts/SPS": speed,
+        }
+        line = f"step {step:>9,}/{end:,}  {speed:7,.0f} steps/s"
+        if games:
+            metrics["charts/episodic_return"] = total / games
+            results.zero_()
+        if learned:
+            loss, norm = torch.stack(learned).mean(0).tolist()
+            metrics["losses/td_loss"] = loss
+            metrics["losses/grad_norm"] = norm
+            line += f"  loss {loss:9.4f}"
+            if not math.isfinite(loss + norm):
+                sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
+        log(run_dir, board, step, metrics)
+        left = round((end - step) / speed)
+        print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+        if args.save_steps and (step >= end or is_due(args.save_steps, step, interval)):
+            state = {name: part.state_dict() for name, part in parts.items()}
+            state["columns"] = learner.buffer.columns
+            state["count"] = learner.buffer.count
+            save_checkpoint(run_dir, step, state | {"step": step})
+            begin_anew = True
+    board.close()
+    return scores
 
 
 class Networks(nn.Module):
@@ -354,7 +472,84 @@ def update_target(target: nn.Module, online: nn.Module, tau: float) -> None:
     torch._foreach_lerp_([*target.parameters()], [*online.parameters()], tau)
 
 
-# --- Games and replay ---------------------------------------------------------------------------
+class Learner:
+    """Networks, a slow copy of them, their optimizer and their replay."""
+
+    def __init__(self, online: Networks, target: Networks, args: Args):
+        self.args = args
+        self.online = online
+        self.target = target.requires_grad_(False)
+        self.target.load_state_dict(online.state_dict())
+        # All parameters become views of one vector: a step of Adam is one operation for all.
+        self.parameters = list(self.online.parameters())
+        self.weights = nn.Parameter(parameters_to_vector(self.parameters).detach())
+        vector_to_parameters(self.weights.data, self.parameters)
+        self.optimizer = torch.optim.Adam([self.weights], args.learning_rate, fused=True)
+        self.buffer = ReplayBuffer(args.buffer_size)
+
+    def collect(self, game, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """A step of all games, kept for learning. Rewards, and which games are over. (E,) twice"""
+        state = game.state
+        # next_state is before a reset; dones are ends of the game, over counts time limits too
+        rewards, dones, over, next_state = game.step(actions)
+        self.buffer.add(
+            state=state, actions=actions, rewards=rewards, dones=dones, next_state=next_state
+        )
+        return rewards, over
+
+    def gradient_step(self, loss: Tensor, number: int) -> Tensor:
+        """Step `number` of Adam, and from time to time a copy to the target. Loss and gradient
+        norm (2,); nothing waits for the device."""
+        gradients = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
+        self.weights.grad = parameters_to_vector(gradients)
+        norm = nn.utils.clip_grad_norm_(self.weights, self.args.max_grad_norm or math.inf)
+        self.optimizer.step()
+        if number % self.args.target_network_frequency == 0:
+            update_target(self.target, self.online, self.args.tau)
+        return torch.stack([loss.detach(), norm])
+
+
+def act(networks: Networks, game, epsilon: float) -> Tensor:
+    """Best actions, or with chance epsilon, each agent by itself, random ones. (E,N)"""
+    best = networks.greedy(game.state)
+    explore = torch.rand(best.shape, device=best.device) < epsilon
+    return torch.where(explore, game.random_actions(), best)
+
+
+def exploration(args: Args, step: int) -> float:
+    """Chance of a random action."""
+    if step < args.learning_starts:
+        return 1.0
+    duration = max(1, args.exploration_fraction * args.total_timesteps)
+    return linear_schedule(args.start_e, args.end_e, duration, step)
+
+
+def updates_due(args: Args, step: int) -> range:
+    """Numbers (1, 2, ...) of the gradient steps that are due when all games have made this step."""
+    before = max(0, step - args.learning_starts)
+    after = max(0, step + args.num_envs - args.learning_starts)
+    rate = args.updates_per_step / args.num_envs
+    return range(int(before * rate) + 1, int(after * rate) + 1)
+
+
+def evaluate(networks, args: Args, device) -> dict[str, float]:
+    """Exactly, where the game can be solved; else against players that need no training."""
+    if args.env_id in SOLVED_GAMES:
+        return solve(networks, args)
+    scores = match("wanderer", player(networks), wanderer, args, device)
+    if args.env_id == "pong":
+        from envs.pong import tracker
+
+        scores |= match("tracker", player(networks), tracker, args, device)
+    return scores
+
+
+# ================================================================================================
+# Below: what the method stands on, networks, environments, checkpoints and logs.
+# ================================================================================================
+
+
+# --- Games and replay buffer --------------------------------------------------------------------
 
 
 @cache
@@ -416,72 +611,7 @@ class ReplayBuffer:
         return {name: column[rows] for name, column in self.columns.items()}
 
 
-class Learner:
-    """Networks, a slow copy of them, their optimizer and their replay."""
-
-    def __init__(self, online: Networks, target: Networks, args: Args):
-        self.args = args
-        self.online = online
-        self.target = target.requires_grad_(False)
-        self.target.load_state_dict(online.state_dict())
-        # All parameters become views of one vector: a step of Adam is one operation for all.
-        self.parameters = list(self.online.parameters())
-        self.weights = nn.Parameter(parameters_to_vector(self.parameters).detach())
-        vector_to_parameters(self.weights.data, self.parameters)
-        self.optimizer = torch.optim.Adam([self.weights], args.learning_rate, fused=True)
-        self.buffer = ReplayBuffer(args.buffer_size)
-
-    def collect(self, game, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """A step of all games, kept for learning. Rewards, and which games are over. (E,) twice"""
-        state = game.state
-        # next_state is before a reset; dones are ends of the game, over counts time limits too
-        rewards, dones, over, next_state = game.step(actions)
-        self.buffer.add(
-            state=state, actions=actions, rewards=rewards, dones=dones, next_state=next_state
-        )
-        return rewards, over
-
-    def gradient_step(self, loss: Tensor, number: int) -> Tensor:
-        """Step `number` of Adam, and from time to time a copy to the target. Loss and gradient
-        norm (2,); nothing waits for the device."""
-        gradients = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
-        self.weights.grad = parameters_to_vector(gradients)
-        norm = nn.utils.clip_grad_norm_(self.weights, self.args.max_grad_norm or math.inf)
-        self.optimizer.step()
-        if number % self.args.target_network_frequency == 0:
-            update_target(self.target, self.online, self.args.tau)
-        return torch.stack([loss.detach(), norm])
-
-
-def act(networks: Networks, game, epsilon: float) -> Tensor:
-    """Best actions, or with chance epsilon, each agent by itself, random ones. (E,N)"""
-    best = networks.greedy(game.state)
-    explore = torch.rand(best.shape, device=best.device) < epsilon
-    return torch.where(explore, game.random_actions(), best)
-
-
-def exploration(args: Args, step: int) -> float:
-    """Chance of a random action."""
-    if step < args.learning_starts:
-        return 1.0
-    duration = max(1, args.exploration_fraction * args.total_timesteps)
-    return linear_schedule(args.start_e, args.end_e, duration, step)
-
-
-def updates_due(args: Args, step: int) -> range:
-    """Numbers (1, 2, ...) of the gradient steps that are due when all games have made this step."""
-    before = max(0, step - args.learning_starts)
-    after = max(0, step + args.num_envs - args.learning_starts)
-    rate = args.updates_per_step / args.num_envs
-    return range(int(before * rate) + 1, int(after * rate) + 1)
-
-
-def is_due(every: int, step: int, size: int) -> bool:
-    """Whether a multiple of `every`, also 0, lies in the last `size` steps."""
-    return every > 0 and step // every > (step - size) // every
-
-
-# --- Games of PettingZoo ------------------------------------------------------------------------
+# --- PettingZoo games ---------------------------------------------------------------------------
 
 
 class PettingZooGame:
@@ -685,18 +815,6 @@ def match(name: str, ours, opponent, args: Args, device) -> dict[str, float]:
     return scores
 
 
-def evaluate(networks, args: Args, device) -> dict[str, float]:
-    """Exactly, where the game can be solved; else against players that need no training."""
-    if args.env_id in SOLVED_GAMES:
-        return solve(networks, args)
-    scores = match("wanderer", player(networks), wanderer, args, device)
-    if args.env_id == "pong":
-        from envs.pong import tracker
-
-        scores |= match("tracker", player(networks), tracker, args, device)
-    return scores
-
-
 class Exploiter(Networks):
     """A copy of a frozen team that goes on learning, while the other team stays as it is."""
 
@@ -812,7 +930,7 @@ def score_run(args: Args, device) -> dict[str, float]:
     return scores
 
 
-# --- Plumbing: seeds, checkpoints, logs ---------------------------------------------------------
+# --- Processes, checkpoints, logs ---------------------------------------------------------------
 
 
 def setup(args: Args) -> torch.device:
@@ -899,12 +1017,14 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
     board.flush()
 
 
-# --- Training -----------------------------------------------------------------------------------
+def is_due(every: int, step: int, size: int) -> bool:
+    """Whether a multiple of `every`, also 0, lies in the last `size` steps."""
+    return every > 0 and step // every > (step - size) // every
 
 
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -917,121 +1037,7 @@ def one_sentence_for_a_full_disk():
         raise
 
 
-@one_sentence_for_a_full_disk()
-def train(args: Args) -> dict[str, float]:
-    """Train as the flags say. Returns the scores of the last evaluation."""
-    device = setup(args)
-    if args.env_id in [*SOLVED_GAMES, "pong"] and find_spec("envs") is None:
-        sys.exit(
-            f"--env-id {args.env_id}: needs the folder envs/ of the repository beside this script; "
-            "without it, --env-id takes a module of PettingZoo such as mpe2.simple_tag_v3 "
-            "(pip install mpe2), or FILE.py:function"
-        )
-    if args.exploiter_steps and args.env_id in SOLVED_GAMES:
-        sys.exit(f"--env-id {args.env_id} is solved exactly; it takes no --exploiter-steps")
-    if 0 < args.exploiter_steps <= args.learning_starts:
-        sys.exit(f"--exploiter-steps: exploiters learn after {args.learning_starts} steps only")
-    if args.opponent and not args.evaluate:
-        sys.exit("--opponent: goes with --evaluate RUN, the folder of the teams it plays against")
-    if args.evaluate:
-        return score_run(args, device)
-    torch.manual_seed(args.seed)
-    game = make_game(args, args.num_envs, args.seed, device)
-    n, m = game.teams
-    if args.learner == "fm3q" and args.mixer == "pairwise" and n != m:
-        sys.exit(f"--mixer pairwise: pairs opponents, but the game has {n} against {m}")
-    learner = Learner(Networks(game, args), Networks(game, args), args)
-    run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
-    parts = {"online": learner.online, "target": learner.target, "optimizer": learner.optimizer}
-    step = 0
-    state = load_checkpoint(run_dir, device) if args.resume else None
-    if state is not None:
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        learner.buffer.columns = state["columns"]
-        learner.buffer.count = state["count"]
-        step = state["step"]
-    board = SummaryWriter(run_dir, purge_step=step + 1)
-    ratio = args.updates_per_step * args.batch_size / args.num_envs
-    print(f"{run_dir}: {args.learner}, {args.num_envs} games on {device}, replay ratio {ratio:.2g}")
-
-    # The steps between two log points, and all steps: whole numbers of steps of all games. The
-    # learning rate is 0 from --total-timesteps to the end of the run.
-    interval = math.ceil(args.total_timesteps / LOGS / args.num_envs) * args.num_envs
-    end = math.ceil(args.total_timesteps / interval) * interval
-    if end <= args.learning_starts:
-        print(
-            f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
-        )
-    begin_anew = True
-    scores = {}
-    while True:
-        last = step >= end
-        if begin_anew:
-            torch.manual_seed(random_seed(args.seed, step))
-            game.reset(random_seed(args.seed, "games", step))
-            results = torch.zeros(2, device=device)  # returns and number of games that ended
-            returns = torch.zeros(args.num_envs, device=device)  # of games that go on
-            begin_anew = False
-        if last or is_due(args.eval_steps, step, interval):
-            scores = evaluate(learner.online, args, device)
-            if last and args.exploiter_steps:
-                scores |= exploit(learner.online, args, device)
-            log(run_dir, board, step, scores)
-            shown = list(scores.items())[: None if last else 3]
-            print("  ".join(f"{tag} {value:.3f}" for tag, value in shown))
-        if last:
-            break
-
-        began = time.perf_counter()
-        learned = []
-        for now in range(step, step + interval, args.num_envs):
-            # 1. act
-            epsilon = exploration(args, now)
-            rewards, over = learner.collect(game, act(learner.online, game, epsilon))
-            returns += rewards
-            results += torch.stack([(returns * over).sum(), over.sum()])
-            returns.masked_fill_(over, 0)
-
-            # 2. learn
-            rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, now)
-            learner.optimizer.param_groups[0]["lr"] = rate
-            for update in updates_due(args, now):
-                batch = learner.buffer.sample(args.batch_size)
-                loss = learner_loss(learner.online, learner.target, batch, args)
-                learned.append(learner.gradient_step(loss, update))
-
-        # 3. log and save
-        step += interval
-        total, games = results.tolist()  # waits for the device
-        speed = interval / (time.perf_counter() - began)
-        metrics = {
-            "charts/epsilon": epsilon,
-            "charts/learning_rate": rate,
-            "charts/SPS": speed,
-        }
-        line = f"step {step:>9,}/{end:,}  {speed:7,.0f} steps/s"
-        if games:
-            metrics["charts/episodic_return"] = total / games
-            results.zero_()
-        if learned:
-            loss, norm = torch.stack(learned).mean(0).tolist()
-            metrics["losses/td_loss"] = loss
-            metrics["losses/grad_norm"] = norm
-            line += f"  loss {loss:9.4f}"
-            if not math.isfinite(loss + norm):
-                sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
-        log(run_dir, board, step, metrics)
-        left = round((end - step) / speed)
-        print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
-        if args.save_steps and (step >= end or is_due(args.save_steps, step, interval)):
-            state = {name: part.state_dict() for name, part in parts.items()}
-            state["columns"] = learner.buffer.columns
-            state["count"] = learner.buffer.count
-            save_checkpoint(run_dir, step, state | {"step": step})
-            begin_anew = True
-    board.close()
-    return scores
+# --- Command line -------------------------------------------------------------------------------
 
 
 def parse_args() -> Args:
@@ -1062,4 +1068,5 @@ def parse_args() -> Args:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
-    train(parse_args())
+    with one_sentence_for_a_full_disk():
+        train(parse_args())

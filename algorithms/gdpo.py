@@ -41,6 +41,8 @@ otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, K
 packed rows of L tokens, N predicted tokens.
 """
 
+from __future__ import annotations
+
 import asyncio
 import copy
 import csv
@@ -94,7 +96,9 @@ FIXED = "seed env task task_config dataset eval_dataset reward max_prompt_length
 FIXED += " system_prompt chat_template_path chat_template_kwargs model_name_or_path"
 FIXED += " num_prompts_per_step output_dir lora_rank"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
-AT_LEAST_ONE += " decode_batch_size micro_batch_size num_iterations eval_problems reward_threads"
+AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
+AT_LEAST_ONE += " eval_problems reward_threads"
+MAY_BE_NEGATIVE = ("seed", "format_penalty", "gate")
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -336,14 +340,254 @@ def token_weights(
     return ones / num_tokens  # mean over all tokens of the step
 
 
-# --- Processes, problems, model -----------------------------------------------------------------
+# --- Training -----------------------------------------------------------------------------------
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        rate = 1e-6 if args.model_name_or_path else 2e-4
+        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
+    if args.max_completion_length is None:
+        args = replace(args, max_completion_length=1024 if args.model_name_or_path else 64)
+    rank, world_size, device = setup(args)
+    warn_of_slow_bfloat16(args, rank, device)
+    task, eval_problems = load_task(args)
+    conditioned = [name in args.conditioned_rewards for name in task.reward_functions]
+    if sum(conditioned) < len(args.conditioned_rewards):
+        sys.exit(f"--conditioned-rewards: expected some of {list(task.reward_functions)}")
+    model, tokenizer = load_model(args)
+    model.to(device)
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
+        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    if not args.reward:
+        check_tags(tokenizer, task.prompt(eval_problems[0]))
+    check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
+    reference = None
+    if args.beta > 0:
+        reference = model if args.lora_rank else copy_model(model, torch.float32)
+        if args.fsdp and reference is not model:
+            shard(reference, args)
+    if args.lora_rank:
+        add_adapters(model, args)
+    # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
+    sampler = model
+    if not args.vllm and (args.bf16 or args.fsdp):
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.compile:
+        compile_layers(model)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
+    if args.fsdp:
+        shard(model, args)
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
+        sampler = VllmSampler(model, args)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
+    run_dir = open_run(args, rank)
+    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
+    load_checkpoint(run_dir, model, optimizer, progress)
+    if rank == 0:
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    scores = {}
+    refresh(sampler, model)
+    while True:
+        step = progress["step"]
+        last = step >= args.max_steps
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores = evaluate(sampler, tokenizer, task, eval_problems, args, rank, world_size)
+            if rank == 0:
+                log(run_dir, board, step, scores)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
+            break
+
+        # 1. sample G completions of each prompt and score them; processes have different prompts
+        began = time.perf_counter()
+        share = args.num_prompts_per_step // world_size
+        first = progress["num_prompts"] + rank * share
+        indices = range(first, first + share)
+        problems = [task.train_problem(i, args.seed) for i in indices]
+        seeds = [random_seed(args.seed, i) for i in indices]
+        size = args.num_generations
+        completions = complete(sampler, tokenizer, task, problems, size, args, seeds)
+        progress["num_prompts"] += args.num_prompts_per_step
+        sampled = time.perf_counter()
+
+        # 2. compare each reward with its group, then add; B counts the rows of all processes
+        table = gather([(c.rewards, len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
+        rewards, lengths, ended, logprobs = zip(*table)
+        rewards = torch.tensor(rewards)  # (B,K)
+        totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
+        conditional = condition_rewards(rewards, torch.tensor(conditioned))  # (B,K)
+        advantages = compute_advantages(conditional, task.reward_weights, args)  # (B,)
+        own_advantages = advantages.chunk(world_size)[rank]
+
+        # 3. clipped policy-gradient steps
+        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        optimizer.param_groups[0]["lr"] = rate
+        if args.vllm:
+            sampler.sleep()
+        metrics = update(model, reference, optimizer, completions, own_advantages, args)
+        refresh(sampler, model)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        progress["num_tokens"] += sum(lengths)
+        compared = conditional * torch.tensor(task.reward_weights)  # (B,K)
+        if args.advantage.startswith("grpo"):
+            compared = compared.sum(1, keepdim=True)  # (B,1)
+        groups = compared.unflatten(0, (-1, args.num_generations))  # (P,G,K or 1)
+        for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
+            metrics[f"rewards/{name}/mean"] = mean
+        metrics |= {
+            "reward": totals.mean().item(),
+            "frac_reward_zero_std": (groups == groups[:, :1]).all((1, 2)).float().mean().item(),
+            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
+        if rank == 0:
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_completions(run_dir, step, completions, own_advantages, tokenizer, task, args)
+            report(step, metrics, task, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, model, optimizer, progress, rank)
+
+    if args.max_steps > 0:
+        save_final(f"{run_dir}/final", model, tokenizer, args, rank)
+    if rank == 0:
+        board.close()
+    if args.vllm:
+        sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return scores
+
+
+def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
+    """num_iterations optimizer steps on the batch of all processes.
+
+    completions and advantages are those of this process. The loss of a step is a sum over tokens,
+    so its gradient depends neither on micro-batches nor on the number of processes.
+    """
+    device = model.device
+    lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
+    all_lengths = gather(lengths.tolist())
+    num_tokens = sum(all_lengths)
+    weights = token_weights(
+        lengths,
+        args.loss_type,
+        num_rows=len(all_lengths),
+        num_tokens=num_tokens,
+        max_completion_length=args.max_completion_length,
+    ).to(device)  # (B,)
+    rows = list(range(len(completions)))
+    if args.beta == 0:  # without KL, zero advantage means no gradient
+        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one for sampling_metrics
+    advantages = advantages.to(device)
+    batches = micro_batches(completions, rows, args, device)
+
+    parameters = optimizer.param_groups[0]["params"]
+    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    log_ratios = []  # log(p_learner / p_sampler) of each token
+    for iteration in range(args.num_iterations):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
+        for batch in batches:
+            if iteration == 0 and reference is not None:
+                with torch.no_grad(), adapters_off(model, args):
+                    batch.ref_logprobs = reference.token_logprobs(batch, args)
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                # No step has been taken yet, so these are the old log-probabilities.
+                old = logprobs.detach()
+                batch.old_logprobs = old
+                log_ratios.append(old - batch.sampled_logprobs)
+                if cap > 0:
+                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
+            losses, clipped = policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                advantages[batch.completion_index],
+                epsilon=args.epsilon,
+                beta=args.beta,
+                ref_logprobs=batch.ref_logprobs,
+                correction=batch.correction,
+            )
+            loss = (losses * weights[batch.completion_index]).sum()
+            sums[0] += loss.detach()
+            sums[1] += clipped.sum()
+            if reference is not None:
+                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
+        if dist.is_initialized() and not args.fsdp:
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
+
+
+def evaluate(sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int) -> dict:
+    """Scores of unseen problems by the first reward function: the greedy completion, and the mean
+    and the best of k samples; each reward of the greedy one. Prints one greedy completion."""
+    k = args.num_generations_eval
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", i) for i in mine]
+    problems = [problems[i] for i in mine]
+    greedy = complete(sampler, tokenizer, task, problems, 1, args)
+    scores = {"eval/greedy": [completion.rewards[0] for completion in greedy]}
+    if k > 0:
+        sampled = complete(sampler, tokenizer, task, problems, k, args, seeds)
+        rewards = torch.tensor([completion.rewards[0] for completion in sampled]).view(-1, k)
+        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
+        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
+    for column, name in enumerate(task.reward_functions):
+        scores[f"eval/rewards/{name}"] = [completion.rewards[column] for completion in greedy]
+    if rank == 0:
+        prompt = task.prompt(problems[0])[-1]["content"]
+        print(f"{prompt}\n>>> {greedy[0].text}\n(reward {greedy[0].rewards[0]:g})")
+    return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+
+
+# ================================================================================================
+# Below: what all language scripts share. It is the same text in all of them, but for what the essay
+# names: problems, models, sampling, log-probabilities, adapters and shards, checkpoints and logs.
+# ================================================================================================
+
+
+# --- Processes and problems ---------------------------------------------------------------------
 
 
 def check_flags(args: Args) -> None:
     """Exit if a number is out of range, JSON is none, or the run folder cannot be made."""
     for name, value in asdict(args).items():
         least = 1 if name in AT_LEAST_ONE.split() else 0
-        is_number = isinstance(value, int | float) and name not in ("seed", "format_penalty")
+        is_number = isinstance(value, int | float) and name not in MAY_BE_NEGATIVE
         if is_number and not least <= value < math.inf:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
@@ -378,7 +622,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
     if not args.model_name_or_path and not os.path.isdir(model_path(args)):
         if not os.path.isdir(ROOT / "envs"):
-            sys.exit("without the folder envs/ beside it: needs --model-name-or-path")
+            sys.exit("no folder envs/ beside it: give --model-name-or-path, --dataset and --reward")
         sys.exit(f"--env {args.env}: needs --model-name-or-path")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
@@ -591,6 +835,131 @@ def load_task(args: Args):
     return task, problems
 
 
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
+    except Exception as error:  # whatever the code of a template raises
+        roles = ", ".join(message["role"] for message in messages)
+        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
+
+
+def check_tags(tokenizer, messages: list[dict]) -> None:
+    """Exit if tags that the prompt asks for would be missing in the text that rewards read."""
+    for name in re.findall(r"</(\w+)>", messages[-1]["content"]):
+        ids = tokenizer.encode(f"<{name}></{name}>", add_special_tokens=False)
+        if f"</{name}>" not in tokenizer.decode(ids, skip_special_tokens=True):
+            sys.exit(f"--model-name-or-path: <{name}> is a special token, which no reward can see")
+
+
+def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """What the assistant says: a think block that its prompt has opened, and the completion."""
+    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
+    opening = tag + rest if rest.strip() in ("", "</think>") else ""
+    return opening + tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose prompts fit; prints how many are dropped."""
+    lengths = [len(encode(tokenizer, task, problem, args)) for problem in problems]
+    kept = [problem for problem, n in zip(problems, lengths) if n <= args.max_prompt_length]
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
+
+
+def score(task, inputs: list[tuple], args: Args) -> list[tuple[float, ...]]:
+    """The K rewards of each pair of a problem and a text. B pairs -> B tuples"""
+    columns = []
+    for name, function in task.reward_functions.items():
+        columns.append(call_each(f"reward function {name}", function, inputs, args))
+    return list(zip(*columns))
+
+
+def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[float]:
+    """The numbers that a function of the user's returns for tuples of a problem and texts.
+
+    Exits with the text for which it fails, or returns something else.
+    """
+
+    def call(given: tuple):
+        try:
+            result = function(*given)
+            if inspect.isawaitable(result):
+                result = asyncio.run_coroutine_threadsafe(result, event_loop()).result()
+            return result
+        except Exception as error:
+            return error
+
+    # A function may change its copy of a row.
+    inputs = [(copy.deepcopy(row) if type(row) is dict else row, *texts) for row, *texts in inputs]
+    batched = getattr(function, "batched", False) and len(inputs) > 0
+    calls = [tuple(map(list, zip(*inputs)))] if batched else inputs
+    with ThreadPoolExecutor(args.reward_threads) as pool:
+        # Signals, which some functions use as a clock, work in this thread only.
+        results = list((pool.map if args.reward_threads > 1 else map)(call, calls))
+    if batched and hasattr(results[0], "__len__"):
+        results = results[0]
+    numbers = []
+    for (_, *texts), result in zip(inputs, results):
+        words = f"for {', '.join(map(repr, texts)):.200}"
+        if isinstance(result, Exception):
+            reason = "".join(traceback.format_exception(result))  # where the user's code failed
+            sys.exit(f"{title}: failed {words}\n\n{reason}")
+        try:
+            numbers.append(float(result) if math.isfinite(result) else math.inf)
+        except Exception:  # of what is no number, or has more digits than a float
+            numbers.append(math.inf)
+        if not abs(numbers[-1]) < 1e15:  # squares of larger numbers are too large for float32
+            found = "a huge number" if isinstance(result, int) else repr(result)
+            sys.exit(f"{title}: returned {found:.100} {words}, expected a number below 1e15")
+    if len(results) != len(inputs):
+        sys.exit(f"{title}: returned {len(results)} numbers for {len(inputs)} answers")
+    return numbers
+
+
+@lru_cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all async functions of a run: clients of servers belong to theirs."""
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+def join_repeated(words: list[str]) -> list[str]:
+    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
+    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
+    chunks = {"": []}  # of the command line: a flag with its values
+    chunk = chunks[""]
+    for number, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag.removeprefix("--").replace("-", "_") in several:
+            chunk = chunks.setdefault(flag, [flag])
+            chunk += [value] if value else []
+        elif word.startswith("--"):
+            chunk = chunks.setdefault(number, [word])
+        else:
+            chunk.append(word)
+    return sum(chunks.values(), [])
+
+
+# --- Models -------------------------------------------------------------------------------------
+
+
 def model_path(args: Args) -> str:
     """Name or folder of the model that training starts from."""
     return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / args.env)
@@ -651,51 +1020,6 @@ def turn_end(tokenizer, args: Args) -> list[int]:
         sys.exit("chat template: leaves out messages, see --chat-template-path")
     rest = tokenizer.encode(text.rpartition("Xyzzy")[2], add_special_tokens=False)
     return [token for token in rest if token in tokenizer.added_tokens_decoder][:1]
-
-
-def encode(tokenizer, task, problem, args: Args) -> list[int]:
-    """Token ids of a prompt, up to where the assistant begins."""
-    messages = task.prompt(problem)
-    if args.system_prompt:
-        others = [message for message in messages if message["role"] != "system"]
-        messages = [{"role": "system", "content": args.system_prompt}] + others
-    settings = json.loads(args.chat_template_kwargs)
-    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-    try:
-        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
-    except Exception as error:  # whatever the code of a template raises
-        roles = ", ".join(message["role"] for message in messages)
-        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
-
-
-def check_tags(tokenizer, messages: list[dict]) -> None:
-    """Exit if tags that the prompt asks for would be missing in the text that rewards read."""
-    for name in re.findall(r"</(\w+)>", messages[-1]["content"]):
-        ids = tokenizer.encode(f"<{name}></{name}>", add_special_tokens=False)
-        if f"</{name}>" not in tokenizer.decode(ids, skip_special_tokens=True):
-            sys.exit(f"--model-name-or-path: <{name}> is a special token, which no reward can see")
-
-
-def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
-    """What the assistant says: a think block that its prompt has opened, and the completion."""
-    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
-    opening = tag + rest if rest.strip() in ("", "</think>") else ""
-    return opening + tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
-    """The problems whose prompts fit; prints how many are dropped."""
-    lengths = [len(encode(tokenizer, task, problem, args)) for problem in problems]
-    kept = [problem for problem, n in zip(problems, lengths) if n <= args.max_prompt_length]
-    dropped = len(problems) - len(kept)
-    if dropped and os.environ.get("RANK", "0") == "0":
-        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
-    if not kept:
-        sys.exit("--max-prompt-length: no problem is left")
-    return kept
-
-
-# --- Model compatibility ------------------------------------------------------------------------
 
 
 def refuse_unsupported(model) -> None:
@@ -781,14 +1105,6 @@ def add_methods(model) -> None:
     model.token_logprobs = MethodType(token_logprobs, model)
 
 
-def recompute_layers(model) -> None:
-    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
-            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
-
-
 def compile_layers(model) -> None:
     """torch.compile for the layers where gradients are wanted, which leaves decoding as it is."""
 
@@ -799,6 +1115,14 @@ def compile_layers(model) -> None:
         if isinstance(layer, GradientCheckpointingLayer):
             compiled = torch.compile(layer.forward, dynamic=True)
             layer.forward = partial(forward, layer.forward, compiled)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
 
 
 @torch.no_grad()
@@ -846,7 +1170,7 @@ def check_model(model, prompt: list[int], args: Args) -> None:
             sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
 
 
-# --- Rollout ------------------------------------------------------------------------------------
+# --- Sampling -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -859,6 +1183,28 @@ class Completion:
     ended: bool
     text: str = ""
     rewards: tuple[float, ...] = ()
+
+
+def complete(sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None) -> list:
+    """G completions of each problem with their rewards: sampled, or greedy without seeds."""
+    prompts = []
+    row_seeds = []
+    for number, problem in enumerate(problems):
+        prompts += [encode(tokenizer, task, problem, args)] * num_generations
+        if seeds:
+            row_seeds += [random_seed(seeds[number], g) for g in range(num_generations)]
+    size = len(prompts) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
+    completions = []
+    for first in range(0, len(prompts), size):
+        some = slice(first, first + size)
+        completions += generate(sampler, prompts[some], args, row_seeds[some])
+    inputs = []
+    for row, completion in enumerate(completions):
+        completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
+        inputs.append((problems[row // num_generations], completion.text))
+    for completion, rewards in zip(completions, score(task, inputs, args)):
+        completion.rewards = rewards
+    return completions
 
 
 @torch.no_grad()
@@ -1153,96 +1499,6 @@ def repack_head(engine_model) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def complete(sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None) -> list:
-    """G completions of each problem with their rewards: sampled, or greedy without seeds."""
-    prompts = []
-    row_seeds = []
-    for number, problem in enumerate(problems):
-        prompts += [encode(tokenizer, task, problem, args)] * num_generations
-        if seeds:
-            row_seeds += [random_seed(seeds[number], g) for g in range(num_generations)]
-    size = len(prompts) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
-    completions = []
-    for first in range(0, len(prompts), size):
-        some = slice(first, first + size)
-        completions += generate(sampler, prompts[some], args, row_seeds[some])
-    inputs = []
-    for row, completion in enumerate(completions):
-        completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
-        inputs.append((problems[row // num_generations], completion.text))
-    for completion, rewards in zip(completions, score(task, inputs, args)):
-        completion.rewards = rewards
-    return completions
-
-
-def over_temperature(logits: Tensor, args: Args) -> Tensor:
-    """Divided by the temperature, which takes time and memory even where it is 1."""
-    return logits if args.temperature == 1 else logits / args.temperature
-
-
-def score(task, inputs: list[tuple], args: Args) -> list[tuple[float, ...]]:
-    """The K rewards of each pair of a problem and a text. B pairs -> B tuples"""
-    columns = []
-    for name, function in task.reward_functions.items():
-        columns.append(call_each(f"reward function {name}", function, inputs, args))
-    return list(zip(*columns))
-
-
-def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[float]:
-    """The numbers that a function of the user's returns for tuples of a problem and texts.
-
-    Exits with the text for which it fails, or returns something else.
-    """
-
-    def call(given: tuple):
-        try:
-            result = function(*given)
-            if inspect.isawaitable(result):
-                result = asyncio.run_coroutine_threadsafe(result, event_loop()).result()
-            return result
-        except Exception as error:
-            return error
-
-    # A function may change its copy of a row.
-    inputs = [(copy.deepcopy(row) if type(row) is dict else row, *texts) for row, *texts in inputs]
-    batched = getattr(function, "batched", False) and len(inputs) > 0
-    calls = [tuple(map(list, zip(*inputs)))] if batched else inputs
-    with ThreadPoolExecutor(args.reward_threads) as pool:
-        # Signals, which some functions use as a clock, work in this thread only.
-        results = list((pool.map if args.reward_threads > 1 else map)(call, calls))
-    if batched and hasattr(results[0], "__len__"):
-        results = results[0]
-    numbers = []
-    for (_, *texts), result in zip(inputs, results):
-        words = f"for {', '.join(map(repr, texts)):.200}"
-        if isinstance(result, Exception):
-            reason = "".join(traceback.format_exception(result))  # where the user's code failed
-            sys.exit(f"{title}: failed {words}\n\n{reason}")
-        try:
-            numbers.append(float(result) if math.isfinite(result) else math.inf)
-        except Exception:  # of what is no number, or has more digits than a float
-            numbers.append(math.inf)
-        if not abs(numbers[-1]) < 1e15:  # squares of larger numbers are too large for float32
-            found = "a huge number" if isinstance(result, int) else repr(result)
-            sys.exit(f"{title}: returned {found:.100} {words}, expected a number below 1e15")
-    if len(results) != len(inputs):
-        sys.exit(f"{title}: returned {len(results)} numbers for {len(inputs)} answers")
-    return numbers
-
-
-@lru_cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all async functions of a run: clients of servers belong to theirs."""
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-def random_seed(*names) -> int:
-    """A seed made of names: the same after a resume and on any number of processes."""
-    return random.Random(" ".join(map(str, names))).getrandbits(63)
-
-
 # --- Log-probabilities of packed groups ---------------------------------------------------------
 
 
@@ -1302,41 +1558,6 @@ def pack(completions: list[Completion], packed_rows: list[list[int]], device) ->
     )
 
 
-def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
-    """Log-probability of every predicted token. -> (N,)"""
-    query = packed.owners[:, :, None]
-    key = packed.owners[:, None, :]
-    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
-    positions = packed.position_ids
-
-    def chunk_logprobs(hidden, targets):
-        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
-        return -F.cross_entropy(over_temperature(logits, args), targets, reduction="none")
-
-    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
-        hidden = model.base_model(
-            packed.input_ids,
-            attention_mask=attention_masks(model, visible, positions, positions),
-            position_ids=positions,
-            use_cache=False,
-        ).last_hidden_state  # (R,L,H)
-        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
-        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
-        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
-        if args.compile:  # then a chunk keeps fewer copies of its logits
-            size = 4 * size
-            chunk_logprobs = torch.compile(chunk_logprobs, dynamic=True)
-        if len(hidden) <= size:
-            return chunk_logprobs(hidden, packed.targets)
-        logprobs = []
-        for chunk in zip(hidden.split(size), packed.targets.split(size)):
-            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
-        return torch.cat(logprobs)
-
-
-# --- Update -------------------------------------------------------------------------------------
-
-
 def packed_length(completions, numbers: list[int]) -> int:
     """Tokens of a packed row, rounded up as attention kernels want the width of masks."""
     length = len(completions[numbers[0]].prompt) - 1
@@ -1391,82 +1612,41 @@ def micro_batches(completions, rows: list[int], args: Args, device) -> list[Pack
     return [pack(completions, packed_rows, device) for packed_rows in passes]
 
 
-def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
-    """num_iterations optimizer steps on the batch of all processes.
+def over_temperature(logits: Tensor, args: Args) -> Tensor:
+    """Divided by the temperature, which takes time and memory even where it is 1."""
+    return logits if args.temperature == 1 else logits / args.temperature
 
-    completions and advantages are those of this process. The loss of a step is a sum over tokens,
-    so its gradient depends neither on micro-batches nor on the number of processes.
-    """
-    device = model.device
-    lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
-    all_lengths = gather(lengths.tolist())
-    num_tokens = sum(all_lengths)
-    weights = token_weights(
-        lengths,
-        args.loss_type,
-        num_rows=len(all_lengths),
-        num_tokens=num_tokens,
-        max_completion_length=args.max_completion_length,
-    ).to(device)  # (B,)
-    rows = list(range(len(completions)))
-    if args.beta == 0:  # without KL, zero advantage means no gradient
-        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one for sampling_metrics
-    advantages = advantages.to(device)
-    batches = micro_batches(completions, rows, args, device)
 
-    parameters = optimizer.param_groups[0]["params"]
-    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
-    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
-    log_ratios = []  # log(p_learner / p_sampler) of each token
-    for iteration in range(args.num_iterations):
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
-        for batch in batches:
-            if iteration == 0 and reference is not None:
-                with torch.no_grad(), adapters_off(model, args):
-                    batch.ref_logprobs = reference.token_logprobs(batch, args)
-            logprobs = model.token_logprobs(batch, args)  # (N,)
-            if iteration == 0:
-                # No step has been taken yet, so these are the old log-probabilities.
-                old = logprobs.detach()
-                batch.old_logprobs = old
-                log_ratios.append(old - batch.sampled_logprobs)
-                if cap > 0:
-                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
-            losses, clipped = policy_loss(
-                logprobs,
-                batch.old_logprobs,
-                advantages[batch.completion_index],
-                epsilon=args.epsilon,
-                beta=args.beta,
-                ref_logprobs=batch.ref_logprobs,
-                correction=batch.correction,
-            )
-            loss = (losses * weights[batch.completion_index]).sum()
-            sums[0] += loss.detach()
-            sums[1] += clipped.sum()
-            if reference is not None:
-                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
-            if args.fsdp:
-                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
-            loss.backward()
-        if dist.is_initialized() and not args.fsdp:
-            for parameter in parameters:
-                dist.all_reduce(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
-        norm = (norm.full_tensor() if args.fsdp else norm).item()
-        if not math.isfinite(norm):
-            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
-        optimizer.step()
-    optimizer.zero_grad()  # the rollout needs the memory
+def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
+    """Log-probability of every predicted token. -> (N,)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
 
-    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
-    loss, num_clipped, kl = sums.tolist()
-    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
-    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
-    if reference is not None:
-        metrics["kl"] = kl / num_tokens
-    return metrics
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(over_temperature(logits, args), targets, reduction="none")
+
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if args.compile:  # then a chunk keeps fewer copies of its logits
+            size = 4 * size
+            chunk_logprobs = torch.compile(chunk_logprobs, dynamic=True)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
 
 
 def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
@@ -1487,6 +1667,9 @@ def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, fl
         metrics["sampling/importance_sampling_ratio/mean"] = correction
         metrics["sampling/importance_sampling_ratio/truncated"] = truncated
     return metrics
+
+
+# --- Adapters, copies and shards ----------------------------------------------------------------
 
 
 def add_adapters(model, args: Args) -> None:
@@ -1514,17 +1697,6 @@ def adapters_off(model, args: Args):
     yield
     if args.lora_rank:
         model.enable_adapters()
-
-
-def shard(model, args: Args) -> None:
-    """FSDP2 in place: every layer, then the rest."""
-    dtype = torch.bfloat16 if args.bf16 else None
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in model.modules():
-        if type(module).__name__ in model._no_split_modules:
-            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
-    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
-    register_fsdp_forward_method(model, "token_logprobs")
 
 
 def copy_model(model, dtype: torch.dtype):
@@ -1567,6 +1739,17 @@ def refresh(sampler, model) -> None:
         copies = dict(sampler.named_parameters())
         for name, weight in (trained or weights).items():  # all weights of a frozen model
             copies[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
+
+
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
 
 
 # --- Checkpoints and logs -----------------------------------------------------------------------
@@ -1691,34 +1874,9 @@ def report(step: int, metrics: dict, task, args: Args) -> None:
     print(f"{line}  {left} left", flush=True)
 
 
-# --- Evaluation and training --------------------------------------------------------------------
-
-
-def evaluate(sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int) -> dict:
-    """Scores of unseen problems by the first reward function: the greedy completion, and the mean
-    and the best of k samples; each reward of the greedy one. Prints one greedy completion."""
-    k = args.num_generations_eval
-    mine = range(rank, len(problems), world_size)
-    seeds = [random_seed("evaluation", i) for i in mine]
-    problems = [problems[i] for i in mine]
-    greedy = complete(sampler, tokenizer, task, problems, 1, args)
-    scores = {"eval/greedy": [completion.rewards[0] for completion in greedy]}
-    if k > 0:
-        sampled = complete(sampler, tokenizer, task, problems, k, args, seeds)
-        rewards = torch.tensor([completion.rewards[0] for completion in sampled]).view(-1, k)
-        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
-        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
-    for column, name in enumerate(task.reward_functions):
-        scores[f"eval/rewards/{name}"] = [completion.rewards[column] for completion in greedy]
-    if rank == 0:
-        prompt = task.prompt(problems[0])[-1]["content"]
-        print(f"{prompt}\n>>> {greedy[0].text}\n(reward {greedy[0].rewards[0]:g})")
-    return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
-
-
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -1731,136 +1889,7 @@ def one_sentence_for_a_full_disk():
         raise
 
 
-@one_sentence_for_a_full_disk()
-def train(args: Args) -> dict[str, float]:
-    """Train as the flags say. Returns the scores of the last evaluation."""
-    if args.learning_rate is None:
-        rate = 1e-6 if args.model_name_or_path else 2e-4
-        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
-    if args.max_completion_length is None:
-        args = replace(args, max_completion_length=1024 if args.model_name_or_path else 64)
-    rank, world_size, device = setup(args)
-    warn_of_slow_bfloat16(args, rank, device)
-    task, eval_problems = load_task(args)
-    conditioned = [name in args.conditioned_rewards for name in task.reward_functions]
-    if sum(conditioned) < len(args.conditioned_rewards):
-        sys.exit(f"--conditioned-rewards: expected some of {list(task.reward_functions)}")
-    model, tokenizer = load_model(args)
-    model.to(device)
-    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
-    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
-        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
-    if len(eval_problems) < world_size:
-        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
-    if not args.reward:
-        check_tags(tokenizer, task.prompt(eval_problems[0]))
-    check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
-    reference = None
-    if args.beta > 0:
-        reference = model if args.lora_rank else copy_model(model, torch.float32)
-        if args.fsdp and reference is not model:
-            shard(reference, args)
-    if args.lora_rank:
-        add_adapters(model, args)
-    # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
-    sampler = model
-    if not args.vllm and (args.bf16 or args.fsdp):
-        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
-    if args.compile:
-        compile_layers(model)
-    if args.gradient_checkpointing:
-        recompute_layers(model)
-    if args.fsdp:
-        shard(model, args)
-    if args.vllm:  # after adapters and sharding, when the weights take less memory
-        sampler = VllmSampler(model, args)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
-    run_dir = open_run(args, rank)
-    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
-    load_checkpoint(run_dir, model, optimizer, progress)
-    if rank == 0:
-        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
-        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
-
-    scores = {}
-    refresh(sampler, model)
-    while True:
-        step = progress["step"]
-        last = step >= args.max_steps
-        if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores = evaluate(sampler, tokenizer, task, eval_problems, args, rank, world_size)
-            if rank == 0:
-                log(run_dir, board, step, scores)
-                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
-        if last:
-            break
-
-        # 1. sample G completions of each prompt and score them; processes have different prompts
-        began = time.perf_counter()
-        share = args.num_prompts_per_step // world_size
-        first = progress["num_prompts"] + rank * share
-        indices = range(first, first + share)
-        problems = [task.train_problem(i, args.seed) for i in indices]
-        seeds = [random_seed(args.seed, i) for i in indices]
-        size = args.num_generations
-        completions = complete(sampler, tokenizer, task, problems, size, args, seeds)
-        progress["num_prompts"] += args.num_prompts_per_step
-        sampled = time.perf_counter()
-
-        # 2. compare each reward with its group, then add; B counts the rows of all processes
-        table = gather([(c.rewards, len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
-        rewards, lengths, ended, logprobs = zip(*table)
-        rewards = torch.tensor(rewards)  # (B,K)
-        totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
-        conditional = condition_rewards(rewards, torch.tensor(conditioned))  # (B,K)
-        advantages = compute_advantages(conditional, task.reward_weights, args)  # (B,)
-        own_advantages = advantages.chunk(world_size)[rank]
-
-        # 3. clipped policy-gradient steps
-        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
-        optimizer.param_groups[0]["lr"] = rate
-        if args.vllm:
-            sampler.sleep()
-        metrics = update(model, reference, optimizer, completions, own_advantages, args)
-        refresh(sampler, model)
-
-        # 4. log and save
-        progress["step"] = step = step + 1
-        progress["num_tokens"] += sum(lengths)
-        compared = conditional * torch.tensor(task.reward_weights)  # (B,K)
-        if args.advantage.startswith("grpo"):
-            compared = compared.sum(1, keepdim=True)  # (B,1)
-        groups = compared.unflatten(0, (-1, args.num_generations))  # (P,G,K or 1)
-        for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
-            metrics[f"rewards/{name}/mean"] = mean
-        metrics |= {
-            "reward": totals.mean().item(),
-            "frac_reward_zero_std": (groups == groups[:, :1]).all((1, 2)).float().mean().item(),
-            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
-            "completions/mean_length": sum(lengths) / len(lengths),
-            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
-            "learning_rate": rate,
-            "num_tokens": progress["num_tokens"],
-            "seconds/rollout": sampled - began,
-            "seconds/step": time.perf_counter() - began,
-        }
-        if rank == 0:
-            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
-            log_completions(run_dir, step, completions, own_advantages, tokenizer, task, args)
-            report(step, metrics, task, args)
-        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
-            save_checkpoint(run_dir, model, optimizer, progress, rank)
-
-    if args.max_steps > 0:
-        save_final(f"{run_dir}/final", model, tokenizer, args, rank)
-    if rank == 0:
-        board.close()
-    if args.vllm:
-        sampler.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return scores
+# --- Command line -------------------------------------------------------------------------------
 
 
 def parse_args() -> Args:
@@ -1889,23 +1918,7 @@ def parse_args() -> Args:
     return args
 
 
-def join_repeated(words: list[str]) -> list[str]:
-    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
-    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
-    chunks = {"": []}  # of the command line: a flag with its values
-    chunk = chunks[""]
-    for number, word in enumerate(words):
-        flag, _, value = word.partition("=")
-        if flag.removeprefix("--").replace("-", "_") in several:
-            chunk = chunks.setdefault(flag, [flag])
-            chunk += [value] if value else []
-        elif word.startswith("--"):
-            chunk = chunks.setdefault(number, [word])
-        else:
-            chunk.append(word)
-    return sum(chunks.values(), [])
-
-
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
-    train(parse_args())
+    with one_sentence_for_a_full_disk():
+        train(parse_args())

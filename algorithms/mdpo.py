@@ -36,6 +36,8 @@ Shapes: T steps, N environments, B rows of a batch, O numbers of an observation,
 dimensions.
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import json
@@ -117,7 +119,7 @@ class Args:
     """run folder to continue, with the flags of that run"""
 
 
-# --- The method: losses of mirror descent -------------------------------------------------------
+# --- The method ---------------------------------------------------------------------------------
 
 
 def mdpo_loss(ratio, advantages, kl, step_size):
@@ -165,6 +167,224 @@ def squashed_log(x, mean, log_std, tsallis_q):
     log_slope = (1 - x.tanh().square() + 1e-6).log()
     density = (log_density(x, mean, log_std) - log_slope).exp()
     return tsallis_log(density, 2 - tsallis_q).sum(-1)
+
+
+def gae(
+    rewards: Tensor,
+    dones: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation, arXiv 1506.02438 eq. 16. -> advantages and returns (T,N)
+
+    rewards, dones, values (T,N), last_values (N,). dones[t] says that step t ended an episode, so
+    that nothing after it counts.
+    """
+    alive = 1 - dones.to(values.dtype)
+    next_values = torch.cat([values[1:], last_values[None]])
+    deltas = rewards + gamma * alive * next_values - values
+    decay = gamma * gae_lambda * alive
+    advantages = torch.empty_like(deltas)
+    advantage = torch.zeros_like(last_values)
+    for t in reversed(range(len(deltas))):
+        advantage = torch.addcmul(deltas[t], decay[t], advantage)
+        advantages[t] = advantage
+    return advantages, advantages + values
+
+
+# --- Training -----------------------------------------------------------------------------------
+
+
+def train(args):
+    """Train as the flags say."""
+    device = setup(args)
+    off_policy = args.method == "off_policy"
+    args.sgd_steps = args.sgd_steps or (1000 if off_policy else 10)
+    args.num_steps = args.num_steps or (16 if off_policy else 256)
+    args.learning_rate = args.learning_rate or (3e-4 if off_policy else 3e-3)
+    rollout_size = args.num_envs * args.num_steps
+    last_step = args.total_timesteps // rollout_size * rollout_size
+    if last_step == 0:
+        sys.exit(f"--total-timesteps: fewer than the {rollout_size} steps of one rollout")
+    torch.manual_seed(args.seed)
+    envs = make_envs(args, args.num_envs)
+    agent = Agent(envs, args).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+    run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
+    step = 0
+    found = checkpoints(run_dir)  # none in a new run
+    if found:
+        try:
+            state = torch.load(found[-1], map_location="cpu")
+        except Exception as error:  # of the disk, of zip files, of pickle
+            rest = f"goes on from {found[-2].name}" if len(found) > 1 else "begins anew"
+            sys.exit(f"{found[-1]}: damaged; delete it, and the run {rest} ({error!s:.200})")
+        step = state["step"]
+        agent.load_state_dict(state["agent"])
+        optimizer.load_state_dict(state["optimizer"])
+    board = SummaryWriter(run_dir, purge_step=step + 1)
+    print(f"{run_dir}: {args.method}, {args.num_envs} x {args.num_steps} steps, {device}")
+
+    unfinished = None
+    while step < last_step:
+        if not unfinished:  # at the beginning and after each checkpoint, see save_checkpoint
+            torch.manual_seed(random_seed(args.seed, step))
+            unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step) % 2**31)
+
+        # 1. act
+        began = time.perf_counter()
+        rollout, episodes = act(envs, agent, unfinished, args)
+
+        # 2. learn on-policy from this rollout: first the policy, then the values
+        losses = {}
+        if not off_policy:
+            # t_k = 1 - (k - 1) / K, as in the authors' code, in iteration k of 0, ..., K - 1
+            step_size = 1 - (step - rollout_size) / last_step
+            batch = learning_batch(rollout, agent, unfinished, args)
+            agent.observation_stats.update(np.concatenate(rollout[0]))
+            optimizer.param_groups[0]["lr"] = args.learning_rate * step_size
+            losses = update_on_policy(agent, optimizer, batch, step_size, args)
+
+        # 3. or off-policy from all transitions so far, with a gradient step for each new one
+        else:
+            num_filled = step + rollout_size
+            agent.transitions[step:num_filled] = transitions(rollout)
+            for i in range(step, num_filled):
+                if step >= args.learning_starts:
+                    rows = agent.transitions[torch.randint(num_filled, (256,), device=device)]
+                    losses = update_off_policy(agent, optimizer, rows, args)
+                if i % args.sgd_steps == 0:
+                    update_target(agent.old_actor, agent.actor, 1.0)
+
+        # 4. log and save
+        step += rollout_size
+        metrics = {f"losses/{name}": value.item() for name, value in losses.items()}
+        if not math.isfinite(sum(metrics.values())):
+            sys.exit(f"step {step}: the loss is not finite; the last checkpoint is kept")
+        if episodes:
+            returns, lengths = np.mean(episodes, 0)
+            metrics["charts/episodic_return"] = returns
+            metrics["charts/episodic_length"] = lengths
+        metrics["charts/SPS"] = rollout_size / (time.perf_counter() - began)
+        log(run_dir, board, step, metrics)
+        report(step, last_step, metrics)
+        interval = args.save_steps * args.num_envs
+        if interval and (step == last_step or step % interval < rollout_size):
+            state = {"step": step, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+            save_checkpoint(run_dir, step, state)
+            unfinished = None
+
+    if args.eval_episodes:
+        log(run_dir, board, step, evaluate(agent, args))
+
+
+def rollout_loss(agent, batch, step_size, args):
+    """On-policy loss of a whole rollout, and the mean divergence from the policy that acted."""
+    new = agent.gaussian(batch["observations"])
+    old = batch["mean"], batch["log_std"]
+    actions = batch["actions"]
+    logprobs = log_density(actions, *new).sum(-1)
+    old_logprobs = log_density(actions, *old).sum(-1)
+    if args.tsallis_q == 1:
+        kl = gaussian_kl(*new, *old)
+    else:  # this is no divergence, see mdpo.md
+        q = 2 - args.tsallis_q
+        kl = tsallis_log(logprobs.exp(), q) - tsallis_log(old_logprobs.exp(), q)
+    ratio = (logprobs - old_logprobs).exp()
+    return mdpo_loss(ratio, batch["advantages"], kl, step_size), kl.mean()
+
+
+def update_on_policy(agent, optimizer, batch, step_size, args):
+    """m gradient steps of the policy with the whole rollout, then five epochs of the values.
+
+    Value minibatches have 128 rows. -> metrics; the value loss is that of the last minibatch
+    """
+    for _ in range(args.sgd_steps):
+        loss, _ = rollout_loss(agent, batch, step_size, args)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+        optimizer.step()
+    policy_loss, kl = rollout_loss(agent, batch, step_size, args)  # after the last step
+
+    clip = 0.2 * step_size
+    for _ in range(5):
+        for rows in torch.randperm(len(batch["values"]), device=agent.device).split(128):
+            values = agent.values(batch["observations"][rows])
+            old_values = batch["values"][rows]
+            returns = batch["returns"][rows]
+            clipped = old_values + (values - old_values).clamp(-clip, clip)
+            loss = torch.max((values - returns).square(), (clipped - returns).square()).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return {"policy_loss": policy_loss, "kl": kl, "value_loss": loss}
+
+
+@torch.no_grad()
+def update_target(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """target <- (1 - tau) target + tau online, in place."""
+    torch._foreach_lerp_([*target.parameters()], [*online.parameters()], tau)
+
+
+def update_off_policy(agent, optimizer, rows, args):
+    """One gradient step of all networks with rows of the replay buffer. -> metrics"""
+    observations, actions, rewards, terminated, next_observations = rows.split(agent.widths, -1)
+
+    # the policy, with one Q; gradients also reach the actions through Q and the old policy
+    mean, log_std = agent.gaussian(observations)
+    x = mean + log_std.exp() * torch.randn_like(mean)
+    log_probs = squashed_log(x, mean, log_std, args.tsallis_q)
+    old = agent.gaussian(observations, agent.old_actor)
+    old_log_probs = squashed_log(x, *old, args.tsallis_q)
+    q_values = agent.q_values(observations, x.tanh())
+    policy_loss = actor_loss(
+        log_probs, old_log_probs, q_values[0], args.kl_coef, args.ent_coef, args.tsallis_q
+    )
+    # not the method: the authors keep means and log-stds small
+    policy_loss += 1e-3 * (mean.square() + log_std.square()).mean()
+
+    # the values
+    with torch.no_grad():
+        next_values = agent.target_critic(next_observations)
+        q_targets = (rewards + args.gamma * (1 - terminated) * next_values)[:, 0]  # (B,)
+        value_targets = torch.minimum(*q_values) - args.ent_coef * log_probs
+    q_errors = torch.stack(agent.q_values(observations, actions)) - q_targets  # (2,B)
+    v_errors = agent.values(observations) - value_targets  # (B,)
+    value_loss = 0.5 * (q_errors.square().sum(0) + v_errors.square()).mean()
+
+    optimizer.zero_grad()
+    policy_loss.backward(inputs=list(agent.actor.parameters()))
+    value_loss.backward()
+    optimizer.step()
+    update_target(agent.target_critic, agent.critic, 0.005)
+    return {
+        "policy_loss": policy_loss,
+        "kl": (log_probs - old_log_probs).mean(),
+        "value_loss": value_loss,
+    }
+
+
+def evaluate(agent, args):
+    """Returns of whole episodes with the likeliest actions, in the task's own unit."""
+    envs = make_envs(args, args.eval_episodes)
+    observations, _ = envs.reset(seed=args.seed + 10_000)
+    returns = np.zeros(envs.num_envs)
+    running = np.full(envs.num_envs, True)
+    while running.any():
+        actions = agent.to_env(agent.choose(observations, False))
+        observations, rewards, terminated, truncated, _ = envs.step(actions)
+        returns += rewards * running
+        running &= ~(terminated | truncated)
+    print(f"mean return of an evaluation with the likeliest actions {returns.mean():.1f}")
+    return {"eval/deterministic/return_mean": returns.mean()}
+
+
+# ================================================================================================
+# Below: what the method stands on, networks, environments, checkpoints and logs.
+# ================================================================================================
 
 
 # --- Networks -----------------------------------------------------------------------------------
@@ -286,7 +506,6 @@ def make_envs(args, num_envs):
             )
         except (gym.error.Error, ImportError) as error:
             sys.exit(f"--env-id {args.env_id}: {error}")
-        try_envs(envs, args.env_id)
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id {args.env_id}: its metadata needs autoreset_mode SAME_STEP")
     space = envs.single_action_space
@@ -294,6 +513,8 @@ def make_envs(args, num_envs):
         sys.exit(f"--env-id {args.env_id}: actions must be a Box of one dimension, not {space}")
     if args.method == "off_policy" and not space.is_bounded():
         sys.exit(f"--env-id {args.env_id}: actions are unbounded, {space}; use --method on_policy")
+    if ".py:" not in args.env_id:
+        try_envs(envs, args.env_id)
     return envs
 
 
@@ -416,122 +637,7 @@ def transitions(rollout):
     return torch.from_numpy(np.dstack(columns)).flatten(0, 1)
 
 
-# --- Learning -----------------------------------------------------------------------------------
-
-
-def gae(
-    rewards: Tensor,
-    dones: Tensor,
-    values: Tensor,
-    last_values: Tensor,
-    gamma: float,
-    gae_lambda: float,
-) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation, arXiv 1506.02438 eq. 16. -> advantages and returns (T,N)
-
-    rewards, dones, values (T,N), last_values (N,). dones[t] says that step t ended an episode, so
-    that nothing after it counts.
-    """
-    alive = 1 - dones.to(values.dtype)
-    next_values = torch.cat([values[1:], last_values[None]])
-    deltas = rewards + gamma * alive * next_values - values
-    decay = gamma * gae_lambda * alive
-    advantages = torch.empty_like(deltas)
-    advantage = torch.zeros_like(last_values)
-    for t in reversed(range(len(deltas))):
-        advantage = torch.addcmul(deltas[t], decay[t], advantage)
-        advantages[t] = advantage
-    return advantages, advantages + values
-
-
-def rollout_loss(agent, batch, step_size, args):
-    """On-policy loss of a whole rollout, and the mean divergence from the policy that acted."""
-    new = agent.gaussian(batch["observations"])
-    old = batch["mean"], batch["log_std"]
-    actions = batch["actions"]
-    logprobs = log_density(actions, *new).sum(-1)
-    old_logprobs = log_density(actions, *old).sum(-1)
-    if args.tsallis_q == 1:
-        kl = gaussian_kl(*new, *old)
-    else:  # this is no divergence, see mdpo.md
-        q = 2 - args.tsallis_q
-        kl = tsallis_log(logprobs.exp(), q) - tsallis_log(old_logprobs.exp(), q)
-    ratio = (logprobs - old_logprobs).exp()
-    return mdpo_loss(ratio, batch["advantages"], kl, step_size), kl.mean()
-
-
-def update_on_policy(agent, optimizer, batch, step_size, args):
-    """m gradient steps of the policy with the whole rollout, then five epochs of the values.
-
-    Value minibatches have 128 rows. -> metrics; the value loss is that of the last minibatch
-    """
-    for _ in range(args.sgd_steps):
-        loss, _ = rollout_loss(agent, batch, step_size, args)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-        optimizer.step()
-    policy_loss, kl = rollout_loss(agent, batch, step_size, args)  # after the last step
-
-    clip = 0.2 * step_size
-    for _ in range(5):
-        for rows in torch.randperm(len(batch["values"]), device=agent.device).split(128):
-            values = agent.values(batch["observations"][rows])
-            old_values = batch["values"][rows]
-            returns = batch["returns"][rows]
-            clipped = old_values + (values - old_values).clamp(-clip, clip)
-            loss = torch.max((values - returns).square(), (clipped - returns).square()).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return {"policy_loss": policy_loss, "kl": kl, "value_loss": loss}
-
-
-@torch.no_grad()
-def update_target(target: nn.Module, online: nn.Module, tau: float) -> None:
-    """target <- (1 - tau) target + tau online, in place."""
-    torch._foreach_lerp_([*target.parameters()], [*online.parameters()], tau)
-
-
-def update_off_policy(agent, optimizer, rows, args):
-    """One gradient step of all networks with rows of the replay buffer. -> metrics"""
-    observations, actions, rewards, terminated, next_observations = rows.split(agent.widths, -1)
-
-    # the policy, with one Q; gradients also reach the actions through Q and the old policy
-    mean, log_std = agent.gaussian(observations)
-    x = mean + log_std.exp() * torch.randn_like(mean)
-    log_probs = squashed_log(x, mean, log_std, args.tsallis_q)
-    old = agent.gaussian(observations, agent.old_actor)
-    old_log_probs = squashed_log(x, *old, args.tsallis_q)
-    q_values = agent.q_values(observations, x.tanh())
-    policy_loss = actor_loss(
-        log_probs, old_log_probs, q_values[0], args.kl_coef, args.ent_coef, args.tsallis_q
-    )
-    # not the method: the authors keep means and log-stds small
-    policy_loss += 1e-3 * (mean.square() + log_std.square()).mean()
-
-    # the values
-    with torch.no_grad():
-        next_values = agent.target_critic(next_observations)
-        q_targets = (rewards + args.gamma * (1 - terminated) * next_values)[:, 0]  # (B,)
-        value_targets = torch.minimum(*q_values) - args.ent_coef * log_probs
-    q_errors = torch.stack(agent.q_values(observations, actions)) - q_targets  # (2,B)
-    v_errors = agent.values(observations) - value_targets  # (B,)
-    value_loss = 0.5 * (q_errors.square().sum(0) + v_errors.square()).mean()
-
-    optimizer.zero_grad()
-    policy_loss.backward(inputs=list(agent.actor.parameters()))
-    value_loss.backward()
-    optimizer.step()
-    update_target(agent.target_critic, agent.critic, 0.005)
-    return {
-        "policy_loss": policy_loss,
-        "kl": (log_probs - old_log_probs).mean(),
-        "value_loss": value_loss,
-    }
-
-
-# --- Plumbing: seeds, checkpoints, logs ---------------------------------------------------------
+# --- Processes, checkpoints, logs ---------------------------------------------------------------
 
 
 def setup(args: Args) -> torch.device:
@@ -612,27 +718,9 @@ def report(step: int, last_step: int, metrics: dict[str, float]) -> None:
     print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
 
-# --- Evaluation and training --------------------------------------------------------------------
-
-
-def evaluate(agent, args):
-    """Returns of whole episodes with the likeliest actions, in the task's own unit."""
-    envs = make_envs(args, args.eval_episodes)
-    observations, _ = envs.reset(seed=args.seed + 10_000)
-    returns = np.zeros(envs.num_envs)
-    running = np.full(envs.num_envs, True)
-    while running.any():
-        actions = agent.to_env(agent.choose(observations, False))
-        observations, rewards, terminated, truncated, _ = envs.step(actions)
-        returns += rewards * running
-        running &= ~(terminated | truncated)
-    print(f"mean return of an evaluation with the likeliest actions {returns.mean():.1f}")
-    return {"eval/deterministic/return_mean": returns.mean()}
-
-
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -645,88 +733,7 @@ def one_sentence_for_a_full_disk():
         raise
 
 
-@one_sentence_for_a_full_disk()
-def train(args):
-    """Train as the flags say."""
-    device = setup(args)
-    off_policy = args.method == "off_policy"
-    args.sgd_steps = args.sgd_steps or (1000 if off_policy else 10)
-    args.num_steps = args.num_steps or (16 if off_policy else 256)
-    args.learning_rate = args.learning_rate or (3e-4 if off_policy else 3e-3)
-    rollout_size = args.num_envs * args.num_steps
-    last_step = args.total_timesteps // rollout_size * rollout_size
-    if last_step == 0:
-        sys.exit(f"--total-timesteps: fewer than the {rollout_size} steps of one rollout")
-    torch.manual_seed(args.seed)
-    envs = make_envs(args, args.num_envs)
-    agent = Agent(envs, args).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
-    step = 0
-    found = checkpoints(run_dir)  # none in a new run
-    if found:
-        try:
-            state = torch.load(found[-1], map_location="cpu")
-        except Exception as error:  # of the disk, of zip files, of pickle
-            rest = f"goes on from {found[-2].name}" if len(found) > 1 else "begins anew"
-            sys.exit(f"{found[-1]}: damaged; delete it, and the run {rest} ({error!s:.200})")
-        step = state["step"]
-        agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
-    board = SummaryWriter(run_dir, purge_step=step + 1)
-    print(f"{run_dir}: {args.method}, {args.num_envs} x {args.num_steps} steps, {device}")
-
-    unfinished = None
-    while step < last_step:
-        if not unfinished:  # at the beginning and after each checkpoint, see save_checkpoint
-            torch.manual_seed(random_seed(args.seed, step))
-            unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step) % 2**31)
-
-        # 1. act
-        began = time.perf_counter()
-        rollout, episodes = act(envs, agent, unfinished, args)
-
-        # 2. learn on-policy from this rollout: first the policy, then the values
-        losses = {}
-        if not off_policy:
-            # t_k = 1 - (k - 1) / K, as in the authors' code, in iteration k of 0, ..., K - 1
-            step_size = 1 - (step - rollout_size) / last_step
-            batch = learning_batch(rollout, agent, unfinished, args)
-            agent.observation_stats.update(np.concatenate(rollout[0]))
-            optimizer.param_groups[0]["lr"] = args.learning_rate * step_size
-            losses = update_on_policy(agent, optimizer, batch, step_size, args)
-
-        # 3. or off-policy from all transitions so far, with a gradient step for each new one
-        else:
-            num_filled = step + rollout_size
-            agent.transitions[step:num_filled] = transitions(rollout)
-            for i in range(step, num_filled):
-                if step >= args.learning_starts:
-                    rows = agent.transitions[torch.randint(num_filled, (256,), device=device)]
-                    losses = update_off_policy(agent, optimizer, rows, args)
-                if i % args.sgd_steps == 0:
-                    update_target(agent.old_actor, agent.actor, 1.0)
-
-        # 4. log and save
-        step += rollout_size
-        metrics = {f"losses/{name}": value.item() for name, value in losses.items()}
-        if not math.isfinite(sum(metrics.values())):
-            sys.exit(f"step {step}: the loss is not finite; the last checkpoint is kept")
-        if episodes:
-            returns, lengths = np.mean(episodes, 0)
-            metrics["charts/episodic_return"] = returns
-            metrics["charts/episodic_length"] = lengths
-        metrics["charts/SPS"] = rollout_size / (time.perf_counter() - began)
-        log(run_dir, board, step, metrics)
-        report(step, last_step, metrics)
-        interval = args.save_steps * args.num_envs
-        if interval and (step == last_step or step % interval < rollout_size):
-            state = {"step": step, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
-            save_checkpoint(run_dir, step, state)
-            unfinished = None
-
-    if args.eval_episodes:
-        log(run_dir, board, step, evaluate(agent, args))
+# --- Command line -------------------------------------------------------------------------------
 
 
 def parse_args():
@@ -750,4 +757,5 @@ def parse_args():
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
-    train(parse_args())
+    with one_sentence_for_a_full_disk():
+        train(parse_args())

@@ -52,6 +52,8 @@ otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, K
 packed rows of L tokens, N predicted tokens.
 """
 
+from __future__ import annotations
+
 import asyncio
 import copy
 import csv
@@ -106,8 +108,9 @@ FIXED = "seed dataset eval_dataset max_prompt_length system_prompt chat_template
 FIXED += " chat_template_kwargs model_name_or_path num_prompts_per_step output_dir"
 FIXED += " lora_rank method num_policies preference kind"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
-AT_LEAST_ONE += " decode_batch_size micro_batch_size num_iterations eval_problems reward_threads"
-AT_LEAST_ONE += " num_policies"
+AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
+AT_LEAST_ONE += " eval_problems reward_threads num_policies"
+MAY_BE_NEGATIVE = ("seed", "format_penalty", "gate")
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -349,14 +352,425 @@ def regularised_nash(P: Tensor, ref: Tensor, tau: float) -> Tensor:
     return log_pi.exp()
 
 
-# --- Processes, problems, model -----------------------------------------------------------------
+# --- Training -----------------------------------------------------------------------------------
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        rate = 1e-6 if args.model_name_or_path else 1e-4
+        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
+    if args.max_completion_length is None:
+        args = replace(args, max_completion_length=1024 if args.model_name_or_path else 80)
+    rank, world_size, device = setup(args)
+    warn_of_slow_bfloat16(args, rank, device)
+    task, eval_problems = load_task(args)
+    model, tokenizer = load_model(args)
+    model.to(device)
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
+        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
+    needs_reference = args.beta > 0 or args.method in ("inpo", "mnpo", "nash_mp")
+    initial_model = None
+    # With LoRA the policy without adapters is the initial model, but cannot go into the sampler.
+    if args.method == "grpo" or (needs_reference and not args.lora_rank):
+        initial_model = copy_model(model, torch.float32)
+        if args.fsdp:
+            shard(initial_model, args)
+    reference = None
+    if needs_reference:
+        reference = model if initial_model is None else initial_model
+    if args.lora_rank:
+        add_adapters(model, args)
+    # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
+    sampler = model
+    if not args.vllm and (args.bf16 or args.fsdp or args.method == "grpo"):
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.compile:
+        compile_layers(model)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
+    if args.fsdp:
+        shard(model, args)
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
+        sampler = VllmSampler(model, args)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
+    run_dir = open_run(args, rank)
+    if args.eval_steps:
+        refresh(sampler, model)
+        # Now, before a checkpoint is loaded.
+        initial = initial_answers(sampler, tokenizer, task, eval_problems, args, rank, world_size)
+    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0, "past": []}
+    if args.method == "mnpo":  # before the first step, all earlier policies are the initial model
+        progress["past"] = [clone_weights(trained) for _ in range(args.num_policies - 1)]
+    load_checkpoint(run_dir, model, optimizer, progress)
+    if rank == 0:
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    scores = {}
+    refresh(sampler, model)
+    while True:
+        step = progress["step"]
+        last = step >= args.max_steps
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores = evaluate(
+                sampler, tokenizer, task, eval_problems, initial, args, rank, world_size
+            )
+            if rank == 0:
+                log(run_dir, board, step, scores)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
+            break
+
+        # 1. sample G completions of each prompt; processes have different prompts
+        began = time.perf_counter()
+        share = args.num_prompts_per_step // world_size
+        first = progress["num_prompts"] + rank * share
+        indices = range(first, first + share)
+        problems = [task.train_problem(i, args.seed) for i in indices]
+        seeds = [random_seed(args.seed, i) for i in indices]
+        size = args.num_generations
+        completions = complete(sampler, tokenizer, task, problems, size, args, seeds)
+        progress["num_prompts"] += args.num_prompts_per_step
+        sampled = time.perf_counter()
+        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        optimizer.param_groups[0]["lr"] = rate
+
+        # 2. compare each completion with its group, or with G completions of another opponent
+        seeds = [random_seed("opponent", args.seed, i) for i in indices]
+        opponents = []
+        if args.method == "grpo":  # the initial model
+            preferences = None
+            if args.lora_rank and not args.vllm:
+                with adapters_off(sampler, args):
+                    opponents = complete(sampler, tokenizer, task, problems, size, args, seeds)
+            else:
+                refresh(sampler, initial_model)
+                opponents = complete(sampler, tokenizer, task, problems, size, args, seeds)
+            rates = compare_with(task, problems, completions, opponents, args)  # (P,G)
+        else:
+            preferences = compare_groups(task, problems, completions, args)  # (P,G,G)
+            rates = win_rates(preferences)
+        if args.vllm:
+            sampler.sleep()
+        if args.method == "nash_mp":  # the policy after a trial step of INPO, which is then undone
+            start = clone_weights(trained)
+            update(model, reference, optimizer, completions, preferences, None, [], args)
+            refresh(sampler, model)
+            opponents = complete(sampler, tokenizer, task, problems, size, args, seeds)
+            rates = compare_with(task, problems, completions, opponents, args)
+            if args.vllm:
+                sampler.sleep()
+            set_weights(trained, start)
+
+        # 3. optimizer steps
+        rates_in_loss = None if args.method in ("inpo", "mnpo") else rates
+        policies = []
+        if args.method == "mnpo":
+            policies = [clone_weights(trained), *progress["past"]]  # newest first
+            progress["past"] = policies[:-1]  # for the next step, and for the checkpoint
+        metrics = update(
+            model, reference, optimizer, completions, preferences, rates_in_loss, policies, args
+        )
+        refresh(sampler, model)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        kinds = []
+        if task.kind:
+            kinds = [task.kind(problems[i // size], c.text) for i, c in enumerate(completions)]
+        table = gather([(len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
+        lengths, ended, logprobs = zip(*table)
+        groups = torch.tensor(gather(rates.tolist()))  # (P,G) of all processes
+        progress["num_tokens"] += sum(lengths) + sum(gather([len(c.ids) for c in opponents]))
+        counts = Counter(gather(kinds))
+        if args.eval_steps:  # 0 for kinds of the initial model that do not occur any more
+            counts.update(dict.fromkeys(initial.kinds, 0))
+        for name, count in counts.items():
+            metrics[f"kind/{name}"] = count / len(lengths)
+        metrics |= {
+            "win_rate/mean": groups.mean().item(),
+            "win_rate/std": groups.std(1).mean().item(),
+            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
+        if rank == 0:
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_completions(run_dir, step, completions, rates, tokenizer, args)
+            report(step, metrics, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, model, optimizer, progress, rank)
+
+    if args.max_steps > 0:
+        save_final(f"{run_dir}/final", model, tokenizer, args, rank)
+    if rank == 0:
+        board.close()
+    if args.vllm:
+        sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return scores
+
+
+def update(
+    model, reference, optimizer, completions, preferences, rates, policies, args: Args
+) -> dict:
+    """num_iterations optimizer steps on the batch of all processes.
+
+    completions, preferences (P,G,G) and rates (P,G) are those of this process. For spo and grpo
+    rates are the rewards; for the others see group_losses. policies: see add_past_logprobs.
+    The loss of a step is a sum over groups, so its gradient depends neither on micro-batches nor on
+    the number of processes.
+    """
+    device = model.device
+    rows = list(range(len(completions)))
+    batches = micro_batches(completions, rows, args, device)
+    num_tokens = sum(gather([sum(len(c.ids) for c in completions)]))
+    policy_gradient = args.method in ("spo", "grpo")
+    if policy_gradient:
+        advantages = (rates - rates.mean(1, keepdim=True)).flatten().to(device)  # spo: mean is 1/2
+    else:
+        preferences = preferences.to(device)
+        rates = None if rates is None else rates.to(device)
+
+    parameters = optimizer.param_groups[0]["params"]
+    cap = args.importance_sampling_cap if policy_gradient and (args.vllm or args.bf16) else 0.0
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    log_ratios = []  # log(p_learner / p_sampler) of each token
+    if policies:
+        add_past_logprobs(model, parameters, policies, batches, args)
+    for iteration in range(args.num_iterations):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
+        for batch in batches:
+            if iteration == 0 and reference is not None:
+                with torch.no_grad(), adapters_off(model, args):
+                    batch.ref_logprobs = reference.token_logprobs(batch, args)
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                # No step has been taken yet, so these are the old log-probabilities.
+                old = logprobs.detach()
+                batch.old_logprobs = old
+                batch.last_logprobs = torch.stack([old, *batch.past_logprobs]).mean(0)
+                log_ratios.append(old - batch.sampled_logprobs)
+                if cap > 0:
+                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
+            if policy_gradient:
+                losses, clipped = policy_loss(
+                    logprobs,
+                    batch.old_logprobs,
+                    advantages[batch.completion_index],
+                    epsilon=args.epsilon,
+                    beta=args.beta,
+                    ref_logprobs=batch.ref_logprobs,
+                    correction=batch.correction,
+                )
+                loss = losses.sum() / (args.num_prompts_per_step * args.num_generations)
+                sums[1] += clipped.sum()
+            else:
+                sequences = []  # of the policy, the last one or a mean, the initial model
+                for values in (logprobs, batch.last_logprobs, batch.ref_logprobs):
+                    sequences.append(sum_tokens(values, batch, len(rows), args.num_generations))
+                losses = group_losses(*sequences, preferences, rates, args)  # (P,)
+                # Groups outside the micro-batch have sums of 0, but not a loss of 0.
+                ones = torch.ones_like(logprobs)
+                lengths = sum_tokens(ones, batch, len(rows), args.num_generations)
+                loss = (losses * (lengths[:, 0] > 0)).sum() / args.num_prompts_per_step
+            sums[0] += loss.detach()
+            if reference is not None:
+                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
+        if dist.is_initialized() and not args.fsdp:
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    metrics = {"loss": loss, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
+    if policy_gradient:
+        metrics["clip_ratio"] = num_clipped / num_tokens
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
+
+
+def prefer(task, pairs: list[tuple], args: Args) -> list[float]:
+    """Probability that answer a is preferred to b, for each (problem, a, b)."""
+    different = [pair for pair in pairs if pair[1] != pair[2]]
+    found = call_each("preference function", task.preference, different, args)
+    for value in found:
+        if not 0 <= value <= 1:
+            sys.exit(f"preference function: returned {value:g}, expected a probability from 0 to 1")
+    values = iter(found)
+    return [0.5 if a == b else next(values) for _, a, b in pairs]
+
+
+def compare_groups(task, problems, completions: list[Completion], args: Args) -> Tensor:
+    """Preference for each answer over each other of its group. -> (P,G,G)"""
+    size = args.num_generations
+    places = []
+    pairs = []
+    for p, problem in enumerate(problems):
+        for i, j in combinations(range(size), 2):  # i before j
+            places.append((p, i, j))
+            a, b = completions[p * size + i], completions[p * size + j]
+            pairs.append((problem, a.text, b.text))
+    preferences = torch.full((len(problems), size, size), 0.5)
+    for (p, i, j), value in zip(places, prefer(task, pairs, args)):
+        preferences[p, i, j] = value
+        preferences[p, j, i] = 1 - value
+    return preferences
+
+
+def compare_with(task, problems, completions, opponents, args: Args) -> Tensor:
+    """Mean preference for each answer over all those of an opponent to its problem. -> (P,G)"""
+    size = args.num_generations
+    pairs = []
+    for row, completion in enumerate(completions):
+        p = row // size
+        for other in opponents[p * size : (p + 1) * size]:
+            pairs.append((problems[p], completion.text, other.text))
+    return torch.tensor(prefer(task, pairs, args)).view(-1, size, size).mean(2)
+
+
+def sum_tokens(values: Tensor, batch: Packed, num_rows: int, num_generations: int) -> Tensor:
+    """Sum over the tokens of each answer, 0 for those outside the micro-batch. (N,) -> (P,G)"""
+    sums = torch.zeros(num_rows, device=values.device)
+    return sums.index_add(0, batch.completion_index, values).view(-1, num_generations)
+
+
+@torch.no_grad()
+def add_past_logprobs(model, parameters, policies, batches: list[Packed], args: Args) -> None:
+    """Log-probabilities of earlier policies, for MNPO.
+
+    policies holds the trained weights of the policy as it is now, then of those before it.
+    """
+    now, *earlier = policies
+    for weights in earlier:
+        set_weights(parameters, weights)
+        for batch in batches:
+            batch.past_logprobs.append(model.token_logprobs(batch, args))
+        if args.fsdp:
+            model.reshard()  # torch 2.6 and 2.7 would keep some of these weights
+    set_weights(parameters, now)
+
+
+@dataclass
+class InitialAnswers:
+    """The initial model's answers to the evaluation problems, and the game between their kinds."""
+
+    completions: list[Completion]  # those of this process
+    kinds: list[str]  # K names
+    preferences: Tensor  # (K,K) for one kind over another, 1/2 if they never met
+    frequencies: Tensor  # (K,)
+
+
+def evaluation_answers(sampler, tokenizer, task, problems, who: str, args, rank, world_size):
+    """The problems of this process, and k sampled completions of each."""
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", who, i) for i in mine]
+    problems = [problems[i] for i in mine]
+    k = args.num_generations_eval
+    return problems, complete(sampler, tokenizer, task, problems, k, args, seeds)
+
+
+def initial_answers(sampler, tokenizer, task, problems, args: Args, rank, world_size):
+    """The initial model's answers, each compared with the next one to the same problem."""
+    problems, completions = evaluation_answers(
+        sampler, tokenizer, task, problems, "initial", args, rank, world_size
+    )
+    k = args.num_generations_eval
+    kinds = []  # of two answers
+    pairs = []
+    for row, completion in enumerate(completions if task.kind else []):
+        problem = problems[row // k]
+        other = completions[row - row % k + (row + 1) % k]  # after the last comes the first
+        kinds.append([task.kind(problem, c.text) for c in (completion, other)])
+        pairs.append((problem, completion.text, other.text))
+    values = prefer(task, pairs, args)  # for the first of two
+    results = gather([(*two, value) for two, value in zip(kinds, values)])
+    names = sorted({first for first, _, _ in results})
+    sums = torch.zeros(len(names), len(names))
+    counts = torch.zeros(len(names), len(names))
+    for first, second, preference in results:
+        i = names.index(first)
+        j = names.index(second)
+        sums[i, j] += preference
+        sums[j, i] += 1 - preference
+        counts[i, j] += 1
+        counts[j, i] += 1
+    preferences = torch.where(counts > 0, sums / counts.clamp(min=1), 0.5)
+    frequencies = counts.sum(1) / counts.sum()  # every answer is in two comparisons
+    return InitialAnswers(completions, names, preferences, frequencies)
+
+
+def evaluate(
+    sampler, tokenizer, task, problems, initial: InitialAnswers, args: Args, rank, world_size
+) -> dict[str, float]:
+    """Win rate against the initial model on unseen problems, answer by answer. If answers have
+    kinds, also their frequencies, the win rate of the best kind against the policy minus 1/2, and
+    the distance of the frequencies (total variation) from the Nash policy. Prints one answer."""
+    problems, completions = evaluation_answers(
+        sampler, tokenizer, task, problems, "policy", args, rank, world_size
+    )
+    pairs = []
+    kinds = []
+    for row, completion in enumerate(completions):
+        problem = problems[row // args.num_generations_eval]
+        pairs.append((problem, completion.text, initial.completions[row].text))
+        kinds.append(task.kind(problem, completion.text) if task.kind else "")
+    results = list(zip(prefer(task, pairs, args), kinds))
+    if rank == 0:
+        print(f"{task.prompt(problems[0])[-1]['content']}\n>>> {completions[0].text}")
+    preferences, kinds = zip(*gather(results))
+    scores = {"eval/win_rate": sum(preferences) / len(preferences)}
+    if not task.kind:
+        return scores
+    counts = Counter(kinds)
+    for name in sorted({*initial.kinds, *counts}):
+        scores[f"eval/kind/{name}"] = counts[name] / len(kinds)
+    frequencies = torch.tensor([counts[name] / len(kinds) for name in initial.kinds])  # (K,)
+    unknown = 1 - frequencies.sum()  # kinds that the initial model never wrote count as ties
+    rates = initial.preferences @ frequencies + 0.5 * unknown  # (K,)
+    scores["eval/exploitability"] = rates.max().item() - 0.5
+    nash = regularised_nash(initial.preferences, initial.frequencies, args.tau)
+    scores["eval/nash_distance"] = 0.5 * ((frequencies - nash).abs().sum() + unknown).item()
+    return scores
+
+
+# ================================================================================================
+# Below: what all language scripts share. It is the same text in all of them, but for what the essay
+# names: problems, models, sampling, log-probabilities, adapters and shards, checkpoints and logs.
+# ================================================================================================
+
+
+# --- Processes and problems ---------------------------------------------------------------------
 
 
 def check_flags(args: Args) -> None:
     """Exit if a number is out of range, JSON is none, or the run folder cannot be made."""
     for name, value in asdict(args).items():
         least = 1 if name in AT_LEAST_ONE.split() else 0
-        is_number = isinstance(value, int | float) and name not in ("seed", "format_penalty")
+        is_number = isinstance(value, int | float) and name not in MAY_BE_NEGATIVE
         if is_number and not least <= value < math.inf:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
@@ -591,6 +1005,115 @@ def load_task(args: Args):
     return task, problems
 
 
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
+    except Exception as error:  # whatever the code of a template raises
+        roles = ", ".join(message["role"] for message in messages)
+        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
+
+
+def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """What the assistant says: a think block that its prompt has opened, and the completion."""
+    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
+    opening = tag + rest if rest.strip() in ("", "</think>") else ""
+    return opening + tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose prompts fit; prints how many are dropped."""
+    lengths = [len(encode(tokenizer, task, problem, args)) for problem in problems]
+    kept = [problem for problem, n in zip(problems, lengths) if n <= args.max_prompt_length]
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
+
+
+def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[float]:
+    """The numbers that a function of the user's returns for tuples of a problem and texts.
+
+    Exits with the text for which it fails, or returns something else.
+    """
+
+    def call(given: tuple):
+        try:
+            result = function(*given)
+            if inspect.isawaitable(result):
+                result = asyncio.run_coroutine_threadsafe(result, event_loop()).result()
+            return result
+        except Exception as error:
+            return error
+
+    # A function may change its copy of a row.
+    inputs = [(copy.deepcopy(row) if type(row) is dict else row, *texts) for row, *texts in inputs]
+    batched = getattr(function, "batched", False) and len(inputs) > 0
+    calls = [tuple(map(list, zip(*inputs)))] if batched else inputs
+    with ThreadPoolExecutor(args.reward_threads) as pool:
+        # Signals, which some functions use as a clock, work in this thread only.
+        results = list((pool.map if args.reward_threads > 1 else map)(call, calls))
+    if batched and hasattr(results[0], "__len__"):
+        results = results[0]
+    numbers = []
+    for (_, *texts), result in zip(inputs, results):
+        words = f"for {', '.join(map(repr, texts)):.200}"
+        if isinstance(result, Exception):
+            reason = "".join(traceback.format_exception(result))  # where the user's code failed
+            sys.exit(f"{title}: failed {words}\n\n{reason}")
+        try:
+            numbers.append(float(result) if math.isfinite(result) else math.inf)
+        except Exception:  # of what is no number, or has more digits than a float
+            numbers.append(math.inf)
+        if not abs(numbers[-1]) < 1e15:  # squares of larger numbers are too large for float32
+            found = "a huge number" if isinstance(result, int) else repr(result)
+            sys.exit(f"{title}: returned {found:.100} {words}, expected a number below 1e15")
+    if len(results) != len(inputs):
+        sys.exit(f"{title}: returned {len(results)} numbers for {len(inputs)} answers")
+    return numbers
+
+
+@lru_cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all async functions of a run: clients of servers belong to theirs."""
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+def join_repeated(words: list[str]) -> list[str]:
+    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
+    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
+    chunks = {"": []}  # of the command line: a flag with its values
+    chunk = chunks[""]
+    for number, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag.removeprefix("--").replace("-", "_") in several:
+            chunk = chunks.setdefault(flag, [flag])
+            chunk += [value] if value else []
+        elif word.startswith("--"):
+            chunk = chunks.setdefault(number, [word])
+        else:
+            chunk.append(word)
+    return sum(chunks.values(), [])
+
+
+# --- Models -------------------------------------------------------------------------------------
+
+
 def model_path(args: Args) -> str:
     """Name or folder of the model that training starts from."""
     return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / "countdown")
@@ -651,43 +1174,6 @@ def turn_end(tokenizer, args: Args) -> list[int]:
         sys.exit("chat template: leaves out messages, see --chat-template-path")
     rest = tokenizer.encode(text.rpartition("Xyzzy")[2], add_special_tokens=False)
     return [token for token in rest if token in tokenizer.added_tokens_decoder][:1]
-
-
-def encode(tokenizer, task, problem, args: Args) -> list[int]:
-    """Token ids of a prompt, up to where the assistant begins."""
-    messages = task.prompt(problem)
-    if args.system_prompt:
-        others = [message for message in messages if message["role"] != "system"]
-        messages = [{"role": "system", "content": args.system_prompt}] + others
-    settings = json.loads(args.chat_template_kwargs)
-    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-    try:
-        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
-    except Exception as error:  # whatever the code of a template raises
-        roles = ", ".join(message["role"] for message in messages)
-        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
-
-
-def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
-    """What the assistant says: a think block that its prompt has opened, and the completion."""
-    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
-    opening = tag + rest if rest.strip() in ("", "</think>") else ""
-    return opening + tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
-    """The problems whose prompts fit; prints how many are dropped."""
-    lengths = [len(encode(tokenizer, task, problem, args)) for problem in problems]
-    kept = [problem for problem, n in zip(problems, lengths) if n <= args.max_prompt_length]
-    dropped = len(problems) - len(kept)
-    if dropped and os.environ.get("RANK", "0") == "0":
-        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
-    if not kept:
-        sys.exit("--max-prompt-length: no problem is left")
-    return kept
-
-
-# --- Model compatibility ------------------------------------------------------------------------
 
 
 def refuse_unsupported(model) -> None:
@@ -773,14 +1259,6 @@ def add_methods(model) -> None:
     model.token_logprobs = MethodType(token_logprobs, model)
 
 
-def recompute_layers(model) -> None:
-    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
-            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
-
-
 def compile_layers(model) -> None:
     """torch.compile for the layers where gradients are wanted, which leaves decoding as it is."""
 
@@ -791,6 +1269,14 @@ def compile_layers(model) -> None:
         if isinstance(layer, GradientCheckpointingLayer):
             compiled = torch.compile(layer.forward, dynamic=True)
             layer.forward = partial(forward, layer.forward, compiled)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
 
 
 @torch.no_grad()
@@ -838,7 +1324,7 @@ def check_model(model, prompt: list[int], args: Args) -> None:
             sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
 
 
-# --- Rollout ------------------------------------------------------------------------------------
+# --- Sampling -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -850,6 +1336,23 @@ class Completion:
     logprobs: list[float]  # as sampled
     ended: bool
     text: str = ""
+
+
+def complete(sampler, tokenizer, task, problems, num_generations, args: Args, seeds) -> list:
+    """G sampled completions of each problem."""
+    prompts = []
+    row_seeds = []
+    for problem, seed in zip(problems, seeds):
+        prompts += [encode(tokenizer, task, problem, args)] * num_generations
+        row_seeds += [random_seed(seed, g) for g in range(num_generations)]
+    size = len(prompts) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
+    completions = []
+    for first in range(0, len(prompts), size):
+        some = slice(first, first + size)
+        completions += generate(sampler, prompts[some], args, row_seeds[some])
+    for completion in completions:
+        completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
+    return completions
 
 
 @torch.no_grad()
@@ -1144,122 +1647,6 @@ def repack_head(engine_model) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def complete(sampler, tokenizer, task, problems, num_generations, args: Args, seeds) -> list:
-    """G sampled completions of each problem."""
-    prompts = []
-    row_seeds = []
-    for problem, seed in zip(problems, seeds):
-        prompts += [encode(tokenizer, task, problem, args)] * num_generations
-        row_seeds += [random_seed(seed, g) for g in range(num_generations)]
-    size = len(prompts) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
-    completions = []
-    for first in range(0, len(prompts), size):
-        some = slice(first, first + size)
-        completions += generate(sampler, prompts[some], args, row_seeds[some])
-    for completion in completions:
-        completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
-    return completions
-
-
-def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[float]:
-    """The numbers that a function of the user's returns for tuples of a problem and texts.
-
-    Exits with the text for which it fails, or returns something else.
-    """
-
-    def call(given: tuple):
-        try:
-            result = function(*given)
-            if inspect.isawaitable(result):
-                result = asyncio.run_coroutine_threadsafe(result, event_loop()).result()
-            return result
-        except Exception as error:
-            return error
-
-    # A function may change its copy of a row.
-    inputs = [(copy.deepcopy(row) if type(row) is dict else row, *texts) for row, *texts in inputs]
-    batched = getattr(function, "batched", False) and len(inputs) > 0
-    calls = [tuple(map(list, zip(*inputs)))] if batched else inputs
-    with ThreadPoolExecutor(args.reward_threads) as pool:
-        # Signals, which some functions use as a clock, work in this thread only.
-        results = list((pool.map if args.reward_threads > 1 else map)(call, calls))
-    if batched and hasattr(results[0], "__len__"):
-        results = results[0]
-    numbers = []
-    for (_, *texts), result in zip(inputs, results):
-        words = f"for {', '.join(map(repr, texts)):.200}"
-        if isinstance(result, Exception):
-            reason = "".join(traceback.format_exception(result))  # where the user's code failed
-            sys.exit(f"{title}: failed {words}\n\n{reason}")
-        try:
-            numbers.append(float(result) if math.isfinite(result) else math.inf)
-        except Exception:  # of what is no number, or has more digits than a float
-            numbers.append(math.inf)
-        if not abs(numbers[-1]) < 1e15:  # squares of larger numbers are too large for float32
-            found = "a huge number" if isinstance(result, int) else repr(result)
-            sys.exit(f"{title}: returned {found:.100} {words}, expected a number below 1e15")
-    if len(results) != len(inputs):
-        sys.exit(f"{title}: returned {len(results)} numbers for {len(inputs)} answers")
-    return numbers
-
-
-@lru_cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all async functions of a run: clients of servers belong to theirs."""
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-def prefer(task, pairs: list[tuple], args: Args) -> list[float]:
-    """Probability that answer a is preferred to b, for each (problem, a, b)."""
-    different = [pair for pair in pairs if pair[1] != pair[2]]
-    found = call_each("preference function", task.preference, different, args)
-    for value in found:
-        if not 0 <= value <= 1:
-            sys.exit(f"preference function: returned {value:g}, expected a probability from 0 to 1")
-    values = iter(found)
-    return [0.5 if a == b else next(values) for _, a, b in pairs]
-
-
-def compare_groups(task, problems, completions: list[Completion], args: Args) -> Tensor:
-    """Preference for each answer over each other of its group. -> (P,G,G)"""
-    size = args.num_generations
-    places = []
-    pairs = []
-    for p, problem in enumerate(problems):
-        for i, j in combinations(range(size), 2):  # i before j
-            places.append((p, i, j))
-            a, b = completions[p * size + i], completions[p * size + j]
-            pairs.append((problem, a.text, b.text))
-    preferences = torch.full((len(problems), size, size), 0.5)
-    for (p, i, j), value in zip(places, prefer(task, pairs, args)):
-        preferences[p, i, j] = value
-        preferences[p, j, i] = 1 - value
-    return preferences
-
-
-def compare_with(task, problems, completions, opponents, args: Args) -> Tensor:
-    """Mean preference for each answer over all those of an opponent to its problem. -> (P,G)"""
-    size = args.num_generations
-    pairs = []
-    for row, completion in enumerate(completions):
-        p = row // size
-        for other in opponents[p * size : (p + 1) * size]:
-            pairs.append((problems[p], completion.text, other.text))
-    return torch.tensor(prefer(task, pairs, args)).view(-1, size, size).mean(2)
-
-
-def over_temperature(logits: Tensor, args: Args) -> Tensor:
-    """Divided by the temperature, which takes time and memory even where it is 1."""
-    return logits if args.temperature == 1 else logits / args.temperature
-
-
-def random_seed(*names) -> int:
-    """A seed made of names: the same after a resume and on any number of processes."""
-    return random.Random(" ".join(map(str, names))).getrandbits(63)
-
-
 # --- Log-probabilities of packed groups ---------------------------------------------------------
 
 
@@ -1319,41 +1706,6 @@ def pack(completions: list[Completion], packed_rows: list[list[int]], device) ->
         sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
         completion_index=torch.tensor(completion_index, dtype=torch.long, device=device),
     )
-
-
-def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
-    """Log-probability of every predicted token. -> (N,)"""
-    query = packed.owners[:, :, None]
-    key = packed.owners[:, None, :]
-    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
-    positions = packed.position_ids
-
-    def chunk_logprobs(hidden, targets):
-        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
-        return -F.cross_entropy(over_temperature(logits, args), targets, reduction="none")
-
-    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
-        hidden = model.base_model(
-            packed.input_ids,
-            attention_mask=attention_masks(model, visible, positions, positions),
-            position_ids=positions,
-            use_cache=False,
-        ).last_hidden_state  # (R,L,H)
-        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
-        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
-        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
-        if args.compile:  # then a chunk keeps fewer copies of its logits
-            size = 4 * size
-            chunk_logprobs = torch.compile(chunk_logprobs, dynamic=True)
-        if len(hidden) <= size:
-            return chunk_logprobs(hidden, packed.targets)
-        logprobs = []
-        for chunk in zip(hidden.split(size), packed.targets.split(size)):
-            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
-        return torch.cat(logprobs)
-
-
-# --- Update -------------------------------------------------------------------------------------
 
 
 def packed_length(completions, numbers: list[int]) -> int:
@@ -1431,128 +1783,41 @@ def micro_batches(completions, rows: list[int], args: Args, device) -> list[Pack
     return [pack(completions, packed_rows, device) for packed_rows in passes]
 
 
-def sum_tokens(values: Tensor, batch: Packed, num_rows: int, num_generations: int) -> Tensor:
-    """Sum over the tokens of each answer, 0 for those outside the micro-batch. (N,) -> (P,G)"""
-    sums = torch.zeros(num_rows, device=values.device)
-    return sums.index_add(0, batch.completion_index, values).view(-1, num_generations)
+def over_temperature(logits: Tensor, args: Args) -> Tensor:
+    """Divided by the temperature, which takes time and memory even where it is 1."""
+    return logits if args.temperature == 1 else logits / args.temperature
 
 
-def clone_weights(parameters) -> list[Tensor]:
-    """Copies; with --fsdp every process copies its shards."""
-    return [parameter.detach().clone() for parameter in parameters]
+def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
+    """Log-probability of every predicted token. -> (N,)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
 
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(over_temperature(logits, args), targets, reduction="none")
 
-def set_weights(parameters, values: list[Tensor]) -> None:
-    """The opposite of clone_weights."""
-    for parameter, value in zip(parameters, values):
-        parameter.data.copy_(value)
-
-
-@torch.no_grad()
-def add_past_logprobs(model, parameters, policies, batches: list[Packed], args: Args) -> None:
-    """Log-probabilities of earlier policies, for MNPO.
-
-    policies holds the trained weights of the policy as it is now, then of those before it.
-    """
-    now, *earlier = policies
-    for weights in earlier:
-        set_weights(parameters, weights)
-        for batch in batches:
-            batch.past_logprobs.append(model.token_logprobs(batch, args))
-        if args.fsdp:
-            model.reshard()  # torch 2.6 and 2.7 would keep some of these weights
-    set_weights(parameters, now)
-
-
-def update(
-    model, reference, optimizer, completions, preferences, rates, policies, args: Args
-) -> dict:
-    """num_iterations optimizer steps on the batch of all processes.
-
-    completions, preferences (P,G,G) and rates (P,G) are those of this process. For spo and grpo
-    rates are the rewards; for the others see group_losses. policies: see add_past_logprobs.
-    The loss of a step is a sum over groups, so its gradient depends neither on micro-batches nor on
-    the number of processes.
-    """
-    device = model.device
-    rows = list(range(len(completions)))
-    batches = micro_batches(completions, rows, args, device)
-    num_tokens = sum(gather([sum(len(c.ids) for c in completions)]))
-    policy_gradient = args.method in ("spo", "grpo")
-    if policy_gradient:
-        advantages = (rates - rates.mean(1, keepdim=True)).flatten().to(device)  # spo: mean is 1/2
-    else:
-        preferences = preferences.to(device)
-        rates = None if rates is None else rates.to(device)
-
-    parameters = optimizer.param_groups[0]["params"]
-    cap = args.importance_sampling_cap if policy_gradient and (args.vllm or args.bf16) else 0.0
-    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
-    log_ratios = []  # log(p_learner / p_sampler) of each token
-    if policies:
-        add_past_logprobs(model, parameters, policies, batches, args)
-    for iteration in range(args.num_iterations):
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
-        for batch in batches:
-            if iteration == 0 and reference is not None:
-                with torch.no_grad(), adapters_off(model, args):
-                    batch.ref_logprobs = reference.token_logprobs(batch, args)
-            logprobs = model.token_logprobs(batch, args)  # (N,)
-            if iteration == 0:
-                # No step has been taken yet, so these are the old log-probabilities.
-                old = logprobs.detach()
-                batch.old_logprobs = old
-                batch.last_logprobs = torch.stack([old, *batch.past_logprobs]).mean(0)
-                log_ratios.append(old - batch.sampled_logprobs)
-                if cap > 0:
-                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
-            if policy_gradient:
-                losses, clipped = policy_loss(
-                    logprobs,
-                    batch.old_logprobs,
-                    advantages[batch.completion_index],
-                    epsilon=args.epsilon,
-                    beta=args.beta,
-                    ref_logprobs=batch.ref_logprobs,
-                    correction=batch.correction,
-                )
-                loss = losses.sum() / (args.num_prompts_per_step * args.num_generations)
-                sums[1] += clipped.sum()
-            else:
-                sequences = []  # of the policy, the last one or a mean, the initial model
-                for values in (logprobs, batch.last_logprobs, batch.ref_logprobs):
-                    sequences.append(sum_tokens(values, batch, len(rows), args.num_generations))
-                losses = group_losses(*sequences, preferences, rates, args)  # (P,)
-                # Groups outside the micro-batch have sums of 0, but not a loss of 0.
-                ones = torch.ones_like(logprobs)
-                lengths = sum_tokens(ones, batch, len(rows), args.num_generations)
-                loss = (losses * (lengths[:, 0] > 0)).sum() / args.num_prompts_per_step
-            sums[0] += loss.detach()
-            if reference is not None:
-                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
-            if args.fsdp:
-                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
-            loss.backward()
-        if dist.is_initialized() and not args.fsdp:
-            for parameter in parameters:
-                dist.all_reduce(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
-        norm = (norm.full_tensor() if args.fsdp else norm).item()
-        if not math.isfinite(norm):
-            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
-        optimizer.step()
-    optimizer.zero_grad()  # the rollout needs the memory
-
-    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
-    loss, num_clipped, kl = sums.tolist()
-    metrics = {"loss": loss, "grad_norm": norm}
-    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
-    if policy_gradient:
-        metrics["clip_ratio"] = num_clipped / num_tokens
-    if reference is not None:
-        metrics["kl"] = kl / num_tokens
-    return metrics
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if args.compile:  # then a chunk keeps fewer copies of its logits
+            size = 4 * size
+            chunk_logprobs = torch.compile(chunk_logprobs, dynamic=True)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
 
 
 def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
@@ -1573,6 +1838,9 @@ def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, fl
         metrics["sampling/importance_sampling_ratio/mean"] = correction
         metrics["sampling/importance_sampling_ratio/truncated"] = truncated
     return metrics
+
+
+# --- Adapters, copies and shards ----------------------------------------------------------------
 
 
 def add_adapters(model, args: Args) -> None:
@@ -1600,17 +1868,6 @@ def adapters_off(model, args: Args):
     yield
     if args.lora_rank:
         model.enable_adapters()
-
-
-def shard(model, args: Args) -> None:
-    """FSDP2 in place: every layer, then the rest."""
-    dtype = torch.bfloat16 if args.bf16 else None
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in model.modules():
-        if type(module).__name__ in model._no_split_modules:
-            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
-    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
-    register_fsdp_forward_method(model, "token_logprobs")
 
 
 def copy_model(model, dtype: torch.dtype):
@@ -1653,6 +1910,28 @@ def refresh(sampler, model) -> None:
         copies = dict(sampler.named_parameters())
         for name, weight in (trained or weights).items():  # all weights of a frozen model
             copies[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
+
+
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
+
+
+def clone_weights(parameters) -> list[Tensor]:
+    """Copies; with --fsdp every process copies its shards."""
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def set_weights(parameters, values: list[Tensor]) -> None:
+    """The opposite of clone_weights."""
+    for parameter, value in zip(parameters, values):
+        parameter.data.copy_(value)
 
 
 # --- Checkpoints and logs -----------------------------------------------------------------------
@@ -1775,95 +2054,9 @@ def report(step: int, metrics: dict, args: Args) -> None:
     print(f"{line}  {metrics['seconds/step']:.1f} s  {left} left", flush=True)
 
 
-# --- Evaluation and training --------------------------------------------------------------------
-
-
-@dataclass
-class InitialAnswers:
-    """The initial model's answers to the evaluation problems, and the game between their kinds."""
-
-    completions: list[Completion]  # those of this process
-    kinds: list[str]  # K names
-    preferences: Tensor  # (K,K) for one kind over another, 1/2 if they never met
-    frequencies: Tensor  # (K,)
-
-
-def evaluation_answers(sampler, tokenizer, task, problems, who: str, args, rank, world_size):
-    """The problems of this process, and k sampled completions of each."""
-    mine = range(rank, len(problems), world_size)
-    seeds = [random_seed("evaluation", who, i) for i in mine]
-    problems = [problems[i] for i in mine]
-    k = args.num_generations_eval
-    return problems, complete(sampler, tokenizer, task, problems, k, args, seeds)
-
-
-def initial_answers(sampler, tokenizer, task, problems, args: Args, rank, world_size):
-    """The initial model's answers, each compared with the next one to the same problem."""
-    problems, completions = evaluation_answers(
-        sampler, tokenizer, task, problems, "initial", args, rank, world_size
-    )
-    k = args.num_generations_eval
-    kinds = []  # of two answers
-    pairs = []
-    for row, completion in enumerate(completions if task.kind else []):
-        problem = problems[row // k]
-        other = completions[row - row % k + (row + 1) % k]  # after the last comes the first
-        kinds.append([task.kind(problem, c.text) for c in (completion, other)])
-        pairs.append((problem, completion.text, other.text))
-    values = prefer(task, pairs, args)  # for the first of two
-    results = gather([(*two, value) for two, value in zip(kinds, values)])
-    names = sorted({first for first, _, _ in results})
-    sums = torch.zeros(len(names), len(names))
-    counts = torch.zeros(len(names), len(names))
-    for first, second, preference in results:
-        i = names.index(first)
-        j = names.index(second)
-        sums[i, j] += preference
-        sums[j, i] += 1 - preference
-        counts[i, j] += 1
-        counts[j, i] += 1
-    preferences = torch.where(counts > 0, sums / counts.clamp(min=1), 0.5)
-    frequencies = counts.sum(1) / counts.sum()  # every answer is in two comparisons
-    return InitialAnswers(completions, names, preferences, frequencies)
-
-
-def evaluate(
-    sampler, tokenizer, task, problems, initial: InitialAnswers, args: Args, rank, world_size
-) -> dict[str, float]:
-    """Win rate against the initial model on unseen problems, answer by answer. If answers have
-    kinds, also their frequencies, the win rate of the best kind against the policy minus 1/2, and
-    the distance of the frequencies (total variation) from the Nash policy. Prints one answer."""
-    problems, completions = evaluation_answers(
-        sampler, tokenizer, task, problems, "policy", args, rank, world_size
-    )
-    pairs = []
-    kinds = []
-    for row, completion in enumerate(completions):
-        problem = problems[row // args.num_generations_eval]
-        pairs.append((problem, completion.text, initial.completions[row].text))
-        kinds.append(task.kind(problem, completion.text) if task.kind else "")
-    results = list(zip(prefer(task, pairs, args), kinds))
-    if rank == 0:
-        print(f"{task.prompt(problems[0])[-1]['content']}\n>>> {completions[0].text}")
-    preferences, kinds = zip(*gather(results))
-    scores = {"eval/win_rate": sum(preferences) / len(preferences)}
-    if not task.kind:
-        return scores
-    counts = Counter(kinds)
-    for name in sorted({*initial.kinds, *counts}):
-        scores[f"eval/kind/{name}"] = counts[name] / len(kinds)
-    frequencies = torch.tensor([counts[name] / len(kinds) for name in initial.kinds])  # (K,)
-    unknown = 1 - frequencies.sum()  # kinds that the initial model never wrote count as ties
-    rates = initial.preferences @ frequencies + 0.5 * unknown  # (K,)
-    scores["eval/exploitability"] = rates.max().item() - 0.5
-    nash = regularised_nash(initial.preferences, initial.frequencies, args.tau)
-    scores["eval/nash_distance"] = 0.5 * ((frequencies - nash).abs().sum() + unknown).item()
-    return scores
-
-
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -1876,172 +2069,7 @@ def one_sentence_for_a_full_disk():
         raise
 
 
-@one_sentence_for_a_full_disk()
-def train(args: Args) -> dict[str, float]:
-    """Train as the flags say. Returns the scores of the last evaluation."""
-    if args.learning_rate is None:
-        rate = 1e-6 if args.model_name_or_path else 1e-4
-        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
-    if args.max_completion_length is None:
-        args = replace(args, max_completion_length=1024 if args.model_name_or_path else 80)
-    rank, world_size, device = setup(args)
-    warn_of_slow_bfloat16(args, rank, device)
-    task, eval_problems = load_task(args)
-    model, tokenizer = load_model(args)
-    model.to(device)
-    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
-    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
-        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
-    if len(eval_problems) < world_size:
-        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
-    check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
-    needs_reference = args.beta > 0 or args.method in ("inpo", "mnpo", "nash_mp")
-    initial_model = None
-    # With LoRA the policy without adapters is the initial model, but cannot go into the sampler.
-    if args.method == "grpo" or (needs_reference and not args.lora_rank):
-        initial_model = copy_model(model, torch.float32)
-        if args.fsdp:
-            shard(initial_model, args)
-    reference = None
-    if needs_reference:
-        reference = model if initial_model is None else initial_model
-    if args.lora_rank:
-        add_adapters(model, args)
-    # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
-    sampler = model
-    if not args.vllm and (args.bf16 or args.fsdp or args.method == "grpo"):
-        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
-    if args.compile:
-        compile_layers(model)
-    if args.gradient_checkpointing:
-        recompute_layers(model)
-    if args.fsdp:
-        shard(model, args)
-    if args.vllm:  # after adapters and sharding, when the weights take less memory
-        sampler = VllmSampler(model, args)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
-    run_dir = open_run(args, rank)
-    if args.eval_steps:
-        refresh(sampler, model)
-        # Now, before a checkpoint is loaded.
-        initial = initial_answers(sampler, tokenizer, task, eval_problems, args, rank, world_size)
-    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0, "past": []}
-    if args.method == "mnpo":  # before the first step, all earlier policies are the initial model
-        progress["past"] = [clone_weights(trained) for _ in range(args.num_policies - 1)]
-    load_checkpoint(run_dir, model, optimizer, progress)
-    if rank == 0:
-        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
-        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
-
-    scores = {}
-    refresh(sampler, model)
-    while True:
-        step = progress["step"]
-        last = step >= args.max_steps
-        if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores = evaluate(
-                sampler, tokenizer, task, eval_problems, initial, args, rank, world_size
-            )
-            if rank == 0:
-                log(run_dir, board, step, scores)
-                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
-        if last:
-            break
-
-        # 1. sample G completions of each prompt; processes have different prompts
-        began = time.perf_counter()
-        share = args.num_prompts_per_step // world_size
-        first = progress["num_prompts"] + rank * share
-        indices = range(first, first + share)
-        problems = [task.train_problem(i, args.seed) for i in indices]
-        seeds = [random_seed(args.seed, i) for i in indices]
-        size = args.num_generations
-        completions = complete(sampler, tokenizer, task, problems, size, args, seeds)
-        progress["num_prompts"] += args.num_prompts_per_step
-        sampled = time.perf_counter()
-        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
-        optimizer.param_groups[0]["lr"] = rate
-
-        # 2. compare each completion with its group, or with G completions of another opponent
-        seeds = [random_seed("opponent", args.seed, i) for i in indices]
-        opponents = []
-        if args.method == "grpo":  # the initial model
-            preferences = None
-            if args.lora_rank and not args.vllm:
-                with adapters_off(sampler, args):
-                    opponents = complete(sampler, tokenizer, task, problems, size, args, seeds)
-            else:
-                refresh(sampler, initial_model)
-                opponents = complete(sampler, tokenizer, task, problems, size, args, seeds)
-            rates = compare_with(task, problems, completions, opponents, args)  # (P,G)
-        else:
-            preferences = compare_groups(task, problems, completions, args)  # (P,G,G)
-            rates = win_rates(preferences)
-        if args.vllm:
-            sampler.sleep()
-        if args.method == "nash_mp":  # the policy after a trial step of INPO, which is then undone
-            start = clone_weights(trained)
-            update(model, reference, optimizer, completions, preferences, None, [], args)
-            refresh(sampler, model)
-            opponents = complete(sampler, tokenizer, task, problems, size, args, seeds)
-            rates = compare_with(task, problems, completions, opponents, args)
-            if args.vllm:
-                sampler.sleep()
-            set_weights(trained, start)
-
-        # 3. optimizer steps
-        rates_in_loss = None if args.method in ("inpo", "mnpo") else rates
-        policies = []
-        if args.method == "mnpo":
-            policies = [clone_weights(trained), *progress["past"]]  # newest first
-            progress["past"] = policies[:-1]  # for the next step, and for the checkpoint
-        metrics = update(
-            model, reference, optimizer, completions, preferences, rates_in_loss, policies, args
-        )
-        refresh(sampler, model)
-
-        # 4. log and save
-        progress["step"] = step = step + 1
-        kinds = []
-        if task.kind:
-            kinds = [task.kind(problems[i // size], c.text) for i, c in enumerate(completions)]
-        table = gather([(len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
-        lengths, ended, logprobs = zip(*table)
-        groups = torch.tensor(gather(rates.tolist()))  # (P,G) of all processes
-        progress["num_tokens"] += sum(lengths) + sum(gather([len(c.ids) for c in opponents]))
-        counts = Counter(gather(kinds))
-        if args.eval_steps:  # 0 for kinds of the initial model that do not occur any more
-            counts.update(dict.fromkeys(initial.kinds, 0))
-        for name, count in counts.items():
-            metrics[f"kind/{name}"] = count / len(lengths)
-        metrics |= {
-            "win_rate/mean": groups.mean().item(),
-            "win_rate/std": groups.std(1).mean().item(),
-            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
-            "completions/mean_length": sum(lengths) / len(lengths),
-            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
-            "learning_rate": rate,
-            "num_tokens": progress["num_tokens"],
-            "seconds/rollout": sampled - began,
-            "seconds/step": time.perf_counter() - began,
-        }
-        if rank == 0:
-            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
-            log_completions(run_dir, step, completions, rates, tokenizer, args)
-            report(step, metrics, args)
-        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
-            save_checkpoint(run_dir, model, optimizer, progress, rank)
-
-    if args.max_steps > 0:
-        save_final(f"{run_dir}/final", model, tokenizer, args, rank)
-    if rank == 0:
-        board.close()
-    if args.vllm:
-        sampler.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return scores
+# --- Command line -------------------------------------------------------------------------------
 
 
 def parse_args() -> Args:
@@ -2070,23 +2098,7 @@ def parse_args() -> Args:
     return args
 
 
-def join_repeated(words: list[str]) -> list[str]:
-    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
-    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
-    chunks = {"": []}  # of the command line: a flag with its values
-    chunk = chunks[""]
-    for number, word in enumerate(words):
-        flag, _, value = word.partition("=")
-        if flag.removeprefix("--").replace("-", "_") in several:
-            chunk = chunks.setdefault(flag, [flag])
-            chunk += [value] if value else []
-        elif word.startswith("--"):
-            chunk = chunks.setdefault(number, [word])
-        else:
-            chunk.append(word)
-    return sum(chunks.values(), [])
-
-
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
-    train(parse_args())
+    with one_sentence_for_a_full_disk():
+        train(parse_args())

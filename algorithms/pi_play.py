@@ -42,6 +42,8 @@ said otherwise), S context tokens, T tokens of a turn, V vocabulary, H hidden si
 of L tokens, N predicted tokens.
 """
 
+from __future__ import annotations
+
 import asyncio
 import copy
 import importlib.util
@@ -94,8 +96,9 @@ FIXED += " system_prompt chat_template_path chat_template_kwargs model_name_or_p
 FIXED += " num_prompts_per_step num_documents_per_step examiner_steps student_steps"
 FIXED += " privileged_context output_dir lora_rank"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
-AT_LEAST_ONE += " decode_batch_size micro_batch_size num_iterations eval_problems reward_threads"
-AT_LEAST_ONE += " max_turns num_documents_per_step num_answers examiner_steps student_steps"
+AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
+AT_LEAST_ONE += " eval_problems reward_threads max_turns num_documents_per_step num_answers"
+MAY_BE_NEGATIVE = ("seed", "format_penalty", "gate")
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -365,14 +368,497 @@ def schedule(step: int, args: Args) -> tuple[str, int, int]:
     return "student", number * args.student_steps + position - args.examiner_steps, number
 
 
-# --- Processes, task, model ---------------------------------------------------------------------
+# --- Training -----------------------------------------------------------------------------------
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        rate = 1e-6 if args.model_name_or_path else 2e-4
+        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
+    if args.max_completion_length is None:
+        args = replace(args, max_completion_length=1024 if args.model_name_or_path else 64)
+    if args.lambda_schedule is None:
+        own = (0.03, 0.003, 0.002)
+        args = replace(args, lambda_schedule=own if args.model_name_or_path else (1.0, 0.3, 0.1))
+    rank, world_size, device = setup(args)
+    warn_of_slow_bfloat16(args, rank, device)
+    task, eval_problems = load_task(args)
+    student, tokenizer = load_model(args)
+    student.to(device)
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    check_tags(tokenizer, task.prompt(eval_problems[0]))
+    check_model(student, encode(tokenizer, task, eval_problems[0], args), args)
+    longest = 2 * args.max_prompt_length + args.max_completion_length
+    if args.privileged_context != "none" and longest > longest_text(student):
+        sys.exit("--max-prompt-length: the teacher reads up to twice this; the model is too short")
+    teacher = copy_model(student, torch.float32)
+    reference = copy_model(student, torch.float32) if args.beta > 0 and not args.lora_rank else None
+    if args.lora_rank:
+        add_adapters(student, args)
+    frozen = {id(weight): weight for weight in student.parameters() if not weight.requires_grad}
+    examiner = copy.deepcopy(student, frozen)  # shares the weights in this dict
+    models = {"student": student, "examiner": examiner, "teacher": teacher}
+    models = torch.nn.ModuleDict(models)
+    # The samplers are the policies, copies of them in bfloat16, or one vLLM.
+    samplers = [student, examiner]
+    if args.vllm:  # after adapters, when the weights take less memory
+        samplers = 2 * [VllmSampler(student, args)]
+    elif args.bf16:
+        samplers = [copy_model(policy, torch.bfloat16) for policy in samplers]
+    policies = {
+        "student": Policy(student, samplers[0]),
+        "examiner": Policy(examiner, samplers[1]),
+    }
+    if args.compile:
+        compile_layers(student)
+        compile_layers(examiner)
+    if args.gradient_checkpointing:
+        recompute_layers(student)
+        recompute_layers(examiner)
+    optimizer = new_optimizer(models, args)
+    run_dir = open_run(args, rank)
+    progress = {"step": 0, "num_tokens": 0}
+    load_checkpoint(run_dir, models, optimizer, progress)
+    for policy in policies.values():
+        if not args.vllm:
+            refresh(policy.sampler, policy.model)
+    if rank == 0:
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    scores = {}
+    while True:
+        step = progress["step"]
+        last = step >= args.max_steps
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores = evaluate(
+                policies["student"], tokenizer, task, eval_problems, args, rank, world_size
+            )
+            if step == 0 and not last and args.privileged_context != "none":
+                scores |= start_gate(policies["student"], tokenizer, task, args, rank, world_size)
+            if rank == 0:
+                log(run_dir, board, step, scores)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
+            break
+
+        # 1. the examiner asks and the student answers; processes have different numbers
+        began = time.perf_counter()
+        role, role_step, round_number = schedule(step, args)
+        rollout, count = student_rollout, args.num_prompts_per_step
+        if role == "examiner":
+            rollout, count = examiner_rollout, args.num_documents_per_step
+        share = count // world_size
+        first = role_step * count + rank * share
+        numbers = range(first, first + share)
+        episodes = rollout(policies, tokenizer, task, numbers, args)
+        sampled = time.perf_counter()
+
+        # 2. compare questions with the same number of hops, or answers to the same question
+        rewards = gather([episode.reward for episode in episodes])  # B of all processes
+        pools = gather([episode.pool for episode in episodes])
+        advantages = hop_advantages(torch.tensor(rewards), torch.tensor(pools))  # (B,)
+        before = sum(gather([len(episodes)])[:rank])  # processes may have left out questions
+        own_advantages = advantages[before : before + len(episodes)]
+
+        # 3. a policy-gradient step of this policy; the teacher follows the student
+        weight = 0.0
+        if role == "student" and args.privileged_context != "none":
+            weight = args.lambda_schedule[min(round_number, len(args.lambda_schedule) - 1)]
+        rate = args.learning_rate * min(1.0, (role_step + 1) / max(1, args.warmup_steps))
+        model = models[role]
+        optimizer.param_groups[0]["lr"] = rate
+        if args.vllm:
+            policies[role].sampler.sleep()
+        if args.beta > 0 and args.lora_rank:
+            reference = model  # without adapters, either policy is the initial model
+        metrics = update(
+            model, reference, teacher, optimizer, episodes, own_advantages, weight, args
+        )
+        if not args.vllm:  # with vLLM, play loads the weights of the policy that writes
+            refresh(policies[role].sampler, model)
+        if role == "student":
+            update_teacher(teacher, student, args.teacher_tau)
+            metrics["pi_play/lambda"] = weight
+            metrics["pi_play/questions"] = len(set(pools))
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        table = gather([facts(episode) for episode in episodes])
+        for tag in table[0]:
+            metrics[tag] = sum(row[tag] for row in table) / len(table)
+        # sums of episodes become nats of a token
+        metrics["entropy"] /= metrics["completions/mean_length"]
+        progress["num_tokens"] += sum(row["completions/mean_length"] for row in table)
+        unequal = {pool for pool, value in zip(pools, advantages.tolist()) if value != 0}
+        metrics |= {
+            "frac_reward_zero_std": sum(pool not in unequal for pool in pools) / len(pools),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
+        if rank == 0:
+            report(step, role, metrics, args)
+            if role == "examiner":
+                name = "pi_play/examiner/"
+                metrics = {name + tag.removeprefix("pi_play/"): x for tag, x in metrics.items()}
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_completions(run_dir, step, role, episodes, own_advantages, tokenizer, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, models, optimizer, progress, rank)
+
+    if args.max_steps > 0:
+        save_final(f"{run_dir}/final", student, tokenizer, args, rank)
+        save_final(f"{run_dir}/examiner/final", examiner, tokenizer, args, rank)
+    if rank == 0:
+        board.close()
+    if args.vllm:
+        policies["student"].sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return scores
+
+
+def update(
+    model, reference, teacher, optimizer, episodes, advantages: Tensor, weight: float, args: Args
+) -> dict:
+    """One optimizer step on the batch of all processes.
+
+    episodes and advantages are those of this process. The loss of a step is a sum over tokens,
+    so its gradient depends neither on micro-batches nor on the number of processes. weight is
+    lambda; above 0, the teacher reads the episodes behind its own prompts.
+    """
+    device = model.device
+    lengths = torch.tensor([len(e.logprobs) for e in episodes])  # (B,)
+    all_lengths = gather(lengths.tolist())
+    num_tokens = sum(all_lengths)
+    totals = {
+        "num_rows": len(all_lengths),
+        "num_tokens": num_tokens,
+        "max_completion_length": args.max_completion_length,
+    }
+    weights = token_weights(lengths, args.loss_type, **totals).to(device)  # (B,)
+    # The divergence is a mean over an episode, then over episodes: "grpo" in token_weights.
+    mean_weights = token_weights(lengths, "grpo", **totals).to(device)  # (B,)
+    rows = list(range(len(episodes)))
+    if weight == 0 and args.beta == 0:
+        # Zero advantage means no gradient; but one row at least, to compare the sampler.
+        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]
+    advantages = advantages.to(device)
+
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
+    sums = torch.zeros(3, device=device)  # loss, KL, divergence
+    log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
+    for batch, private in micro_batches(episodes, rows, weight > 0, args, device):
+        if reference is not None:
+            with torch.no_grad(), adapters_off(model, args):
+                batch.ref_logprobs = reference.token_logprobs(batch, args)
+        values = token_values(model, batch, args, teacher, private)  # (1 or 2,N)
+        logprobs = values[0]
+        old_logprobs = logprobs.detach()  # one step a batch: the ratio is 1, nothing is clipped
+        log_ratios.append(old_logprobs - batch.sampled_logprobs)
+        if cap > 0:
+            batch.correction = sampling_correction(old_logprobs, batch.sampled_logprobs, cap)
+        if reference is not None:
+            sums[1] += kl_estimate(old_logprobs, batch.ref_logprobs).sum()
+        losses, _ = policy_loss(
+            logprobs,
+            old_logprobs,
+            advantages[batch.completion_index],
+            beta=args.beta,
+            ref_logprobs=batch.ref_logprobs,
+            correction=batch.correction,
+        )
+        loss = (losses * weights[batch.completion_index]).sum()
+        if weight > 0:  # the divergence itself is differentiated, eq. 7
+            divergence = (values[1] * mean_weights[batch.completion_index]).sum()
+            loss = loss + weight * divergence
+            sums[2] += divergence.detach()
+        sums[0] += loss.detach()
+        loss.backward()
+    if dist.is_initialized():
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf).item()
+    if not math.isfinite(norm):
+        sys.exit(f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept")
+    optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    loss, kl, divergence = torch.tensor(gather([sums.tolist()])).sum(0).tolist()
+    metrics = {"loss": loss, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    if weight > 0:
+        metrics["pi_play/divergence"] = divergence
+    return metrics
+
+
+@dataclass
+class Policy:
+    """A model that is trained, and what samples from it."""
+
+    model: transformers.PreTrainedModel
+    sampler: object  # the model, a copy of it, or the VllmSampler that the policies share
+
+
+def play(
+    policy: Policy, tokenizer, task, problems, num_generations, args: Args, seeds=None
+) -> list[Episode]:
+    """G episodes of each problem: sampled, or greedy without seeds."""
+    if args.vllm:
+        refresh(policy.sampler, policy.model)
+    episodes = []
+    row_seeds = []
+    for number, problem in enumerate(problems):
+        prompt = encode(tokenizer, task, problem, args)
+        for g in range(num_generations):
+            episodes.append(Episode(problem, prompt))
+            if seeds:
+                row_seeds.append(random_seed(seeds[number], g))
+    for first in range(0, len(episodes), args.decode_batch_size):
+        some = slice(first, first + args.decode_batch_size)
+        play_turns(policy.sampler, tokenizer, task, episodes[some], args, row_seeds[some])
+    return episodes
+
+
+def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds) -> None:
+    """Play episodes to their ends, all of them turn by turn."""
+    memory = None
+    for turn in range(args.max_turns):
+        contexts = [episode.prompt + episode.ids for episode in episodes]
+        turn_seeds = [random_seed(seed, turn) for seed in seeds]
+        completions, memory = generate(sampler, contexts, args, turn_seeds, memory)
+        for episode, completion in zip(episodes, completions):
+            completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
+            episode.write(completion)
+        replies = task.step([completion.text for completion in completions], turn + 1, episodes)
+
+        # Some episodes go on: those with a reply that fits.
+        rows = []
+        for row, (episode, reply) in enumerate(zip(episodes, replies, strict=True)):
+            if reply is None or not episode.ended or turn == args.max_turns - 1:
+                continue
+            ids = reply_ids(sampler, tokenizer, reply, args)
+            if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
+                episode.ended = False
+                continue
+            episode.read(ids, reply["content"])
+            rows.append(row)
+        if not rows:
+            return
+        if memory is not None:
+            memory = memory.select(rows)
+        episodes = [episodes[row] for row in rows]
+        seeds = [seeds[row] for row in rows] if seeds else seeds
+
+
+def answer(
+    policy: Policy, tokenizer, task, problems, num_generations, args: Args, seeds=None
+) -> list[Episode]:
+    """Play questions and score the last text; an episode's reward is the first function's."""
+    episodes = play(policy, tokenizer, task, problems, num_generations, args, seeds)
+    inputs = [(episode.problem, episode.texts[-1]) for episode in episodes]
+    for episode, rewards in zip(episodes, score(task, inputs, args)):
+        for name, reward in zip(task.reward_functions, rewards):
+            episode.info[f"rewards/{name}/mean"] = reward
+        episode.reward = rewards[0]
+    return episodes
+
+
+def examine(policy: Policy, tokenizer, task, seeds, args: Args) -> tuple[list, list, list]:
+    """The examiner writes a question about a random document for each seed.
+
+    Returns the episodes, the scores of their format, and the questions, None where malformed.
+    """
+    requests = [task.request(random.Random(seed)) for seed in seeds]
+    episodes = play(policy, tokenizer, task, requests, 1, args, seeds)
+    formats = []
+    questions = []
+    for episode in episodes:
+        score, question = task.examined(episode.problem, episode.texts)
+        formats.append(score)
+        questions.append(question)
+    return episodes, formats, questions
+
+
+def examiner_rollout(policies: dict, tokenizer, task, numbers: range, args: Args) -> list[Episode]:
+    """An episode of the examiner about each document; n answers of the student measure it."""
+    n = args.num_answers
+    seeds = [random_seed(args.seed, "examiner", number) for number in numbers]
+    episodes, formats, questions = examine(policies["examiner"], tokenizer, task, seeds, args)
+    rows = [row for row, question in enumerate(questions) if question is not None]
+    asked = [questions[row] for row in rows]
+    answer_seeds = [random_seed(seeds[row], "answers") for row in rows]
+    answers = answer(policies["student"], tokenizer, task, asked, n, args, answer_seeds)
+    num_correct = torch.zeros(len(episodes))  # rewards are 0 or 1
+    for place, row in enumerate(rows):
+        group = answers[place * n : (place + 1) * n]
+        num_correct[row] = sum(episode.reward for episode in group)
+    difficulty = examiner_rewards(num_correct, n).tolist()
+    for row, episode in enumerate(episodes):
+        episode.reward = difficulty[row] + 0.5 * formats[row]  # 0.5 as in the code of Dr. Zero
+        episode.pool = episode.problem.hops
+        episode.info = {
+            "pi_play/difficulty": difficulty[row],
+            "pi_play/format": formats[row],
+            "pi_play/well_formed": float(questions[row] is not None),
+            "pi_play/pass_rate": num_correct[row].item() / n,
+        }
+    return episodes
+
+
+def draw_questions(policy: Policy, tokenizer, task, numbers, args: Args) -> dict[int, tuple]:
+    """A question of the examiner for each number, the prompt of its teacher, and the failed draws.
+
+    A question that is malformed, too long or held out is drawn again; a number without a question
+    after sum(DRAWS) draws is left out. A question depends on its number and the examiner alone.
+    """
+    questions = {}
+    before = 0
+    for count in DRAWS:
+        missing = [number for number in numbers if number not in questions]
+        if not missing:
+            break
+        draws = [(number, before + draw) for number in missing for draw in range(count)]
+        seeds = [random_seed(args.seed, "question", *draw) for draw in draws]
+        found = examine(policy, tokenizer, task, seeds, args)[2]
+        for (number, draw), question in zip(draws, found):
+            if number in questions or question is None or question.held_out:
+                continue
+            shown = task.with_privilege(question, args.privileged_context, str(number))
+            prompt = encode(tokenizer, task, shown, args)
+            if len(prompt) <= args.max_prompt_length:
+                questions[number] = (question, prompt, draw)
+        before += count
+    if not gather(list(questions)):
+        sys.exit(
+            f"the examiner has written no well-formed question in {before} draws of each: "
+            "raise --max-completion-length or --max-turns, or take a model that keeps the format"
+        )
+    return dict(sorted(questions.items()))
+
+
+def student_rollout(policies: dict, tokenizer, task, numbers: range, args: Args) -> list[Episode]:
+    """G episodes of the student for each of P new questions, with the prompts of its teacher."""
+    drawn = draw_questions(policies["examiner"], tokenizer, task, numbers, args)
+    questions = [question for question, _, _ in drawn.values()]
+    seeds = [random_seed(args.seed, number) for number in drawn]
+    G = args.num_generations
+    episodes = answer(policies["student"], tokenizer, task, questions, G, args, seeds)
+    for row, (number, (_, prompt, failed_draws)) in enumerate(drawn.items()):
+        for episode in episodes[row * G : (row + 1) * G]:
+            episode.pool = number
+            episode.teacher_prompt = prompt
+            episode.info["pi_play/redrawn_questions"] = failed_draws
+    return episodes
+
+
+def new_optimizer(models, args: Args) -> torch.optim.AdamW:
+    """AdamW for both policies; a step moves the one that has gradients.
+
+    Its state is made now: a checkpoint needs that of both, and one of them is trained later.
+    """
+    policies = [*models["student"].parameters(), *models["examiner"].parameters()]
+    trained = [parameter for parameter in policies if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
+    states.get_state_dict(models, optimizer)  # makes the state by a step of size 0, which it counts
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return optimizer
+
+
+def facts(episode: Episode) -> dict[str, float]:
+    """What is logged of an episode, as means."""
+    found = episode.texts[1::2]  # what it read between its own texts
+    return episode.info | {
+        "reward": episode.reward,
+        "entropy": -sum(episode.logprobs),
+        "completions/mean_length": len(episode.logprobs),
+        "completions/clipped_ratio": float(not episode.ended),
+        "pi_play/turns": len(episode.texts[::2]),
+        "pi_play/searches": len(found),
+        "pi_play/repeated_searches": len(found) - len(set(found)),
+    }
+
+
+def start_gate(
+    policy: Policy, tokenizer, task, args: Args, rank: int, world_size: int
+) -> dict[str, float]:
+    """How often the first policy is right without and with what the teacher sees.
+
+    Asks evaluation questions of which the task knows the path, else those of the examiner.
+    """
+    seeds = [random_seed("gate", i) for i in range(rank, args.eval_problems, world_size)]
+    problems = task.traced_problems(args.eval_problems)[rank::world_size]
+    if not problems:
+        _, _, questions = examine(policy, tokenizer, task, seeds, args)
+        problems = [question for question in questions if question is not None]
+    kind = args.privileged_context
+    shown = [task.with_privilege(p, kind, str(seed)) for p, seed in zip(problems, seeds)]
+    lengths = [len(encode(tokenizer, task, problem, args)) for problem in shown]
+    kept = [i for i, length in enumerate(lengths) if length <= args.max_prompt_length]
+    gate = {}
+    for tag, candidates in (("without", problems), ("with", shown)):
+        asked = [candidates[i] for i in kept]
+        episodes = answer(policy, tokenizer, task, asked, args.num_answers, args, seeds)
+        rewards = gather([episode.reward for episode in episodes])
+        gate[f"eval/pi_play/gate_{tag}"] = sum(rewards) / max(1, len(rewards))
+    without, with_context = gate.values()
+    if rank == 0 and with_context - without < 0.2:
+        print(
+            f"right {without:.3f}, with {kind} {with_context:.3f}: the teacher has little to teach"
+        )
+    return gate
+
+
+def evaluate(
+    policy: Policy, tokenizer, task, problems, args: Args, rank: int, world_size: int
+) -> dict[str, float]:
+    """Scores of unseen problems by the first reward function: of the greedy episode, and the mean
+    and the best of k samples. Prints one greedy episode."""
+    k = args.num_generations_eval
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", i) for i in mine]
+    problems = [problems[i] for i in mine]
+    greedy = answer(policy, tokenizer, task, problems, 1, args)
+    scores = {
+        "eval/greedy": [episode.reward for episode in greedy],
+        "eval/turns": [float(len(episode.texts[::2])) for episode in greedy],
+    }
+    if k > 0:
+        sampled = answer(policy, tokenizer, task, problems, k, args, seeds)
+        rewards = torch.tensor([episode.reward for episode in sampled]).view(-1, k)
+        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
+        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
+    if rank == 0:
+        lines = [task.prompt(problems[0])[-1]["content"], *greedy[0].texts]
+        print("\n>>> ".join(lines) + f"\n(reward {greedy[0].reward:g})")
+    return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+
+
+# ================================================================================================
+# Below: what all language scripts share. It is the same text in all of them, but for what the essay
+# names: problems, models, sampling, log-probabilities, adapters and shards, checkpoints and logs.
+# ================================================================================================
+
+
+# --- Processes and problems ---------------------------------------------------------------------
 
 
 def check_flags(args: Args) -> None:
     """Exit if a number is out of range, JSON is none, or the run folder cannot be made."""
     for name, value in asdict(args).items():
         least = 1 if name in AT_LEAST_ONE.split() else 0
-        is_number = isinstance(value, int | float) and name not in ("seed", "format_penalty")
+        is_number = isinstance(value, int | float) and name not in MAY_BE_NEGATIVE
         if is_number and not least <= value < math.inf:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
@@ -496,6 +982,131 @@ def load_task(args: Args):
     return task, problems
 
 
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
+    except Exception as error:  # whatever the code of a template raises
+        roles = ", ".join(message["role"] for message in messages)
+        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
+
+
+def check_tags(tokenizer, messages: list[dict]) -> None:
+    """Exit if tags that the prompt asks for would be missing in the text that rewards read."""
+    for name in re.findall(r"</(\w+)>", messages[-1]["content"]):
+        ids = tokenizer.encode(f"<{name}></{name}>", add_special_tokens=False)
+        if f"</{name}>" not in tokenizer.decode(ids, skip_special_tokens=True):
+            sys.exit(f"--model-name-or-path: <{name}> is a special token, which no reward can see")
+
+
+def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """What the assistant says: a think block that its prompt has opened, and the completion."""
+    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
+    opening = tag + rest if rest.strip() in ("", "</think>") else ""
+    return opening + tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose prompts fit; prints how many are dropped."""
+    lengths = [len(encode(tokenizer, task, problem, args)) for problem in problems]
+    kept = [problem for problem, n in zip(problems, lengths) if n <= args.max_prompt_length]
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
+
+
+def score(task, inputs: list[tuple], args: Args) -> list[tuple[float, ...]]:
+    """The K rewards of each pair of a problem and a text. B pairs -> B tuples"""
+    columns = []
+    for name, function in task.reward_functions.items():
+        columns.append(call_each(f"reward function {name}", function, inputs, args))
+    return list(zip(*columns))
+
+
+def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[float]:
+    """The numbers that a function of the user's returns for tuples of a problem and texts.
+
+    Exits with the text for which it fails, or returns something else.
+    """
+
+    def call(given: tuple):
+        try:
+            result = function(*given)
+            if inspect.isawaitable(result):
+                result = asyncio.run_coroutine_threadsafe(result, event_loop()).result()
+            return result
+        except Exception as error:
+            return error
+
+    # A function may change its copy of a row.
+    inputs = [(copy.deepcopy(row) if type(row) is dict else row, *texts) for row, *texts in inputs]
+    batched = getattr(function, "batched", False) and len(inputs) > 0
+    calls = [tuple(map(list, zip(*inputs)))] if batched else inputs
+    with ThreadPoolExecutor(args.reward_threads) as pool:
+        # Signals, which some functions use as a clock, work in this thread only.
+        results = list((pool.map if args.reward_threads > 1 else map)(call, calls))
+    if batched and hasattr(results[0], "__len__"):
+        results = results[0]
+    numbers = []
+    for (_, *texts), result in zip(inputs, results):
+        words = f"for {', '.join(map(repr, texts)):.200}"
+        if isinstance(result, Exception):
+            reason = "".join(traceback.format_exception(result))  # where the user's code failed
+            sys.exit(f"{title}: failed {words}\n\n{reason}")
+        try:
+            numbers.append(float(result) if math.isfinite(result) else math.inf)
+        except Exception:  # of what is no number, or has more digits than a float
+            numbers.append(math.inf)
+        if not abs(numbers[-1]) < 1e15:  # squares of larger numbers are too large for float32
+            found = "a huge number" if isinstance(result, int) else repr(result)
+            sys.exit(f"{title}: returned {found:.100} {words}, expected a number below 1e15")
+    if len(results) != len(inputs):
+        sys.exit(f"{title}: returned {len(results)} numbers for {len(inputs)} answers")
+    return numbers
+
+
+@lru_cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all async functions of a run: clients of servers belong to theirs."""
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+def join_repeated(words: list[str]) -> list[str]:
+    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
+    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
+    chunks = {"": []}  # of the command line: a flag with its values
+    chunk = chunks[""]
+    for number, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag.removeprefix("--").replace("-", "_") in several:
+            chunk = chunks.setdefault(flag, [flag])
+            chunk += [value] if value else []
+        elif word.startswith("--"):
+            chunk = chunks.setdefault(number, [word])
+        else:
+            chunk.append(word)
+    return sum(chunks.values(), [])
+
+
+# --- Models -------------------------------------------------------------------------------------
+
+
 def model_path(args: Args) -> str:
     """Name or folder of the model that training starts from."""
     return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / args.env)
@@ -556,51 +1167,6 @@ def turn_end(tokenizer, args: Args) -> list[int]:
         sys.exit("chat template: leaves out messages, see --chat-template-path")
     rest = tokenizer.encode(text.rpartition("Xyzzy")[2], add_special_tokens=False)
     return [token for token in rest if token in tokenizer.added_tokens_decoder][:1]
-
-
-def encode(tokenizer, task, problem, args: Args) -> list[int]:
-    """Token ids of a prompt, up to where the assistant begins."""
-    messages = task.prompt(problem)
-    if args.system_prompt:
-        others = [message for message in messages if message["role"] != "system"]
-        messages = [{"role": "system", "content": args.system_prompt}] + others
-    settings = json.loads(args.chat_template_kwargs)
-    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-    try:
-        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
-    except Exception as error:  # whatever the code of a template raises
-        roles = ", ".join(message["role"] for message in messages)
-        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
-
-
-def check_tags(tokenizer, messages: list[dict]) -> None:
-    """Exit if tags that the prompt asks for would be missing in the text that rewards read."""
-    for name in re.findall(r"</(\w+)>", messages[-1]["content"]):
-        ids = tokenizer.encode(f"<{name}></{name}>", add_special_tokens=False)
-        if f"</{name}>" not in tokenizer.decode(ids, skip_special_tokens=True):
-            sys.exit(f"--model-name-or-path: <{name}> is a special token, which no reward can see")
-
-
-def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
-    """What the assistant says: a think block that its prompt has opened, and the completion."""
-    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
-    opening = tag + rest if rest.strip() in ("", "</think>") else ""
-    return opening + tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
-    """The problems whose prompts fit; prints how many are dropped."""
-    lengths = [len(encode(tokenizer, task, problem, args)) for problem in problems]
-    kept = [problem for problem, n in zip(problems, lengths) if n <= args.max_prompt_length]
-    dropped = len(problems) - len(kept)
-    if dropped and os.environ.get("RANK", "0") == "0":
-        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
-    if not kept:
-        sys.exit("--max-prompt-length: no problem is left")
-    return kept
-
-
-# --- Model compatibility ------------------------------------------------------------------------
 
 
 def refuse_unsupported(model) -> None:
@@ -686,14 +1252,6 @@ def add_methods(model) -> None:
     model.token_logprobs = MethodType(token_logprobs, model)
 
 
-def recompute_layers(model) -> None:
-    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
-            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
-
-
 def compile_layers(model) -> None:
     """torch.compile for the layers where gradients are wanted, which leaves decoding as it is."""
 
@@ -704,6 +1262,14 @@ def compile_layers(model) -> None:
         if isinstance(layer, GradientCheckpointingLayer):
             compiled = torch.compile(layer.forward, dynamic=True)
             layer.forward = partial(forward, layer.forward, compiled)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
 
 
 @torch.no_grad()
@@ -763,7 +1329,7 @@ def check_model(model, prompt: list[int], args: Args) -> None:
             sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
 
 
-# --- Rollout ------------------------------------------------------------------------------------
+# --- Sampling -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -815,7 +1381,7 @@ class Memory:
     ids: Tensor  # (B,S), -1 after the end of a row
     layers: list[tuple[Tensor, Tensor]]  # keys and values, (B,heads,S,head size)
 
-    def select(self, rows: list[int]) -> "Memory":
+    def select(self, rows: list[int]) -> Memory:
         """The memory of some rows, in this order."""
         index = torch.tensor(rows, device=self.ids.device)
         return Memory(self.ids[index], [(k[index], v[index]) for k, v in self.layers])
@@ -892,6 +1458,34 @@ def read(
         memory = memory.select(order)
         hidden = hidden[torch.tensor(order, device=device)]
     return memory, hidden
+
+
+def reply_ids(model, tokenizer, reply: dict, args: Args) -> list[int]:
+    """Token ids of a message that answers a turn, up to where the assistant begins again.
+
+    They begin after the end token of the turn, which the model has written.
+    """
+    chats = []
+    for text in ("b", "c"):  # two chats that differ in the assistant's text alone
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+        encoded = tokenizer.apply_chat_template(
+            turn + [reply],
+            add_generation_prompt=True,
+            return_dict=True,
+            **json.loads(args.chat_template_kwargs),
+        )
+        chats.append(encoded["input_ids"])
+    # Both chats are equal after the assistant's text.
+    length = 0
+    while chats[0][-length - 1] == chats[1][-length - 1]:
+        length += 1
+    rest = chats[0][-length:]
+    ends = [
+        place for place, token in enumerate(rest) if token in model.generation_config.eos_token_id
+    ]
+    if not ends:
+        sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
+    return rest[ends[0] + 1 :]
 
 
 @torch.no_grad()
@@ -1164,262 +1758,6 @@ def repack_head(engine_model) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def reply_ids(model, tokenizer, reply: dict, args: Args) -> list[int]:
-    """Token ids of a message that answers a turn, up to where the assistant begins again.
-
-    They begin after the end token of the turn, which the model has written.
-    """
-    chats = []
-    for text in ("b", "c"):  # two chats that differ in the assistant's text alone
-        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
-        encoded = tokenizer.apply_chat_template(
-            turn + [reply],
-            add_generation_prompt=True,
-            return_dict=True,
-            **json.loads(args.chat_template_kwargs),
-        )
-        chats.append(encoded["input_ids"])
-    # Both chats are equal after the assistant's text.
-    length = 0
-    while chats[0][-length - 1] == chats[1][-length - 1]:
-        length += 1
-    rest = chats[0][-length:]
-    ends = [
-        place for place, token in enumerate(rest) if token in model.generation_config.eos_token_id
-    ]
-    if not ends:
-        sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
-    return rest[ends[0] + 1 :]
-
-
-@dataclass
-class Policy:
-    """A model that is trained, and what samples from it."""
-
-    model: transformers.PreTrainedModel
-    sampler: object  # the model, a copy of it, or the VllmSampler that the policies share
-
-
-def play(
-    policy: Policy, tokenizer, task, problems, num_generations, args: Args, seeds=None
-) -> list[Episode]:
-    """G episodes of each problem: sampled, or greedy without seeds."""
-    if args.vllm:
-        refresh(policy.sampler, policy.model)
-    episodes = []
-    row_seeds = []
-    for number, problem in enumerate(problems):
-        prompt = encode(tokenizer, task, problem, args)
-        for g in range(num_generations):
-            episodes.append(Episode(problem, prompt))
-            if seeds:
-                row_seeds.append(random_seed(seeds[number], g))
-    for first in range(0, len(episodes), args.decode_batch_size):
-        some = slice(first, first + args.decode_batch_size)
-        play_turns(policy.sampler, tokenizer, task, episodes[some], args, row_seeds[some])
-    return episodes
-
-
-def score(task, inputs: list[tuple], args: Args) -> list[tuple[float, ...]]:
-    """The K rewards of each pair of a problem and a text. B pairs -> B tuples"""
-    columns = []
-    for name, function in task.reward_functions.items():
-        columns.append(call_each(f"reward function {name}", function, inputs, args))
-    return list(zip(*columns))
-
-
-def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[float]:
-    """The numbers that a function of the user's returns for tuples of a problem and texts.
-
-    Exits with the text for which it fails, or returns something else.
-    """
-
-    def call(given: tuple):
-        try:
-            result = function(*given)
-            if inspect.isawaitable(result):
-                result = asyncio.run_coroutine_threadsafe(result, event_loop()).result()
-            return result
-        except Exception as error:
-            return error
-
-    # A function may change its copy of a row.
-    inputs = [(copy.deepcopy(row) if type(row) is dict else row, *texts) for row, *texts in inputs]
-    batched = getattr(function, "batched", False) and len(inputs) > 0
-    calls = [tuple(map(list, zip(*inputs)))] if batched else inputs
-    with ThreadPoolExecutor(args.reward_threads) as pool:
-        # Signals, which some functions use as a clock, work in this thread only.
-        results = list((pool.map if args.reward_threads > 1 else map)(call, calls))
-    if batched and hasattr(results[0], "__len__"):
-        results = results[0]
-    numbers = []
-    for (_, *texts), result in zip(inputs, results):
-        words = f"for {', '.join(map(repr, texts)):.200}"
-        if isinstance(result, Exception):
-            reason = "".join(traceback.format_exception(result))  # where the user's code failed
-            sys.exit(f"{title}: failed {words}\n\n{reason}")
-        try:
-            numbers.append(float(result) if math.isfinite(result) else math.inf)
-        except Exception:  # of what is no number, or has more digits than a float
-            numbers.append(math.inf)
-        if not abs(numbers[-1]) < 1e15:  # squares of larger numbers are too large for float32
-            found = "a huge number" if isinstance(result, int) else repr(result)
-            sys.exit(f"{title}: returned {found:.100} {words}, expected a number below 1e15")
-    if len(results) != len(inputs):
-        sys.exit(f"{title}: returned {len(results)} numbers for {len(inputs)} answers")
-    return numbers
-
-
-@lru_cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all async functions of a run: clients of servers belong to theirs."""
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds) -> None:
-    """Play episodes to their ends, all of them turn by turn."""
-    memory = None
-    for turn in range(args.max_turns):
-        contexts = [episode.prompt + episode.ids for episode in episodes]
-        turn_seeds = [random_seed(seed, turn) for seed in seeds]
-        completions, memory = generate(sampler, contexts, args, turn_seeds, memory)
-        for episode, completion in zip(episodes, completions):
-            completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
-            episode.write(completion)
-        replies = task.step([completion.text for completion in completions], turn + 1, episodes)
-
-        # Some episodes go on: those with a reply that fits.
-        rows = []
-        for row, (episode, reply) in enumerate(zip(episodes, replies, strict=True)):
-            if reply is None or not episode.ended or turn == args.max_turns - 1:
-                continue
-            ids = reply_ids(sampler, tokenizer, reply, args)
-            if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
-                episode.ended = False
-                continue
-            episode.read(ids, reply["content"])
-            rows.append(row)
-        if not rows:
-            return
-        if memory is not None:
-            memory = memory.select(rows)
-        episodes = [episodes[row] for row in rows]
-        seeds = [seeds[row] for row in rows] if seeds else seeds
-
-
-def answer(
-    policy: Policy, tokenizer, task, problems, num_generations, args: Args, seeds=None
-) -> list[Episode]:
-    """Play questions and score the last text; an episode's reward is the first function's."""
-    episodes = play(policy, tokenizer, task, problems, num_generations, args, seeds)
-    inputs = [(episode.problem, episode.texts[-1]) for episode in episodes]
-    for episode, rewards in zip(episodes, score(task, inputs, args)):
-        for name, reward in zip(task.reward_functions, rewards):
-            episode.info[f"rewards/{name}/mean"] = reward
-        episode.reward = rewards[0]
-    return episodes
-
-
-def examine(policy: Policy, tokenizer, task, seeds, args: Args) -> tuple[list, list, list]:
-    """The examiner writes a question about a random document for each seed.
-
-    Returns the episodes, the scores of their format, and the questions, None where malformed.
-    """
-    requests = [task.request(random.Random(seed)) for seed in seeds]
-    episodes = play(policy, tokenizer, task, requests, 1, args, seeds)
-    formats = []
-    questions = []
-    for episode in episodes:
-        score, question = task.examined(episode.problem, episode.texts)
-        formats.append(score)
-        questions.append(question)
-    return episodes, formats, questions
-
-
-def examiner_rollout(policies: dict, tokenizer, task, numbers: range, args: Args) -> list[Episode]:
-    """An episode of the examiner about each document; n answers of the student measure it."""
-    n = args.num_answers
-    seeds = [random_seed(args.seed, "examiner", number) for number in numbers]
-    episodes, formats, questions = examine(policies["examiner"], tokenizer, task, seeds, args)
-    rows = [row for row, question in enumerate(questions) if question is not None]
-    asked = [questions[row] for row in rows]
-    answer_seeds = [random_seed(seeds[row], "answers") for row in rows]
-    answers = answer(policies["student"], tokenizer, task, asked, n, args, answer_seeds)
-    num_correct = torch.zeros(len(episodes))  # rewards are 0 or 1
-    for place, row in enumerate(rows):
-        group = answers[place * n : (place + 1) * n]
-        num_correct[row] = sum(episode.reward for episode in group)
-    difficulty = examiner_rewards(num_correct, n).tolist()
-    for row, episode in enumerate(episodes):
-        episode.reward = difficulty[row] + 0.5 * formats[row]  # 0.5 as in the code of Dr. Zero
-        episode.pool = episode.problem.hops
-        episode.info = {
-            "pi_play/difficulty": difficulty[row],
-            "pi_play/format": formats[row],
-            "pi_play/well_formed": float(questions[row] is not None),
-            "pi_play/pass_rate": num_correct[row].item() / n,
-        }
-    return episodes
-
-
-def draw_questions(policy: Policy, tokenizer, task, numbers, args: Args) -> dict[int, tuple]:
-    """A question of the examiner for each number, the prompt of its teacher, and the failed draws.
-
-    A question that is malformed, too long or held out is drawn again; a number without a question
-    after sum(DRAWS) draws is left out. A question depends on its number and the examiner alone.
-    """
-    questions = {}
-    before = 0
-    for count in DRAWS:
-        missing = [number for number in numbers if number not in questions]
-        if not missing:
-            break
-        draws = [(number, before + draw) for number in missing for draw in range(count)]
-        seeds = [random_seed(args.seed, "question", *draw) for draw in draws]
-        found = examine(policy, tokenizer, task, seeds, args)[2]
-        for (number, draw), question in zip(draws, found):
-            if number in questions or question is None or question.held_out:
-                continue
-            shown = task.with_privilege(question, args.privileged_context, str(number))
-            prompt = encode(tokenizer, task, shown, args)
-            if len(prompt) <= args.max_prompt_length:
-                questions[number] = (question, prompt, draw)
-        before += count
-    if not gather(list(questions)):
-        sys.exit(
-            f"the examiner has written no well-formed question in {before} draws of each: "
-            "raise --max-completion-length or --max-turns, or take a model that keeps the format"
-        )
-    return dict(sorted(questions.items()))
-
-
-def student_rollout(policies: dict, tokenizer, task, numbers: range, args: Args) -> list[Episode]:
-    """G episodes of the student for each of P new questions, with the prompts of its teacher."""
-    drawn = draw_questions(policies["examiner"], tokenizer, task, numbers, args)
-    questions = [question for question, _, _ in drawn.values()]
-    seeds = [random_seed(args.seed, number) for number in drawn]
-    G = args.num_generations
-    episodes = answer(policies["student"], tokenizer, task, questions, G, args, seeds)
-    for row, (number, (_, prompt, failed_draws)) in enumerate(drawn.items()):
-        for episode in episodes[row * G : (row + 1) * G]:
-            episode.pool = number
-            episode.teacher_prompt = prompt
-            episode.info["pi_play/redrawn_questions"] = failed_draws
-    return episodes
-
-
-def over_temperature(logits: Tensor, args: Args) -> Tensor:
-    """Divided by the temperature, which takes time and memory even where it is 1."""
-    return logits if args.temperature == 1 else logits / args.temperature
-
-
-def random_seed(*names) -> int:
-    """A seed made of names: the same after a resume and on any number of processes."""
-    return random.Random(" ".join(map(str, names))).getrandbits(63)
-
-
 # --- Log-probabilities of packed groups ---------------------------------------------------------
 
 
@@ -1489,63 +1827,6 @@ def pack(episodes: list[Episode], packed_rows: list[list[int]], device) -> Packe
     )
 
 
-def hidden_states(model, packed: Packed) -> Tensor:
-    """Last hidden state at every token that predicts one. -> (N,H)"""
-    query = packed.owners[:, :, None]
-    key = packed.owners[:, None, :]
-    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
-    positions = packed.position_ids
-    hidden = model.base_model(
-        packed.input_ids,
-        attention_mask=attention_masks(model, visible, positions, positions),
-        position_ids=positions,
-        use_cache=False,
-    ).last_hidden_state  # (R,L,H)
-    return hidden.flatten(0, 1)[packed.predicting]
-
-
-def token_values(model, packed: Packed, args: Args, teacher=None, private=None) -> Tensor:
-    """Log-probability of every predicted token, and the divergence from a teacher. -> (1 or 2,N)
-
-    private is packed with the prompts of the teacher.
-    """
-
-    def chunk_values(targets, *hidden):
-        logits = model.logits_from_hidden(inputs_embeds=hidden[0][None]).logits[0].float()
-        logits = over_temperature(logits, args)  # (n,V)
-        values = [-F.cross_entropy(logits, targets, reduction="none")]
-        if private is not None:
-            taught = teacher.logits_from_hidden(inputs_embeds=hidden[1][None]).logits[0].float()
-            taught = over_temperature(taught, args)  # (n,V)
-            values.append(token_divergence(logits, taught, args.divergence, args.distill_top_k))
-        return torch.stack(values)
-
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=args.bf16):
-        columns = [packed.targets, hidden_states(model, packed)]
-        if private is not None:
-            with torch.no_grad():
-                columns.append(hidden_states(teacher, private))
-        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
-        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
-        if args.compile:  # then a chunk keeps fewer copies of its logits
-            size = 4 * size
-            chunk_values = torch.compile(chunk_values, dynamic=True)
-        if len(packed.targets) <= size:
-            return chunk_values(*columns)
-        values = []
-        for chunk in zip(*(column.split(size) for column in columns)):
-            values.append(recompute_in_backward(chunk_values, *chunk, use_reentrant=False))
-        return torch.cat(values, 1)
-
-
-def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
-    """Log-probability of every predicted token. -> (N,)"""
-    return token_values(model, packed, args)[0]
-
-
-# --- Update -------------------------------------------------------------------------------------
-
-
 def packed_length(completions, numbers: list[int]) -> int:
     """Tokens of a packed row, rounded up as attention kernels want the width of masks."""
     length = len(completions[numbers[0]].prompt) - 1
@@ -1608,83 +1889,63 @@ def micro_batches(
     return batches
 
 
-def update(
-    model, reference, teacher, optimizer, episodes, advantages: Tensor, weight: float, args: Args
-) -> dict:
-    """One optimizer step on the batch of all processes.
+def over_temperature(logits: Tensor, args: Args) -> Tensor:
+    """Divided by the temperature, which takes time and memory even where it is 1."""
+    return logits if args.temperature == 1 else logits / args.temperature
 
-    episodes and advantages are those of this process. The loss of a step is a sum over tokens,
-    so its gradient depends neither on micro-batches nor on the number of processes. weight is
-    lambda; above 0, the teacher reads the episodes behind its own prompts.
+
+def hidden_states(model, packed: Packed) -> Tensor:
+    """Last hidden state at every token that predicts one. -> (N,H)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
+    hidden = model.base_model(
+        packed.input_ids,
+        attention_mask=attention_masks(model, visible, positions, positions),
+        position_ids=positions,
+        use_cache=False,
+    ).last_hidden_state  # (R,L,H)
+    return hidden.flatten(0, 1)[packed.predicting]
+
+
+def token_values(model, packed: Packed, args: Args, teacher=None, private=None) -> Tensor:
+    """Log-probability of every predicted token, and the divergence from a teacher. -> (1 or 2,N)
+
+    private is packed with the prompts of the teacher.
     """
-    device = model.device
-    lengths = torch.tensor([len(e.logprobs) for e in episodes])  # (B,)
-    all_lengths = gather(lengths.tolist())
-    num_tokens = sum(all_lengths)
-    totals = {
-        "num_rows": len(all_lengths),
-        "num_tokens": num_tokens,
-        "max_completion_length": args.max_completion_length,
-    }
-    weights = token_weights(lengths, args.loss_type, **totals).to(device)  # (B,)
-    # The divergence is a mean over an episode, then over episodes: "grpo" in token_weights.
-    mean_weights = token_weights(lengths, "grpo", **totals).to(device)  # (B,)
-    rows = list(range(len(episodes)))
-    if weight == 0 and args.beta == 0:
-        # Zero advantage means no gradient; but one row at least, to compare the sampler.
-        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]
-    advantages = advantages.to(device)
 
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
-    sums = torch.zeros(3, device=device)  # loss, KL, divergence
-    log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
-    for batch, private in micro_batches(episodes, rows, weight > 0, args, device):
-        if reference is not None:
-            with torch.no_grad(), adapters_off(model, args):
-                batch.ref_logprobs = reference.token_logprobs(batch, args)
-        values = token_values(model, batch, args, teacher, private)  # (1 or 2,N)
-        logprobs = values[0]
-        old_logprobs = logprobs.detach()  # one step a batch: the ratio is 1, nothing is clipped
-        log_ratios.append(old_logprobs - batch.sampled_logprobs)
-        if cap > 0:
-            batch.correction = sampling_correction(old_logprobs, batch.sampled_logprobs, cap)
-        if reference is not None:
-            sums[1] += kl_estimate(old_logprobs, batch.ref_logprobs).sum()
-        losses, _ = policy_loss(
-            logprobs,
-            old_logprobs,
-            advantages[batch.completion_index],
-            beta=args.beta,
-            ref_logprobs=batch.ref_logprobs,
-            correction=batch.correction,
-        )
-        loss = (losses * weights[batch.completion_index]).sum()
-        if weight > 0:  # the divergence itself is differentiated, eq. 7
-            divergence = (values[1] * mean_weights[batch.completion_index]).sum()
-            loss = loss + weight * divergence
-            sums[2] += divergence.detach()
-        sums[0] += loss.detach()
-        loss.backward()
-    if dist.is_initialized():
-        for parameter in parameters:
-            dist.all_reduce(parameter.grad)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf).item()
-    if not math.isfinite(norm):
-        sys.exit(f"the gradient norm is {norm}: try a lower --learning-rate; checkpoints are kept")
-    optimizer.step()
-    optimizer.zero_grad()  # the rollout needs the memory
+    def chunk_values(targets, *hidden):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[0][None]).logits[0].float()
+        logits = over_temperature(logits, args)  # (n,V)
+        values = [-F.cross_entropy(logits, targets, reduction="none")]
+        if private is not None:
+            taught = teacher.logits_from_hidden(inputs_embeds=hidden[1][None]).logits[0].float()
+            taught = over_temperature(taught, args)  # (n,V)
+            values.append(token_divergence(logits, taught, args.divergence, args.distill_top_k))
+        return torch.stack(values)
 
-    loss, kl, divergence = torch.tensor(gather([sums.tolist()])).sum(0).tolist()
-    metrics = {"loss": loss, "grad_norm": norm}
-    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
-    if reference is not None:
-        metrics["kl"] = kl / num_tokens
-    if weight > 0:
-        metrics["pi_play/divergence"] = divergence
-    return metrics
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=args.bf16):
+        columns = [packed.targets, hidden_states(model, packed)]
+        if private is not None:
+            with torch.no_grad():
+                columns.append(hidden_states(teacher, private))
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if args.compile:  # then a chunk keeps fewer copies of its logits
+            size = 4 * size
+            chunk_values = torch.compile(chunk_values, dynamic=True)
+        if len(packed.targets) <= size:
+            return chunk_values(*columns)
+        values = []
+        for chunk in zip(*(column.split(size) for column in columns)):
+            values.append(recompute_in_backward(chunk_values, *chunk, use_reentrant=False))
+        return torch.cat(values, 1)
+
+
+def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
+    """Log-probability of every predicted token. -> (N,)"""
+    return token_values(model, packed, args)[0]
 
 
 def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
@@ -1705,6 +1966,9 @@ def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, fl
         metrics["sampling/importance_sampling_ratio/mean"] = correction
         metrics["sampling/importance_sampling_ratio/truncated"] = truncated
     return metrics
+
+
+# --- Adapters, copies and shards ----------------------------------------------------------------
 
 
 def add_adapters(model, args: Args) -> None:
@@ -1774,20 +2038,6 @@ def refresh(sampler, model) -> None:
         copies = dict(sampler.named_parameters())
         for name, weight in (trained or weights).items():  # all weights of a frozen model
             copies[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
-
-
-def new_optimizer(models, args: Args) -> torch.optim.AdamW:
-    """AdamW for both policies; a step moves the one that has gradients.
-
-    Its state is made now: a checkpoint needs that of both, and one of them is trained later.
-    """
-    policies = [*models["student"].parameters(), *models["examiner"].parameters()]
-    trained = [parameter for parameter in policies if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
-    states.get_state_dict(models, optimizer)  # makes the state by a step of size 0, which it counts
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    return optimizer
 
 
 # --- Checkpoints and logs -----------------------------------------------------------------------
@@ -1908,20 +2158,6 @@ def log_completions(run_dir: str, step: int, role: str, episodes, advantages, to
             file.write(json.dumps(row | episode.info, ensure_ascii=False) + "\n")
 
 
-def facts(episode: Episode) -> dict[str, float]:
-    """What is logged of an episode, as means."""
-    found = episode.texts[1::2]  # what it read between its own texts
-    return episode.info | {
-        "reward": episode.reward,
-        "entropy": -sum(episode.logprobs),
-        "completions/mean_length": len(episode.logprobs),
-        "completions/clipped_ratio": float(not episode.ended),
-        "pi_play/turns": len(episode.texts[::2]),
-        "pi_play/searches": len(found),
-        "pi_play/repeated_searches": len(found) - len(set(found)),
-    }
-
-
 def report(step: int, role: str, metrics: dict, args: Args) -> None:
     """Print a summary of under 80 columns."""
     left = round(metrics["seconds/step"] * (args.max_steps - step))
@@ -1930,67 +2166,9 @@ def report(step: int, role: str, metrics: dict, args: Args) -> None:
     print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
 
-# --- Evaluation and training --------------------------------------------------------------------
-
-
-def evaluate(
-    policy: Policy, tokenizer, task, problems, args: Args, rank: int, world_size: int
-) -> dict[str, float]:
-    """Scores of unseen problems by the first reward function: of the greedy episode, and the mean
-    and the best of k samples. Prints one greedy episode."""
-    k = args.num_generations_eval
-    mine = range(rank, len(problems), world_size)
-    seeds = [random_seed("evaluation", i) for i in mine]
-    problems = [problems[i] for i in mine]
-    greedy = answer(policy, tokenizer, task, problems, 1, args)
-    scores = {
-        "eval/greedy": [episode.reward for episode in greedy],
-        "eval/turns": [float(len(episode.texts[::2])) for episode in greedy],
-    }
-    if k > 0:
-        sampled = answer(policy, tokenizer, task, problems, k, args, seeds)
-        rewards = torch.tensor([episode.reward for episode in sampled]).view(-1, k)
-        scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
-        scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
-    if rank == 0:
-        lines = [task.prompt(problems[0])[-1]["content"], *greedy[0].texts]
-        print("\n>>> ".join(lines) + f"\n(reward {greedy[0].reward:g})")
-    return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
-
-
-def start_gate(
-    policy: Policy, tokenizer, task, args: Args, rank: int, world_size: int
-) -> dict[str, float]:
-    """How often the first policy is right without and with what the teacher sees.
-
-    Asks evaluation questions of which the task knows the path, else those of the examiner.
-    """
-    seeds = [random_seed("gate", i) for i in range(rank, args.eval_problems, world_size)]
-    problems = task.traced_problems(args.eval_problems)[rank::world_size]
-    if not problems:
-        _, _, questions = examine(policy, tokenizer, task, seeds, args)
-        problems = [question for question in questions if question is not None]
-    kind = args.privileged_context
-    shown = [task.with_privilege(p, kind, str(seed)) for p, seed in zip(problems, seeds)]
-    lengths = [len(encode(tokenizer, task, problem, args)) for problem in shown]
-    kept = [i for i, length in enumerate(lengths) if length <= args.max_prompt_length]
-    gate = {}
-    for tag, candidates in (("without", problems), ("with", shown)):
-        asked = [candidates[i] for i in kept]
-        episodes = answer(policy, tokenizer, task, asked, args.num_answers, args, seeds)
-        rewards = gather([episode.reward for episode in episodes])
-        gate[f"eval/pi_play/gate_{tag}"] = sum(rewards) / max(1, len(rewards))
-    without, with_context = gate.values()
-    if rank == 0 and with_context - without < 0.2:
-        print(
-            f"right {without:.3f}, with {kind} {with_context:.3f}: the teacher has little to teach"
-        )
-    return gate
-
-
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -2003,157 +2181,7 @@ def one_sentence_for_a_full_disk():
         raise
 
 
-@one_sentence_for_a_full_disk()
-def train(args: Args) -> dict[str, float]:
-    """Train as the flags say. Returns the scores of the last evaluation."""
-    if args.learning_rate is None:
-        rate = 1e-6 if args.model_name_or_path else 2e-4
-        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
-    if args.max_completion_length is None:
-        args = replace(args, max_completion_length=1024 if args.model_name_or_path else 64)
-    if args.lambda_schedule is None:
-        own = (0.03, 0.003, 0.002)
-        args = replace(args, lambda_schedule=own if args.model_name_or_path else (1.0, 0.3, 0.1))
-    rank, world_size, device = setup(args)
-    warn_of_slow_bfloat16(args, rank, device)
-    task, eval_problems = load_task(args)
-    student, tokenizer = load_model(args)
-    student.to(device)
-    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
-    if len(eval_problems) < world_size:
-        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
-    check_tags(tokenizer, task.prompt(eval_problems[0]))
-    check_model(student, encode(tokenizer, task, eval_problems[0], args), args)
-    longest = 2 * args.max_prompt_length + args.max_completion_length
-    if args.privileged_context != "none" and longest > longest_text(student):
-        sys.exit("--max-prompt-length: the teacher reads up to twice this; the model is too short")
-    teacher = copy_model(student, torch.float32)
-    reference = copy_model(student, torch.float32) if args.beta > 0 and not args.lora_rank else None
-    if args.lora_rank:
-        add_adapters(student, args)
-    frozen = {id(weight): weight for weight in student.parameters() if not weight.requires_grad}
-    examiner = copy.deepcopy(student, frozen)  # shares the weights in this dict
-    models = {"student": student, "examiner": examiner, "teacher": teacher}
-    models = torch.nn.ModuleDict(models)
-    # The samplers are the policies, copies of them in bfloat16, or one vLLM.
-    samplers = [student, examiner]
-    if args.vllm:  # after adapters, when the weights take less memory
-        samplers = 2 * [VllmSampler(student, args)]
-    elif args.bf16:
-        samplers = [copy_model(policy, torch.bfloat16) for policy in samplers]
-    policies = {
-        "student": Policy(student, samplers[0]),
-        "examiner": Policy(examiner, samplers[1]),
-    }
-    if args.compile:
-        compile_layers(student)
-        compile_layers(examiner)
-    if args.gradient_checkpointing:
-        recompute_layers(student)
-        recompute_layers(examiner)
-    optimizer = new_optimizer(models, args)
-    run_dir = open_run(args, rank)
-    progress = {"step": 0, "num_tokens": 0}
-    load_checkpoint(run_dir, models, optimizer, progress)
-    for policy in policies.values():
-        if not args.vllm:
-            refresh(policy.sampler, policy.model)
-    if rank == 0:
-        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
-        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
-
-    scores = {}
-    while True:
-        step = progress["step"]
-        last = step >= args.max_steps
-        if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores = evaluate(
-                policies["student"], tokenizer, task, eval_problems, args, rank, world_size
-            )
-            if step == 0 and not last and args.privileged_context != "none":
-                scores |= start_gate(policies["student"], tokenizer, task, args, rank, world_size)
-            if rank == 0:
-                log(run_dir, board, step, scores)
-                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
-        if last:
-            break
-
-        # 1. the examiner asks and the student answers; processes have different numbers
-        began = time.perf_counter()
-        role, role_step, round_number = schedule(step, args)
-        rollout, count = student_rollout, args.num_prompts_per_step
-        if role == "examiner":
-            rollout, count = examiner_rollout, args.num_documents_per_step
-        share = count // world_size
-        first = role_step * count + rank * share
-        numbers = range(first, first + share)
-        episodes = rollout(policies, tokenizer, task, numbers, args)
-        sampled = time.perf_counter()
-
-        # 2. compare questions with the same number of hops, or answers to the same question
-        rewards = gather([episode.reward for episode in episodes])  # B of all processes
-        pools = gather([episode.pool for episode in episodes])
-        advantages = hop_advantages(torch.tensor(rewards), torch.tensor(pools))  # (B,)
-        before = sum(gather([len(episodes)])[:rank])  # processes may have left out questions
-        own_advantages = advantages[before : before + len(episodes)]
-
-        # 3. a policy-gradient step of this policy; the teacher follows the student
-        weight = 0.0
-        if role == "student" and args.privileged_context != "none":
-            weight = args.lambda_schedule[min(round_number, len(args.lambda_schedule) - 1)]
-        rate = args.learning_rate * min(1.0, (role_step + 1) / max(1, args.warmup_steps))
-        model = models[role]
-        optimizer.param_groups[0]["lr"] = rate
-        if args.vllm:
-            policies[role].sampler.sleep()
-        if args.beta > 0 and args.lora_rank:
-            reference = model  # without adapters, either policy is the initial model
-        metrics = update(
-            model, reference, teacher, optimizer, episodes, own_advantages, weight, args
-        )
-        if not args.vllm:  # with vLLM, play loads the weights of the policy that writes
-            refresh(policies[role].sampler, model)
-        if role == "student":
-            update_teacher(teacher, student, args.teacher_tau)
-            metrics["pi_play/lambda"] = weight
-            metrics["pi_play/questions"] = len(set(pools))
-
-        # 4. log and save
-        progress["step"] = step = step + 1
-        table = gather([facts(episode) for episode in episodes])
-        for tag in table[0]:
-            metrics[tag] = sum(row[tag] for row in table) / len(table)
-        # sums of episodes become nats of a token
-        metrics["entropy"] /= metrics["completions/mean_length"]
-        progress["num_tokens"] += sum(row["completions/mean_length"] for row in table)
-        unequal = {pool for pool, value in zip(pools, advantages.tolist()) if value != 0}
-        metrics |= {
-            "frac_reward_zero_std": sum(pool not in unequal for pool in pools) / len(pools),
-            "learning_rate": rate,
-            "num_tokens": progress["num_tokens"],
-            "seconds/rollout": sampled - began,
-            "seconds/step": time.perf_counter() - began,
-        }
-        if rank == 0:
-            report(step, role, metrics, args)
-            if role == "examiner":
-                name = "pi_play/examiner/"
-                metrics = {name + tag.removeprefix("pi_play/"): x for tag, x in metrics.items()}
-            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
-            log_completions(run_dir, step, role, episodes, own_advantages, tokenizer, args)
-        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
-            save_checkpoint(run_dir, models, optimizer, progress, rank)
-
-    if args.max_steps > 0:
-        save_final(f"{run_dir}/final", student, tokenizer, args, rank)
-        save_final(f"{run_dir}/examiner/final", examiner, tokenizer, args, rank)
-    if rank == 0:
-        board.close()
-    if args.vllm:
-        policies["student"].sampler.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return scores
+# --- Command line -------------------------------------------------------------------------------
 
 
 def parse_args() -> Args:
@@ -2182,23 +2210,7 @@ def parse_args() -> Args:
     return args
 
 
-def join_repeated(words: list[str]) -> list[str]:
-    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
-    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
-    chunks = {"": []}  # of the command line: a flag with its values
-    chunk = chunks[""]
-    for number, word in enumerate(words):
-        flag, _, value = word.partition("=")
-        if flag.removeprefix("--").replace("-", "_") in several:
-            chunk = chunks.setdefault(flag, [flag])
-            chunk += [value] if value else []
-        elif word.startswith("--"):
-            chunk = chunks.setdefault(number, [word])
-        else:
-            chunk.append(word)
-    return sum(chunks.values(), [])
-
-
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
-    train(parse_args())
+    with one_sentence_for_a_full_disk():
+        train(parse_args())

@@ -37,6 +37,8 @@ Letters in shapes: B turns of all games (of this process, if not said otherwise)
 tokens of a turn, V vocabulary, H hidden size; R packed rows of L tokens, N predicted tokens.
 """
 
+from __future__ import annotations
+
 import copy
 import importlib.util
 import inspect
@@ -87,8 +89,9 @@ FIXED = "seed games game_options opponent max_prompt_length system_prompt"
 FIXED += " chat_template_path chat_template_kwargs model_name_or_path num_games_per_step"
 FIXED += " output_dir lora_rank"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
-AT_LEAST_ONE += " decode_batch_size micro_batch_size num_iterations eval_problems reward_threads"
-AT_LEAST_ONE += " num_games_per_step"
+AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
+AT_LEAST_ONE += " eval_problems reward_threads num_games_per_step"
+MAY_BE_NEGATIVE = ("seed", "format_penalty", "gate")
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -325,14 +328,470 @@ def token_weights(
     return ones / num_tokens  # mean over all tokens of the step
 
 
-# --- Processes and model ------------------------------------------------------------------------
+# --- Training -----------------------------------------------------------------------------------
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        rate = 1e-6 if args.model_name_or_path else 4e-4
+        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
+    if args.max_completion_length is None:
+        args = replace(args, max_completion_length=1024 if args.model_name_or_path else 64)
+    rank, world_size, device = setup(args)
+    warn_of_slow_bfloat16(args, rank, device)
+    model, tokenizer = load_model(args)
+    model.to(device)
+    check_model(model, first_prompt(tokenizer, args), args)
+    reference = None
+    if args.beta > 0:
+        reference = model if args.lora_rank else copy_model(model, torch.float32)
+        if args.fsdp and reference is not model:
+            shard(reference, args)
+    models = {}
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    if args.opponent == "start" or (args.eval_steps and "start" in args.eval_opponents):
+        models["start"] = copy_model(model, dtype)  # always samples with generate
+    if args.lora_rank:
+        add_adapters(model, args)
+    # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
+    models["policy"] = sampler = model
+    if not args.vllm and (args.bf16 or args.fsdp):
+        models["policy"] = sampler = copy_model(model, dtype)
+    if args.compile:
+        compile_layers(model)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
+    if args.fsdp:
+        shard(model, args)
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
+        models["policy"] = sampler = VllmSampler(model, args)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
+    run_dir = open_run(args, rank)
+    baseline = RoleBaseline(args.baseline_decay, args.update_first)
+    progress = {"step": 0, "num_games": 0, "num_tokens": 0, "baseline": baseline.state_dict()}
+    progress["kuhn"] = []  # probabilities that were read out in each evaluation
+    load_checkpoint(run_dir, model, optimizer, progress)
+    baseline.load_state_dict(progress["baseline"])
+    if rank == 0:
+        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        print(f"{run_dir}: {args.num_games_per_step} games a step on {device}")
+
+    scores = {}
+    variant = json.loads(args.game_options).get("kuhn", {}).get("variant", "standard")
+    refresh(sampler, model)
+    while True:
+        step = progress["step"]
+        last = step >= args.max_steps
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores = evaluate(models, tokenizer, args, rank, world_size)
+            if args.eval_samples > 0 and "kuhn" in args.games and variant == "standard":
+                scores |= evaluate_kuhn(sampler, tokenizer, args, progress, rank, world_size)
+            if rank == 0:
+                log(run_dir, board, step, scores)
+                for tag, value in scores.items():
+                    if not tag.endswith(("/draw", "/loss")):
+                        print(f"{tag} {value:.3f}", flush=True)
+        if last:
+            break
+
+        # 1. play games to their ends, both roles; processes play different games
+        began = time.perf_counter()
+        share = args.num_games_per_step // world_size
+        first = progress["num_games"] + rank * share
+        matches = [training_match(number, args) for number in range(first, first + share)]
+        play(models, tokenizer, matches, args)
+        progress["num_games"] += args.num_games_per_step
+        sampled = time.perf_counter()
+
+        # 2. subtract the average of its role from each result, and move the average; all tokens
+        # that a role wrote in a game share the advantage
+        results = gather([match.result() for match in matches])  # of all processes, in order
+        if not any(result.roles for result in results):
+            sys.exit("the policy had no turn: raise --max-prompt-length or --num-games-per-step")
+        pairs = game_advantages(results, baseline, args.baseline)
+        pairs = pairs[rank * share : (rank + 1) * share]
+        completions = []
+        own_advantages = []
+        for match, pair in zip(matches, pairs):
+            completions += [completion for _, completion in match.turns]
+            own_advantages += [pair[role] for role, _ in match.turns]
+        own_advantages = torch.tensor(own_advantages)  # (B,)
+        progress["baseline"] = baseline.state_dict()
+
+        # 3. clipped policy-gradient steps
+        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        optimizer.param_groups[0]["lr"] = rate
+        if args.vllm:
+            sampler.sleep()
+        metrics = update(model, reference, optimizer, completions, own_advantages, args)
+        refresh(sampler, model)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        table = gather([(len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
+        lengths, ended, logprobs = zip(*table)
+        progress["num_tokens"] += sum(lengths)
+        for (name, role), value in sorted(baseline.values.items()):
+            metrics[f"spiral_rae/{name}/baseline_{role}"] = value
+        metrics |= game_metrics(results)
+        metrics |= {
+            "spiral_rae/advantage_std": torch.tensor(gather(own_advantages.tolist())).std().item(),
+            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
+        if rank == 0:
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_games(run_dir, step, matches, pairs, tokenizer)
+            report(step, metrics, results, args)
+        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+            save_checkpoint(run_dir, model, optimizer, progress, rank)
+
+    if args.max_steps > 0:
+        save_final(f"{run_dir}/final", model, tokenizer, args, rank)
+    if rank == 0:
+        board.close()
+    if args.vllm:
+        sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return scores
+
+
+def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
+    """num_iterations optimizer steps on the batch of all processes.
+
+    completions and advantages are those of this process. The loss of a step is a sum over tokens,
+    so its gradient depends neither on micro-batches nor on the number of processes.
+    """
+    device = model.device
+    lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
+    all_lengths = gather(lengths.tolist())
+    num_tokens = sum(all_lengths)
+    weights = token_weights(
+        lengths,
+        args.loss_type,
+        num_rows=len(all_lengths),
+        num_tokens=num_tokens,
+        max_completion_length=args.max_completion_length,
+    ).to(device)  # (B,)
+    rows = list(range(len(completions)))
+    if args.beta == 0:  # without KL, zero advantage means no gradient
+        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one for sampling_metrics
+    advantages = advantages.to(device)
+    batches = micro_batches(completions, rows, args, device)
+
+    parameters = optimizer.param_groups[0]["params"]
+    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    log_ratios = []  # log(p_learner / p_sampler) of each token
+    for iteration in range(args.num_iterations):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
+        for batch in batches:
+            if iteration == 0 and reference is not None:
+                with torch.no_grad(), adapters_off(model, args):
+                    batch.ref_logprobs = reference.token_logprobs(batch, args)
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                # No step has been taken yet, so these are the old log-probabilities.
+                old = logprobs.detach()
+                batch.old_logprobs = old
+                log_ratios.append(old - batch.sampled_logprobs)
+                if cap > 0:
+                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
+            losses, clipped = policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                advantages[batch.completion_index],
+                epsilon=args.epsilon,
+                beta=args.beta,
+                ref_logprobs=batch.ref_logprobs,
+                correction=batch.correction,
+            )
+            loss = (losses * weights[batch.completion_index]).sum()
+            sums[0] += loss.detach()
+            sums[1] += clipped.sum()
+            if reference is not None:
+                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
+        if dist.is_initialized() and not args.fsdp:
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
+
+
+@dataclass(eq=False)
+class Match:
+    """A game, who plays it, and what was written."""
+
+    name: str  # of the game
+    game: object  # see envs/game.py
+    players: tuple[str, str]  # of roles 0 and 1: policy, start, random or minimax
+    seed: str
+    texts: list[str] = field(default_factory=list)
+    turns: list[tuple[int, Completion]] = field(default_factory=list)  # the policy's, with roles
+
+    def player(self) -> str:
+        """Whose turn it is."""
+        return "" if self.game.done else self.mover()
+
+    def mover(self) -> str:
+        """Whose turn it is, or was when the game ended by a forfeit."""
+        return self.players[self.game.player]
+
+    def cut(self) -> None:
+        """End the game as a draw, because the prompt of a turn is too long."""
+        self.game.done = True
+        self.game.rewards = [self.game.handicap, -self.game.handicap]
+        self.game.reason = "cut"
+
+    def move(self, text: str) -> None:
+        """The player's turn."""
+        self.texts.append(f"Player {self.game.player}, {self.player()}: {text}")
+        self.game.step(text)
+
+    def margin(self, role: int) -> float:
+        """The reward of a role minus that of the other, without handicap."""
+        rewards = self.game.rewards
+        margin = rewards[0] - rewards[1] - 2 * self.game.handicap
+        return -margin if role else margin
+
+    def result(self) -> Result:
+        """What all processes need to know of the game."""
+        return Result(
+            name=self.name,
+            learns=[player == "policy" for player in self.players],
+            rewards=self.game.rewards,
+            roles=[role for role, _ in self.turns],
+            turns=self.game.turns,
+            draw=self.margin(0) == 0,
+            forfeit=self.game.reason in ("forfeit", "rejected") and self.mover() == "policy",
+            cut=self.game.reason == "cut",
+        )
+
+
+@lru_cache
+def game_maker(name: str):
+    """What makes games of this name: a class of one's own, or make_game of envs/text_games.py."""
+    if ".py:" in name:
+        return from_file("--games", name)
+    from envs.text_games import make_game
+
+    return partial(make_game, name)
+
+
+def random_action(match: Match, generator: random.Random) -> str:
+    """A legal action, drawn uniformly, in negotiation as envs/game_demonstrations.py does."""
+    if ".py:" in match.name:
+        return generator.choice(match.game.legal_actions())
+    from envs import game_demonstrations
+
+    return game_demonstrations.random_action(match.game, generator)
+
+
+def new_match(name: str, players: tuple[str, str], seed: str, args: Args) -> Match:
+    """A match that begins. Its cards, and all that is sampled in it, depend on the seed."""
+    game = game_maker(name)(**json.loads(args.game_options).get(name, {}))
+    game.reset(random.Random(seed))
+    return Match(name, game, players, seed)
+
+
+def training_match(number: int, args: Args) -> Match:
+    """Match `number` of training. The games take turns; with an opponent, the roles do too."""
+    players = ("policy", "policy")
+    if args.opponent != "self":
+        players = ("policy", args.opponent)
+        if number // len(args.games) % 2:
+            players = (args.opponent, "policy")
+    name = args.games[number % len(args.games)]
+    return new_match(name, players, f"{args.seed} {number}", args)
+
+
+def first_prompt(tokenizer, args: Args) -> list[int]:
+    """The longest first prompt of the games. Exits if one of the games cannot be played."""
+    prompts = []
+    for name in args.games:
+        try:
+            match = new_match(name, ("policy", "policy"), "", args)
+            if "random" in (args.opponent, *(args.eval_opponents if args.eval_steps else ())):
+                random_action(match, random.Random(0))  # not possible where moves are free text
+        except ModuleNotFoundError as error:
+            sys.exit(f"{error}: needs the folder envs/ of the repository, or --games FILE.py:Game")
+        except (TypeError, ValueError, IndexError) as error:
+            sys.exit(f"--games: {error}; see also --opponent and --eval-opponents")
+        game = match.game
+        prompts.append(encode(tokenizer, game, game.player, args))
+        if len(prompts[-1]) > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: {name} begins with {len(prompts[-1])} tokens")
+    return max(prompts, key=len)
+
+
+def scripted_text(match: Match) -> str:
+    """What a player that is no model writes."""
+    generator = random.Random(f"{match.seed} {match.game.turns}")
+    if match.player() == "minimax":
+        from envs.game_solvers import minimax_action
+
+        return f"\\boxed{{{minimax_action(match.game.board, generator)}}}"
+    return f"\\boxed{{{random_action(match, generator)}}}"
+
+
+def play(models: dict, tokenizer, matches: list[Match], args: Args) -> None:
+    """Play the matches to their ends. models maps players to models; others are scripted."""
+    for first in range(0, len(matches), args.decode_batch_size):
+        running = matches[first : first + args.decode_batch_size]
+        while running:
+            take_turns(models, tokenizer, running, args)
+            running = [match for match in running if not match.game.done]
+
+
+def take_turns(models: dict, tokenizer, running: list[Match], args: Args) -> None:
+    """Scripted players move first; then each model writes a turn where it is next."""
+    for match in running:
+        if match.player() not in models:
+            match.move(scripted_text(match))
+    for player, model in models.items():
+        due = []
+        prompts = []
+        for match in running:
+            if match.player() != player:
+                continue
+            prompt = encode(tokenizer, match.game, match.game.player, args)
+            if len(prompt) > args.max_prompt_length:
+                match.cut()
+            else:
+                due.append(match)
+                prompts.append(prompt)
+        if not due:
+            continue
+        seeds = [random_seed(match.seed, match.game.turns) for match in due]
+        for match, completion in zip(due, generate(model, prompts, args, seeds)):
+            completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
+            if player == "policy":
+                match.turns.append((match.game.player, completion))
+            match.move(completion.text)
+
+
+def game_metrics(results: list[Result]) -> dict[str, float]:
+    """Means over the games of each kind; returns are those of the policy."""
+    values = {}
+    for result in results:
+        columns = {
+            "turns": result.turns,
+            "draws": result.draw,
+            "forfeits": result.forfeit,
+            "cut": result.cut,
+        }
+        for role in (0, 1):
+            if result.learns[role]:
+                columns[f"return_{role}"] = result.rewards[role]
+        for column, value in columns.items():
+            values.setdefault(f"spiral_rae/{result.name}/{column}", []).append(float(value))
+    return {tag: mean(some) for tag, some in values.items()}
+
+
+def evaluate_kuhn(
+    sampler, tokenizer, args: Args, progress: dict, rank: int, world_size: int
+) -> dict[str, float]:
+    """NashConv: what both players could gain by answering the policy best, 0 at an equilibrium.
+
+    Samples at each of the 12 information sets stand for the policy, so nash_conv_last is too high:
+    about 0.05 at an equilibrium with 64 samples. In self-play it is the average of all policies
+    that approaches an equilibrium, so progress keeps what was read out.
+    """
+    from envs.game_solvers import kuhn_average, kuhn_decision_points, kuhn_nash_conv
+
+    games = [game for _, game in kuhn_decision_points()]
+    prompts = [encode(tokenizer, game, game.player, args) for game in games]
+    asked = list(product(range(len(games)), range(args.eval_samples)))[rank::world_size]
+    texts = []
+    for first in range(0, len(asked), args.decode_batch_size):
+        some = asked[first : first + args.decode_batch_size]
+        seeds = [random_seed("kuhn", len(progress["kuhn"]), *pair) for pair in some]
+        completions = generate(sampler, [prompts[number] for number, _ in some], args, seeds)
+        texts += tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
+    actions = {number: [] for number in range(len(games))}
+    for number, text in gather([(number, text) for (number, _), text in zip(asked, texts)]):
+        actions[number].append(games[number].parse(text))
+    bets = []  # probability of betting or calling
+    legal = []
+    for number, game in enumerate(games):
+        passes, calls = [actions[number].count(action) for action in game.legal_actions()]
+        bets.append(calls / (passes + calls) if passes + calls else 0.5)
+        legal.append((passes + calls) / args.eval_samples)
+    progress["kuhn"] = progress["kuhn"] + [bets]
+    return {
+        "eval/kuhn/nash_conv_last": kuhn_nash_conv(bets),
+        "eval/kuhn/nash_conv_average": kuhn_nash_conv(kuhn_average(progress["kuhn"])),
+        "eval/kuhn/illegal": 1 - mean(legal),
+    }
+
+
+def evaluate(models: dict, tokenizer, args: Args, rank: int, world_size: int) -> dict[str, float]:
+    """Shares of games that the policy wins, draws and loses against each opponent, as player 0
+    (first) and 1 (second). Prints one of the games."""
+    matches = []
+    # Naming a game twice doubles its share of the training only. Repeated opponents count once.
+    for name, opponent in product(dict.fromkeys(args.games), dict.fromkeys(args.eval_opponents)):
+        if opponent == "minimax" and name != "tictactoe":
+            continue
+        for i in range(args.eval_games):
+            matches.append(new_match(name, ("policy", opponent), f"evaluation {i}", args))
+            matches.append(new_match(name, (opponent, "policy"), f"evaluation {i}", args))
+    matches = matches[rank::world_size]
+    play(models, tokenizer, matches, args)
+    margins = []
+    for match in matches:
+        role = match.players.index("policy")
+        tag = f"eval/{match.name}/{match.players[1 - role]}/{('first', 'second')[role]}"
+        margins.append((tag, match.margin(role)))
+    counts = {}
+    for tag, margin in gather(margins):
+        outcomes = {"win": margin > 0, "draw": margin == 0, "loss": margin < 0}
+        for outcome, happened in outcomes.items():
+            counts[f"{tag}/{outcome}"] = counts.get(f"{tag}/{outcome}", 0) + happened
+    scores = {tag: count / args.eval_games for tag, count in counts.items()}
+    if rank == 0 and matches:
+        print("\n".join([f"{matches[0].name}:", *matches[0].texts]))
+    return scores
+
+
+# ================================================================================================
+# Below: what all language scripts share. It is the same text in all of them, but for what the essay
+# names: problems, models, sampling, log-probabilities, adapters and shards, checkpoints and logs.
+# ================================================================================================
+
+
+# --- Processes and problems ---------------------------------------------------------------------
 
 
 def check_flags(args: Args) -> None:
     """Exit if a number is out of range, JSON is none, or the run folder cannot be made."""
     for name, value in asdict(args).items():
         least = 1 if name in AT_LEAST_ONE.split() else 0
-        is_number = isinstance(value, int | float) and name not in ("seed", "format_penalty")
+        is_number = isinstance(value, int | float) and name not in MAY_BE_NEGATIVE
         if is_number and not least <= value < math.inf:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
@@ -397,6 +856,81 @@ def gather(items: list) -> list:
     return [item for piece in pieces for item in piece]
 
 
+def from_file(flag: str, name: str, *words: str):
+    """The function or class that FILE.py:name names, called with what the words say.
+
+    A file is imported once.
+    """
+    path, _, attribute = name.rpartition(":")
+    if not path.endswith(".py") or not os.path.isfile(path):
+        sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
+    path = os.path.abspath(path)
+    title = Path(path).stem
+    if getattr(sys.modules.get(title), "__file__", path) != path:
+        title = path  # Python has another module of this name
+    if title not in sys.modules:
+        sys.path.append(os.path.dirname(path))  # for what it imports from beside it
+        spec = importlib.util.spec_from_file_location(title, path)
+        sys.modules[title] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[title])
+    if not hasattr(sys.modules[title], attribute):
+        sys.exit(f"{flag} {name}: {sys.modules[title]} does not define {attribute!r}")
+    found = getattr(sys.modules[title], attribute)
+    try:
+        if words:
+            inspect.signature(found).bind(*words)
+    except (TypeError, ValueError) as error:
+        sys.exit(f"{flag} {name}: cannot be called as {attribute}({', '.join(words)}), {error}")
+    return found
+
+
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
+    except Exception as error:  # whatever the code of a template raises
+        roles = ", ".join(message["role"] for message in messages)
+        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
+
+
+def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """What the assistant says: a think block that its prompt has opened, and the completion."""
+    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
+    opening = tag + rest if rest.strip() in ("", "</think>") else ""
+    return opening + tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+def join_repeated(words: list[str]) -> list[str]:
+    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
+    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
+    chunks = {"": []}  # of the command line: a flag with its values
+    chunk = chunks[""]
+    for number, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag.removeprefix("--").replace("-", "_") in several:
+            chunk = chunks.setdefault(flag, [flag])
+            chunk += [value] if value else []
+        elif word.startswith("--"):
+            chunk = chunks.setdefault(number, [word])
+        else:
+            chunk.append(word)
+    return sum(chunks.values(), [])
+
+
+# --- Models -------------------------------------------------------------------------------------
+
+
 def model_path(args: Args) -> str:
     """Name or folder of the model that training starts from."""
     return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / "text_games")
@@ -457,31 +991,6 @@ def turn_end(tokenizer, args: Args) -> list[int]:
         sys.exit("chat template: leaves out messages, see --chat-template-path")
     rest = tokenizer.encode(text.rpartition("Xyzzy")[2], add_special_tokens=False)
     return [token for token in rest if token in tokenizer.added_tokens_decoder][:1]
-
-
-def encode(tokenizer, task, problem, args: Args) -> list[int]:
-    """Token ids of a prompt, up to where the assistant begins."""
-    messages = task.prompt(problem)
-    if args.system_prompt:
-        others = [message for message in messages if message["role"] != "system"]
-        messages = [{"role": "system", "content": args.system_prompt}] + others
-    settings = json.loads(args.chat_template_kwargs)
-    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-    try:
-        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
-    except Exception as error:  # whatever the code of a template raises
-        roles = ", ".join(message["role"] for message in messages)
-        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
-
-
-def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
-    """What the assistant says: a think block that its prompt has opened, and the completion."""
-    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
-    opening = tag + rest if rest.strip() in ("", "</think>") else ""
-    return opening + tokenizer.decode(ids, skip_special_tokens=True)
-
-
-# --- Model compatibility ------------------------------------------------------------------------
 
 
 def refuse_unsupported(model) -> None:
@@ -567,14 +1076,6 @@ def add_methods(model) -> None:
     model.token_logprobs = MethodType(token_logprobs, model)
 
 
-def recompute_layers(model) -> None:
-    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
-            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
-
-
 def compile_layers(model) -> None:
     """torch.compile for the layers where gradients are wanted, which leaves decoding as it is."""
 
@@ -585,6 +1086,14 @@ def compile_layers(model) -> None:
         if isinstance(layer, GradientCheckpointingLayer):
             compiled = torch.compile(layer.forward, dynamic=True)
             layer.forward = partial(forward, layer.forward, compiled)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
 
 
 @torch.no_grad()
@@ -632,7 +1141,7 @@ def check_model(model, prompt: list[int], args: Args) -> None:
             sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
 
 
-# --- Rollout ------------------------------------------------------------------------------------
+# --- Sampling -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -938,197 +1447,7 @@ def repack_head(engine_model) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-@dataclass(eq=False)
-class Match:
-    """A game, who plays it, and what was written."""
-
-    name: str  # of the game
-    game: object  # see envs/game.py
-    players: tuple[str, str]  # of roles 0 and 1: policy, start, random or minimax
-    seed: str
-    texts: list[str] = field(default_factory=list)
-    turns: list[tuple[int, Completion]] = field(default_factory=list)  # the policy's, with roles
-
-    def player(self) -> str:
-        """Whose turn it is."""
-        return "" if self.game.done else self.mover()
-
-    def mover(self) -> str:
-        """Whose turn it is, or was when the game ended by a forfeit."""
-        return self.players[self.game.player]
-
-    def cut(self) -> None:
-        """End the game as a draw, because the prompt of a turn is too long."""
-        self.game.done = True
-        self.game.rewards = [self.game.handicap, -self.game.handicap]
-        self.game.reason = "cut"
-
-    def move(self, text: str) -> None:
-        """The player's turn."""
-        self.texts.append(f"Player {self.game.player}, {self.player()}: {text}")
-        self.game.step(text)
-
-    def margin(self, role: int) -> float:
-        """The reward of a role minus that of the other, without handicap."""
-        rewards = self.game.rewards
-        margin = rewards[0] - rewards[1] - 2 * self.game.handicap
-        return -margin if role else margin
-
-    def result(self) -> Result:
-        """What all processes need to know of the game."""
-        return Result(
-            name=self.name,
-            learns=[player == "policy" for player in self.players],
-            rewards=self.game.rewards,
-            roles=[role for role, _ in self.turns],
-            turns=self.game.turns,
-            draw=self.margin(0) == 0,
-            forfeit=self.game.reason in ("forfeit", "rejected") and self.mover() == "policy",
-            cut=self.game.reason == "cut",
-        )
-
-
-def from_file(flag: str, name: str, *words: str):
-    """The function or class that FILE.py:name names, called with what the words say.
-
-    A file is imported once.
-    """
-    path, _, attribute = name.rpartition(":")
-    if not path.endswith(".py") or not os.path.isfile(path):
-        sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
-    path = os.path.abspath(path)
-    title = Path(path).stem
-    if getattr(sys.modules.get(title), "__file__", path) != path:
-        title = path  # Python has another module of this name
-    if title not in sys.modules:
-        sys.path.append(os.path.dirname(path))  # for what it imports from beside it
-        spec = importlib.util.spec_from_file_location(title, path)
-        sys.modules[title] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[title])
-    if not hasattr(sys.modules[title], attribute):
-        sys.exit(f"{flag} {name}: {sys.modules[title]} does not define {attribute!r}")
-    found = getattr(sys.modules[title], attribute)
-    try:
-        if words:
-            inspect.signature(found).bind(*words)
-    except (TypeError, ValueError) as error:
-        sys.exit(f"{flag} {name}: cannot be called as {attribute}({', '.join(words)}), {error}")
-    return found
-
-
-@lru_cache
-def game_maker(name: str):
-    """What makes games of this name: a class of one's own, or make_game of envs/text_games.py."""
-    if ".py:" in name:
-        return from_file("--games", name)
-    from envs.text_games import make_game
-
-    return partial(make_game, name)
-
-
-def random_action(match: Match, generator: random.Random) -> str:
-    """A legal action, drawn uniformly, in negotiation as envs/game_demonstrations.py does."""
-    if ".py:" in match.name:
-        return generator.choice(match.game.legal_actions())
-    from envs import game_demonstrations
-
-    return game_demonstrations.random_action(match.game, generator)
-
-
-def new_match(name: str, players: tuple[str, str], seed: str, args: Args) -> Match:
-    """A match that begins. Its cards, and all that is sampled in it, depend on the seed."""
-    game = game_maker(name)(**json.loads(args.game_options).get(name, {}))
-    game.reset(random.Random(seed))
-    return Match(name, game, players, seed)
-
-
-def training_match(number: int, args: Args) -> Match:
-    """Match `number` of training. The games take turns; with an opponent, the roles do too."""
-    players = ("policy", "policy")
-    if args.opponent != "self":
-        players = ("policy", args.opponent)
-        if number // len(args.games) % 2:
-            players = (args.opponent, "policy")
-    name = args.games[number % len(args.games)]
-    return new_match(name, players, f"{args.seed} {number}", args)
-
-
-def first_prompt(tokenizer, args: Args) -> list[int]:
-    """The longest first prompt of the games. Exits if one of the games cannot be played."""
-    prompts = []
-    for name in args.games:
-        try:
-            match = new_match(name, ("policy", "policy"), "", args)
-            if "random" in (args.opponent, *(args.eval_opponents if args.eval_steps else ())):
-                random_action(match, random.Random(0))  # not possible where moves are free text
-        except ModuleNotFoundError as error:
-            sys.exit(f"{error}: needs the folder envs/ of the repository, or --games FILE.py:Game")
-        except (TypeError, ValueError, IndexError) as error:
-            sys.exit(f"--games: {error}; see also --opponent and --eval-opponents")
-        game = match.game
-        prompts.append(encode(tokenizer, game, game.player, args))
-        if len(prompts[-1]) > args.max_prompt_length:
-            sys.exit(f"--max-prompt-length: {name} begins with {len(prompts[-1])} tokens")
-    return max(prompts, key=len)
-
-
-def scripted_text(match: Match) -> str:
-    """What a player that is no model writes."""
-    generator = random.Random(f"{match.seed} {match.game.turns}")
-    if match.player() == "minimax":
-        from envs.game_solvers import minimax_action
-
-        return f"\\boxed{{{minimax_action(match.game.board, generator)}}}"
-    return f"\\boxed{{{random_action(match, generator)}}}"
-
-
-def play(models: dict, tokenizer, matches: list[Match], args: Args) -> None:
-    """Play the matches to their ends. models maps players to models; others are scripted."""
-    for first in range(0, len(matches), args.decode_batch_size):
-        running = matches[first : first + args.decode_batch_size]
-        while running:
-            take_turns(models, tokenizer, running, args)
-            running = [match for match in running if not match.game.done]
-
-
-def take_turns(models: dict, tokenizer, running: list[Match], args: Args) -> None:
-    """Scripted players move first; then each model writes a turn where it is next."""
-    for match in running:
-        if match.player() not in models:
-            match.move(scripted_text(match))
-    for player, model in models.items():
-        due = []
-        prompts = []
-        for match in running:
-            if match.player() != player:
-                continue
-            prompt = encode(tokenizer, match.game, match.game.player, args)
-            if len(prompt) > args.max_prompt_length:
-                match.cut()
-            else:
-                due.append(match)
-                prompts.append(prompt)
-        if not due:
-            continue
-        seeds = [random_seed(match.seed, match.game.turns) for match in due]
-        for match, completion in zip(due, generate(model, prompts, args, seeds)):
-            completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
-            if player == "policy":
-                match.turns.append((match.game.player, completion))
-            match.move(completion.text)
-
-
-def over_temperature(logits: Tensor, args: Args) -> Tensor:
-    """Divided by the temperature, which takes time and memory even where it is 1."""
-    return logits if args.temperature == 1 else logits / args.temperature
-
-
-def random_seed(*names) -> int:
-    """A seed made of names: the same after a resume and on any number of processes."""
-    return random.Random(" ".join(map(str, names))).getrandbits(63)
-
-
-# --- Log-probabilities of packed turns ----------------------------------------------------------
+# --- Log-probabilities of packed groups ---------------------------------------------------------
 
 
 @dataclass
@@ -1187,41 +1506,6 @@ def pack(completions: list[Completion], packed_rows: list[list[int]], device) ->
     )
 
 
-def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
-    """Log-probability of every predicted token. -> (N,)"""
-    query = packed.owners[:, :, None]
-    key = packed.owners[:, None, :]
-    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
-    positions = packed.position_ids
-
-    def chunk_logprobs(hidden, targets):
-        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
-        return -F.cross_entropy(over_temperature(logits, args), targets, reduction="none")
-
-    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
-        hidden = model.base_model(
-            packed.input_ids,
-            attention_mask=attention_masks(model, visible, positions, positions),
-            position_ids=positions,
-            use_cache=False,
-        ).last_hidden_state  # (R,L,H)
-        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
-        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
-        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
-        if args.compile:  # then a chunk keeps fewer copies of its logits
-            size = 4 * size
-            chunk_logprobs = torch.compile(chunk_logprobs, dynamic=True)
-        if len(hidden) <= size:
-            return chunk_logprobs(hidden, packed.targets)
-        logprobs = []
-        for chunk in zip(hidden.split(size), packed.targets.split(size)):
-            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
-        return torch.cat(logprobs)
-
-
-# --- Update -------------------------------------------------------------------------------------
-
-
 def packed_length(completions, numbers: list[int]) -> int:
     """Tokens of a packed row, rounded up as attention kernels want the width of masks."""
     length = len(completions[numbers[0]].prompt) - 1
@@ -1276,82 +1560,41 @@ def micro_batches(completions, rows: list[int], args: Args, device) -> list[Pack
     return [pack(completions, packed_rows, device) for packed_rows in passes]
 
 
-def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
-    """num_iterations optimizer steps on the batch of all processes.
+def over_temperature(logits: Tensor, args: Args) -> Tensor:
+    """Divided by the temperature, which takes time and memory even where it is 1."""
+    return logits if args.temperature == 1 else logits / args.temperature
 
-    completions and advantages are those of this process. The loss of a step is a sum over tokens,
-    so its gradient depends neither on micro-batches nor on the number of processes.
-    """
-    device = model.device
-    lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
-    all_lengths = gather(lengths.tolist())
-    num_tokens = sum(all_lengths)
-    weights = token_weights(
-        lengths,
-        args.loss_type,
-        num_rows=len(all_lengths),
-        num_tokens=num_tokens,
-        max_completion_length=args.max_completion_length,
-    ).to(device)  # (B,)
-    rows = list(range(len(completions)))
-    if args.beta == 0:  # without KL, zero advantage means no gradient
-        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one for sampling_metrics
-    advantages = advantages.to(device)
-    batches = micro_batches(completions, rows, args, device)
 
-    parameters = optimizer.param_groups[0]["params"]
-    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
-    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
-    log_ratios = []  # log(p_learner / p_sampler) of each token
-    for iteration in range(args.num_iterations):
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
-        for batch in batches:
-            if iteration == 0 and reference is not None:
-                with torch.no_grad(), adapters_off(model, args):
-                    batch.ref_logprobs = reference.token_logprobs(batch, args)
-            logprobs = model.token_logprobs(batch, args)  # (N,)
-            if iteration == 0:
-                # No step has been taken yet, so these are the old log-probabilities.
-                old = logprobs.detach()
-                batch.old_logprobs = old
-                log_ratios.append(old - batch.sampled_logprobs)
-                if cap > 0:
-                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
-            losses, clipped = policy_loss(
-                logprobs,
-                batch.old_logprobs,
-                advantages[batch.completion_index],
-                epsilon=args.epsilon,
-                beta=args.beta,
-                ref_logprobs=batch.ref_logprobs,
-                correction=batch.correction,
-            )
-            loss = (losses * weights[batch.completion_index]).sum()
-            sums[0] += loss.detach()
-            sums[1] += clipped.sum()
-            if reference is not None:
-                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
-            if args.fsdp:
-                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
-            loss.backward()
-        if dist.is_initialized() and not args.fsdp:
-            for parameter in parameters:
-                dist.all_reduce(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
-        norm = (norm.full_tensor() if args.fsdp else norm).item()
-        if not math.isfinite(norm):
-            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
-        optimizer.step()
-    optimizer.zero_grad()  # the rollout needs the memory
+def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
+    """Log-probability of every predicted token. -> (N,)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
 
-    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
-    loss, num_clipped, kl = sums.tolist()
-    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
-    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
-    if reference is not None:
-        metrics["kl"] = kl / num_tokens
-    return metrics
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(over_temperature(logits, args), targets, reduction="none")
+
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if args.compile:  # then a chunk keeps fewer copies of its logits
+            size = 4 * size
+            chunk_logprobs = torch.compile(chunk_logprobs, dynamic=True)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
 
 
 def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
@@ -1372,6 +1615,9 @@ def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, fl
         metrics["sampling/importance_sampling_ratio/mean"] = correction
         metrics["sampling/importance_sampling_ratio/truncated"] = truncated
     return metrics
+
+
+# --- Adapters, copies and shards ----------------------------------------------------------------
 
 
 def add_adapters(model, args: Args) -> None:
@@ -1399,17 +1645,6 @@ def adapters_off(model, args: Args):
     yield
     if args.lora_rank:
         model.enable_adapters()
-
-
-def shard(model, args: Args) -> None:
-    """FSDP2 in place: every layer, then the rest."""
-    dtype = torch.bfloat16 if args.bf16 else None
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in model.modules():
-        if type(module).__name__ in model._no_split_modules:
-            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
-    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
-    register_fsdp_forward_method(model, "token_logprobs")
 
 
 def copy_model(model, dtype: torch.dtype):
@@ -1452,6 +1687,17 @@ def refresh(sampler, model) -> None:
         copies = dict(sampler.named_parameters())
         for name, weight in (trained or weights).items():  # all weights of a frozen model
             copies[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
+
+
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
 
 
 # --- Checkpoints and logs -----------------------------------------------------------------------
@@ -1570,24 +1816,6 @@ def log_games(run_dir: str, step: int, matches: list[Match], advantages, tokeniz
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def game_metrics(results: list[Result]) -> dict[str, float]:
-    """Means over the games of each kind; returns are those of the policy."""
-    values = {}
-    for result in results:
-        columns = {
-            "turns": result.turns,
-            "draws": result.draw,
-            "forfeits": result.forfeit,
-            "cut": result.cut,
-        }
-        for role in (0, 1):
-            if result.learns[role]:
-                columns[f"return_{role}"] = result.rewards[role]
-        for column, value in columns.items():
-            values.setdefault(f"spiral_rae/{result.name}/{column}", []).append(float(value))
-    return {tag: mean(some) for tag, some in values.items()}
-
-
 def report(step: int, metrics: dict, results: list[Result], args: Args) -> None:
     """Print a summary of under 80 columns."""
     left = round(metrics["seconds/step"] * (args.max_steps - step))
@@ -1599,78 +1827,9 @@ def report(step: int, metrics: dict, results: list[Result], args: Args) -> None:
     print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
 
-# --- Evaluation and training --------------------------------------------------------------------
-
-
-def evaluate(models: dict, tokenizer, args: Args, rank: int, world_size: int) -> dict[str, float]:
-    """Shares of games that the policy wins, draws and loses against each opponent, as player 0
-    (first) and 1 (second). Prints one of the games."""
-    matches = []
-    # Naming a game twice doubles its share of the training only. Repeated opponents count once.
-    for name, opponent in product(dict.fromkeys(args.games), dict.fromkeys(args.eval_opponents)):
-        if opponent == "minimax" and name != "tictactoe":
-            continue
-        for i in range(args.eval_games):
-            matches.append(new_match(name, ("policy", opponent), f"evaluation {i}", args))
-            matches.append(new_match(name, (opponent, "policy"), f"evaluation {i}", args))
-    matches = matches[rank::world_size]
-    play(models, tokenizer, matches, args)
-    margins = []
-    for match in matches:
-        role = match.players.index("policy")
-        tag = f"eval/{match.name}/{match.players[1 - role]}/{('first', 'second')[role]}"
-        margins.append((tag, match.margin(role)))
-    counts = {}
-    for tag, margin in gather(margins):
-        outcomes = {"win": margin > 0, "draw": margin == 0, "loss": margin < 0}
-        for outcome, happened in outcomes.items():
-            counts[f"{tag}/{outcome}"] = counts.get(f"{tag}/{outcome}", 0) + happened
-    scores = {tag: count / args.eval_games for tag, count in counts.items()}
-    if rank == 0 and matches:
-        print("\n".join([f"{matches[0].name}:", *matches[0].texts]))
-    return scores
-
-
-def evaluate_kuhn(
-    sampler, tokenizer, args: Args, progress: dict, rank: int, world_size: int
-) -> dict[str, float]:
-    """NashConv: what both players could gain by answering the policy best, 0 at an equilibrium.
-
-    Samples at each of the 12 information sets stand for the policy, so nash_conv_last is too high:
-    about 0.05 at an equilibrium with 64 samples. In self-play it is the average of all policies
-    that approaches an equilibrium, so progress keeps what was read out.
-    """
-    from envs.game_solvers import kuhn_average, kuhn_decision_points, kuhn_nash_conv
-
-    games = [game for _, game in kuhn_decision_points()]
-    prompts = [encode(tokenizer, game, game.player, args) for game in games]
-    asked = list(product(range(len(games)), range(args.eval_samples)))[rank::world_size]
-    texts = []
-    for first in range(0, len(asked), args.decode_batch_size):
-        some = asked[first : first + args.decode_batch_size]
-        seeds = [random_seed("kuhn", len(progress["kuhn"]), *pair) for pair in some]
-        completions = generate(sampler, [prompts[number] for number, _ in some], args, seeds)
-        texts += tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
-    actions = {number: [] for number in range(len(games))}
-    for number, text in gather([(number, text) for (number, _), text in zip(asked, texts)]):
-        actions[number].append(games[number].parse(text))
-    bets = []  # probability of betting or calling
-    legal = []
-    for number, game in enumerate(games):
-        passes, calls = [actions[number].count(action) for action in game.legal_actions()]
-        bets.append(calls / (passes + calls) if passes + calls else 0.5)
-        legal.append((passes + calls) / args.eval_samples)
-    progress["kuhn"] = progress["kuhn"] + [bets]
-    return {
-        "eval/kuhn/nash_conv_last": kuhn_nash_conv(bets),
-        "eval/kuhn/nash_conv_average": kuhn_nash_conv(kuhn_average(progress["kuhn"])),
-        "eval/kuhn/illegal": 1 - mean(legal),
-    }
-
-
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -1683,138 +1842,7 @@ def one_sentence_for_a_full_disk():
         raise
 
 
-@one_sentence_for_a_full_disk()
-def train(args: Args) -> dict[str, float]:
-    """Train as the flags say. Returns the scores of the last evaluation."""
-    if args.learning_rate is None:
-        rate = 1e-6 if args.model_name_or_path else 4e-4
-        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
-    if args.max_completion_length is None:
-        args = replace(args, max_completion_length=1024 if args.model_name_or_path else 64)
-    rank, world_size, device = setup(args)
-    warn_of_slow_bfloat16(args, rank, device)
-    model, tokenizer = load_model(args)
-    model.to(device)
-    check_model(model, first_prompt(tokenizer, args), args)
-    reference = None
-    if args.beta > 0:
-        reference = model if args.lora_rank else copy_model(model, torch.float32)
-        if args.fsdp and reference is not model:
-            shard(reference, args)
-    models = {}
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
-    if args.opponent == "start" or (args.eval_steps and "start" in args.eval_opponents):
-        models["start"] = copy_model(model, dtype)  # always samples with generate
-    if args.lora_rank:
-        add_adapters(model, args)
-    # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
-    models["policy"] = sampler = model
-    if not args.vllm and (args.bf16 or args.fsdp):
-        models["policy"] = sampler = copy_model(model, dtype)
-    if args.compile:
-        compile_layers(model)
-    if args.gradient_checkpointing:
-        recompute_layers(model)
-    if args.fsdp:
-        shard(model, args)
-    if args.vllm:  # after adapters and sharding, when the weights take less memory
-        models["policy"] = sampler = VllmSampler(model, args)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
-    run_dir = open_run(args, rank)
-    baseline = RoleBaseline(args.baseline_decay, args.update_first)
-    progress = {"step": 0, "num_games": 0, "num_tokens": 0, "baseline": baseline.state_dict()}
-    progress["kuhn"] = []  # probabilities that were read out in each evaluation
-    load_checkpoint(run_dir, model, optimizer, progress)
-    baseline.load_state_dict(progress["baseline"])
-    if rank == 0:
-        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
-        print(f"{run_dir}: {args.num_games_per_step} games a step on {device}")
-
-    scores = {}
-    variant = json.loads(args.game_options).get("kuhn", {}).get("variant", "standard")
-    refresh(sampler, model)
-    while True:
-        step = progress["step"]
-        last = step >= args.max_steps
-        if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores = evaluate(models, tokenizer, args, rank, world_size)
-            if args.eval_samples > 0 and "kuhn" in args.games and variant == "standard":
-                scores |= evaluate_kuhn(sampler, tokenizer, args, progress, rank, world_size)
-            if rank == 0:
-                log(run_dir, board, step, scores)
-                for tag, value in scores.items():
-                    if not tag.endswith(("/draw", "/loss")):
-                        print(f"{tag} {value:.3f}", flush=True)
-        if last:
-            break
-
-        # 1. play games to their ends, both roles; processes play different games
-        began = time.perf_counter()
-        share = args.num_games_per_step // world_size
-        first = progress["num_games"] + rank * share
-        matches = [training_match(number, args) for number in range(first, first + share)]
-        play(models, tokenizer, matches, args)
-        progress["num_games"] += args.num_games_per_step
-        sampled = time.perf_counter()
-
-        # 2. subtract the average of its role from each result, and move the average; all tokens
-        # that a role wrote in a game share the advantage
-        results = gather([match.result() for match in matches])  # of all processes, in order
-        if not any(result.roles for result in results):
-            sys.exit("the policy had no turn: raise --max-prompt-length or --num-games-per-step")
-        pairs = game_advantages(results, baseline, args.baseline)
-        pairs = pairs[rank * share : (rank + 1) * share]
-        completions = []
-        own_advantages = []
-        for match, pair in zip(matches, pairs):
-            completions += [completion for _, completion in match.turns]
-            own_advantages += [pair[role] for role, _ in match.turns]
-        own_advantages = torch.tensor(own_advantages)  # (B,)
-        progress["baseline"] = baseline.state_dict()
-
-        # 3. clipped policy-gradient steps
-        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
-        optimizer.param_groups[0]["lr"] = rate
-        if args.vllm:
-            sampler.sleep()
-        metrics = update(model, reference, optimizer, completions, own_advantages, args)
-        refresh(sampler, model)
-
-        # 4. log and save
-        progress["step"] = step = step + 1
-        table = gather([(len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
-        lengths, ended, logprobs = zip(*table)
-        progress["num_tokens"] += sum(lengths)
-        for (name, role), value in sorted(baseline.values.items()):
-            metrics[f"spiral_rae/{name}/baseline_{role}"] = value
-        metrics |= game_metrics(results)
-        metrics |= {
-            "spiral_rae/advantage_std": torch.tensor(gather(own_advantages.tolist())).std().item(),
-            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
-            "completions/mean_length": sum(lengths) / len(lengths),
-            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
-            "learning_rate": rate,
-            "num_tokens": progress["num_tokens"],
-            "seconds/rollout": sampled - began,
-            "seconds/step": time.perf_counter() - began,
-        }
-        if rank == 0:
-            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
-            log_games(run_dir, step, matches, pairs, tokenizer)
-            report(step, metrics, results, args)
-        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
-            save_checkpoint(run_dir, model, optimizer, progress, rank)
-
-    if args.max_steps > 0:
-        save_final(f"{run_dir}/final", model, tokenizer, args, rank)
-    if rank == 0:
-        board.close()
-    if args.vllm:
-        sampler.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return scores
+# --- Command line -------------------------------------------------------------------------------
 
 
 def parse_args() -> Args:
@@ -1843,23 +1871,7 @@ def parse_args() -> Args:
     return args
 
 
-def join_repeated(words: list[str]) -> list[str]:
-    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
-    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
-    chunks = {"": []}  # of the command line: a flag with its values
-    chunk = chunks[""]
-    for number, word in enumerate(words):
-        flag, _, value = word.partition("=")
-        if flag.removeprefix("--").replace("-", "_") in several:
-            chunk = chunks.setdefault(flag, [flag])
-            chunk += [value] if value else []
-        elif word.startswith("--"):
-            chunk = chunks.setdefault(number, [word])
-        else:
-            chunk.append(word)
-    return sum(chunks.values(), [])
-
-
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
-    train(parse_args())
+    with one_sentence_for_a_full_disk():
+        train(parse_args())

@@ -31,6 +31,8 @@ It runs on one CPU core: with one transition to compute at a time, a GPU has not
 In shapes, O is the size of an observation plus 1, for the time.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -99,7 +101,7 @@ class Args:
     anew, and the schedule of --end-e stretches with --total-timesteps"""
 
 
-# --- The method: a bounded step, sparse weights, running statistics -----------------------------
+# --- The method ---------------------------------------------------------------------------------
 
 
 class ObGD:
@@ -199,68 +201,117 @@ def epsilon_schedule(step, start, end, fraction, total_steps):
     return max(start + (end - start) / (fraction * total_steps or 1) * step, end)
 
 
-# --- What the agent sees ------------------------------------------------------------------------
+# --- Training -----------------------------------------------------------------------------------
 
 
-class Stream:
-    """A task with normalized observations, the elapsed time appended, and scaled rewards."""
-
-    frozen = False  # True stops the statistics of observations
-
-    def __init__(self, args):
+def train(args):
+    """Train as the flags say, and evaluate."""
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    stream = Stream(args)
+    agent = Agent(stream, args)
+    run_dir = (
+        args.resume
+        or args.output_dir
+        or f"runs/stream_x__{args.env_id}__{args.seed}__{time.time():.3f}"
+    )
+    if os.path.exists(f"{run_dir}/args.json") and not args.resume:
+        sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--output-dir {run_dir}: cannot be made ({error.strerror})")
+    metrics = Path(run_dir, "metrics.csv")
+    if metrics.exists():  # its last row may be cut off
+        os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
+    step = 0
+    if os.path.exists(f"{run_dir}/checkpoint.pt"):
         try:
-            env = gym.make(args.env_id, disable_env_checker=True)
-        except (gym.error.Error, ImportError) as error:
-            sys.exit(f"--env-id {args.env_id}: {error}")
-        space = env.action_space
-        self.is_discrete = isinstance(space, gym.spaces.Discrete)
-        self.first_action = space.start if self.is_discrete else 0
-        if not self.is_discrete:
-            if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-                sys.exit(f"--env-id {args.env_id}: actions must be Discrete or a Box of 1-D")
-            env = gym.wrappers.ClipAction(env)  # log-probabilities are those before clipping
-        self.env = gym.wrappers.FlattenObservation(env)
-        try:
-            observation, _ = self.env.reset(seed=args.seed)
-            reward = float(self.env.step(space.sample())[1])
-            assert observation.shape == self.env.observation_space.shape, observation
-        except Exception as error:
-            reason = "".join(traceback.format_exception(error))
-            sys.exit(f"--env-id {args.env_id}: its reset or its first step fails\n\n{reason}")
-        if not math.isfinite(reward):
-            sys.exit(f"--env-id {args.env_id}: its first reward is {reward}, expected a number")
-        self.time_limit = env.spec.max_episode_steps or math.inf
-        self.stats = RunningMeanVar()
-        self.scale_reward = ScaleReward(args.gamma)
+            step, agent, stream.stats, stream.scale_reward = torch.load(
+                f"{run_dir}/checkpoint.pt", weights_only=False
+            )
+        except Exception as error:  # of the disk, of zip files, of pickle
+            reason = f"damaged ({error!s:.200}); delete it, and the run begins anew"
+            sys.exit(f"{run_dir}/checkpoint.pt: {reason}")
+    board = SummaryWriter(run_dir, purge_step=step + 1)
+    Path(run_dir, "args.tmp").write_text(json.dumps(vars(args) | {"resume": None}))
+    os.replace(f"{run_dir}/args.tmp", f"{run_dir}/args.json")
+    print(f"{run_dir}: stream {args.algorithm}, {args.optimizer}")
 
-    def observe(self, observation):
-        """(O-1,) -> tensor (1,O)"""
-        if not self.frozen:
-            self.stats.update(observation)
-        normalized = (observation - self.stats.mean) / np.sqrt(self.stats.var + 1e-8)
-        # The time is one step late, as in the authors' code.
-        clock = max(self.length - 1, 0) / self.time_limit - 0.5
-        return torch.from_numpy(np.float32([np.append(normalized, clock)]))
+    def log(values):  # a step may be repeated after a resume: its last rows count
+        with open(f"{run_dir}/metrics.csv", "a", encoding="utf-8") as file:
+            if file.tell() == 0:
+                file.write("step,tag,value\n")
+            for tag, value in values.items():
+                file.write(f"{step},{tag},{value}\n")
+                board.add_scalar(tag, value, step)
+        board.flush()
 
-    def reset(self, seed):
-        """Begin an episode; all that is random in it follows from the seed. -> observation (1,O)"""
-        torch.manual_seed(seed)
-        self.length = 0
-        self.episodic_return = 0.0
-        return self.observe(self.env.reset(seed=seed)[0])
+    def save(path):
+        if args.save_steps:
+            torch.save((step, agent, stream.stats, stream.scale_reward), f"{path}.tmp")
+            os.replace(f"{path}.tmp", f"{path}.pt")
 
-    def step(self, action):
-        """-> next observation (1,O), scaled reward, whether the episode ended"""
-        action = action + self.first_action
-        observation, reward, terminated, truncated, _ = self.env.step(action)
-        reward = float(reward)
-        done = terminated or truncated  # the time is observed, so its limit is an end like others
-        self.length += 1
-        self.episodic_return += reward
-        return self.observe(observation), self.scale_reward(reward, done), done
+    done = is_window_over = True
+    while step < args.total_timesteps:
+        if is_window_over:
+            sums = Counter()
+            returns = []
+            window = 0
+            began = time.perf_counter()
+        if done:
+            observation = stream.reset(args.seed + 10_000 * step)
+        step += 1
+        window += 1
+
+        # 1. act
+        epsilon = epsilon_schedule(
+            step, 1, args.end_e, args.exploration_fraction, args.total_timesteps
+        )
+        observation, reward, done = stream.step(agent.act(observation, epsilon))
+
+        # 2. learn from this one transition, and forget it; Counter.update adds
+        sums.update(agent.learn(reward, observation, done))
+        if not math.isfinite(sum(sums.values())):
+            sys.exit(f"step {step}: error or step size not finite; the last checkpoint is kept")
+
+        # 3. log and save
+        if done:
+            returns.append(stream.episodic_return)
+        is_window_over = done and window >= (args.save_steps or 2_000)
+        if is_window_over:
+            metrics = {tag: value / window for tag, value in sums.items()}
+            metrics["charts/episodic_return"] = np.mean(returns)
+            metrics["charts/SPS"] = window / (time.perf_counter() - began)
+            log(metrics)
+            print(
+                f"step {step:>9,}/{args.total_timesteps:,}  return {np.mean(returns):9.1f}"
+                f"  {metrics['charts/SPS']:6,.0f} steps/s",
+                flush=True,
+            )
+            save(f"{run_dir}/checkpoint")
+    save(f"{run_dir}/final")
+
+    # 4. evaluate
+    stream.frozen = True
+    returns = []
+    for episode in range(args.eval_episodes):
+        observation = stream.reset(10_000 + episode)
+        done = False
+        while not done:
+            observation, _, done = stream.step(agent.act(observation, args.end_e))
+        returns.append(stream.episodic_return)
+    if returns:
+        print(f"{len(returns)} episodes: return {np.mean(returns):.1f} +- {np.std(returns):.1f}")
+        log({"eval/sampled/return_mean": np.mean(returns)})
 
 
-# --- Networks and agent -------------------------------------------------------------------------
+# ================================================================================================
+# Below: what the method stands on, networks, environments, checkpoints and logs.
+# ================================================================================================
+
+
+# --- Networks -----------------------------------------------------------------------------------
 
 
 class Network(nn.Module):
@@ -381,12 +432,73 @@ class Agent:
         return metrics
 
 
-# --- Training -----------------------------------------------------------------------------------
+# --- Environment --------------------------------------------------------------------------------
+
+
+class Stream:
+    """A task with normalized observations, the elapsed time appended, and scaled rewards."""
+
+    frozen = False  # True stops the statistics of observations
+
+    def __init__(self, args):
+        try:
+            env = gym.make(args.env_id, disable_env_checker=True)
+        except (gym.error.Error, ImportError) as error:
+            sys.exit(f"--env-id {args.env_id}: {error}")
+        space = env.action_space
+        self.is_discrete = isinstance(space, gym.spaces.Discrete)
+        self.first_action = space.start if self.is_discrete else 0
+        if not self.is_discrete:
+            if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+                sys.exit(f"--env-id {args.env_id}: actions must be Discrete or a Box of 1-D")
+            env = gym.wrappers.ClipAction(env)  # log-probabilities are those before clipping
+        self.env = gym.wrappers.FlattenObservation(env)
+        try:
+            observation, _ = self.env.reset(seed=args.seed)
+            reward = float(self.env.step(space.sample())[1])
+            assert observation.shape == self.env.observation_space.shape, observation
+        except Exception as error:
+            reason = "".join(traceback.format_exception(error))
+            sys.exit(f"--env-id {args.env_id}: its reset or its first step fails\n\n{reason}")
+        if not math.isfinite(reward):
+            sys.exit(f"--env-id {args.env_id}: its first reward is {reward}, expected a number")
+        self.time_limit = env.spec.max_episode_steps or math.inf
+        self.stats = RunningMeanVar()
+        self.scale_reward = ScaleReward(args.gamma)
+
+    def observe(self, observation):
+        """(O-1,) -> tensor (1,O)"""
+        if not self.frozen:
+            self.stats.update(observation)
+        normalized = (observation - self.stats.mean) / np.sqrt(self.stats.var + 1e-8)
+        # The time is one step late, as in the authors' code.
+        clock = max(self.length - 1, 0) / self.time_limit - 0.5
+        return torch.from_numpy(np.float32([np.append(normalized, clock)]))
+
+    def reset(self, seed):
+        """Begin an episode; all that is random in it follows from the seed. -> observation (1,O)"""
+        torch.manual_seed(seed)
+        self.length = 0
+        self.episodic_return = 0.0
+        return self.observe(self.env.reset(seed=seed)[0])
+
+    def step(self, action):
+        """-> next observation (1,O), scaled reward, whether the episode ended"""
+        action = action + self.first_action
+        observation, reward, terminated, truncated, _ = self.env.step(action)
+        reward = float(reward)
+        done = terminated or truncated  # the time is observed, so its limit is an end like others
+        self.length += 1
+        self.episodic_return += reward
+        return self.observe(observation), self.scale_reward(reward, done), done
+
+
+# --- Processes, checkpoints, logs ---------------------------------------------------------------
 
 
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -397,109 +509,6 @@ def one_sentence_for_a_full_disk():
             if reason in text:
                 sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
         raise
-
-
-@one_sentence_for_a_full_disk()
-def train(args):
-    """Train as the flags say, and evaluate."""
-    torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
-    stream = Stream(args)
-    agent = Agent(stream, args)
-    run_dir = (
-        args.resume
-        or args.output_dir
-        or f"runs/stream_x__{args.env_id}__{args.seed}__{time.time():.3f}"
-    )
-    if os.path.exists(f"{run_dir}/args.json") and not args.resume:
-        sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
-    try:
-        os.makedirs(run_dir, exist_ok=True)
-    except OSError as error:
-        sys.exit(f"--output-dir {run_dir}: cannot be made ({error.strerror})")
-    metrics = Path(run_dir, "metrics.csv")
-    if metrics.exists():  # its last row may be cut off
-        os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
-    step = 0
-    if os.path.exists(f"{run_dir}/checkpoint.pt"):
-        try:
-            step, agent, stream.stats, stream.scale_reward = torch.load(
-                f"{run_dir}/checkpoint.pt", weights_only=False
-            )
-        except Exception as error:  # of the disk, of zip files, of pickle
-            reason = f"damaged ({error!s:.200}); delete it, and the run begins anew"
-            sys.exit(f"{run_dir}/checkpoint.pt: {reason}")
-    board = SummaryWriter(run_dir, purge_step=step + 1)
-    Path(run_dir, "args.tmp").write_text(json.dumps(vars(args) | {"resume": None}))
-    os.replace(f"{run_dir}/args.tmp", f"{run_dir}/args.json")
-    print(f"{run_dir}: stream {args.algorithm}, {args.optimizer}")
-
-    def log(values):  # a step may be repeated after a resume: its last rows count
-        with open(f"{run_dir}/metrics.csv", "a", encoding="utf-8") as file:
-            if file.tell() == 0:
-                file.write("step,tag,value\n")
-            for tag, value in values.items():
-                file.write(f"{step},{tag},{value}\n")
-                board.add_scalar(tag, value, step)
-        board.flush()
-
-    def save(path):
-        if args.save_steps:
-            torch.save((step, agent, stream.stats, stream.scale_reward), f"{path}.tmp")
-            os.replace(f"{path}.tmp", f"{path}.pt")
-
-    done = is_window_over = True
-    while step < args.total_timesteps:
-        if is_window_over:
-            sums = Counter()
-            returns = []
-            window = 0
-            began = time.perf_counter()
-        if done:
-            observation = stream.reset(args.seed + 10_000 * step)
-        step += 1
-        window += 1
-
-        # 1. act
-        epsilon = epsilon_schedule(
-            step, 1, args.end_e, args.exploration_fraction, args.total_timesteps
-        )
-        observation, reward, done = stream.step(agent.act(observation, epsilon))
-
-        # 2. learn from this one transition, and forget it; Counter.update adds
-        sums.update(agent.learn(reward, observation, done))
-        if not math.isfinite(sum(sums.values())):
-            sys.exit(f"step {step}: error or step size not finite; the last checkpoint is kept")
-
-        # 3. log and save
-        if done:
-            returns.append(stream.episodic_return)
-        is_window_over = done and window >= (args.save_steps or 2_000)
-        if is_window_over:
-            metrics = {tag: value / window for tag, value in sums.items()}
-            metrics["charts/episodic_return"] = np.mean(returns)
-            metrics["charts/SPS"] = window / (time.perf_counter() - began)
-            log(metrics)
-            print(
-                f"step {step:>9,}/{args.total_timesteps:,}  return {np.mean(returns):9.1f}"
-                f"  {metrics['charts/SPS']:6,.0f} steps/s",
-                flush=True,
-            )
-            save(f"{run_dir}/checkpoint")
-    save(f"{run_dir}/final")
-
-    # 4. evaluate
-    stream.frozen = True
-    returns = []
-    for episode in range(args.eval_episodes):
-        observation = stream.reset(10_000 + episode)
-        done = False
-        while not done:
-            observation, _, done = stream.step(agent.act(observation, args.end_e))
-        returns.append(stream.episodic_return)
-    if returns:
-        print(f"{len(returns)} episodes: return {np.mean(returns):.1f} +- {np.std(returns):.1f}")
-        log({"eval/sampled/return_mean": np.mean(returns)})
 
 
 if __name__ == "__main__":
@@ -520,4 +529,5 @@ if __name__ == "__main__":
             if now != before and name not in ("resume", *FREE):
                 flag = "--" + name.replace("_", "-")
                 sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-    train(args)
+    with one_sentence_for_a_full_disk():
+        train(args)

@@ -35,6 +35,8 @@ Shapes: T steps, N environments, B rows of a minibatch, O numbers of an observat
 dimensions, K atoms.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import math
@@ -163,7 +165,7 @@ class Args:
     """with --evaluate: write the first 600 steps of an episode to episode.gif in the run folder"""
 
 
-# --- The method: logits of policies over atoms --------------------------------------------------
+# --- The method ---------------------------------------------------------------------------------
 
 
 def poisson_logits(rate: Tensor, num_atoms: int, temperature: float) -> Tensor:
@@ -200,9 +202,6 @@ def ordinal_logits(scores: Tensor) -> Tensor:
     yes = F.logsigmoid(scores)
     no = F.logsigmoid(-scores)
     return yes.cumsum(-1) + no.sum(-1, keepdim=True) - no.cumsum(-1)
-
-
-# --- Policy heads: from the network's outputs (B,A,num_outputs) to actions ----------------------
 
 
 class Head(nn.Module):
@@ -371,6 +370,317 @@ HEADS = {
 }
 
 
+def gae(
+    rewards: Tensor,
+    dones: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation, arXiv 1506.02438 eq. 16. -> advantages and returns (T,N)
+
+    rewards, dones, values (T,N), last_values (N,). dones[t] says that step t ended an episode, so
+    that nothing after it counts.
+    """
+    alive = 1 - dones.to(values.dtype)
+    next_values = torch.cat([values[1:], last_values[None]])
+    deltas = rewards + gamma * alive * next_values - values
+    decay = gamma * gae_lambda * alive
+    advantages = torch.empty_like(deltas)
+    advantage = torch.zeros_like(last_values)
+    for t in reversed(range(len(deltas))):
+        advantage = torch.addcmul(deltas[t], decay[t], advantage)
+        advantages[t] = advantage
+    return advantages, advantages + values
+
+
+def ppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    entropy: Tensor,
+    *,
+    clip_coef: float,
+    ent_coef: float,
+    vf_coef: float,
+    norm_adv: bool = True,
+    clip_vloss: bool = True,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of a minibatch, arXiv 1707.06347 eq. 7 and 9, and metrics. All (B,) -> scalar
+
+    Advantages are normalized by the population's std. A clipped value moves by clip_coef at most.
+    """
+    if norm_adv:
+        std, mean = torch.std_mean(advantages, correction=0)
+        advantages = (advantages - mean) / (std + 1e-8)
+    log_ratio = logprobs - old_logprobs
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
+    value_errors = (values - returns).square()
+    if clip_vloss:
+        clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+        value_errors = torch.max(value_errors, (clipped_values - returns).square())
+    value_loss = 0.5 * value_errors.mean()
+    entropy = entropy.mean()
+    loss = policy_loss - ent_coef * entropy + vf_coef * value_loss
+    with torch.no_grad():
+        metrics = {
+            "policy_loss": policy_loss.detach(),
+            "value_loss": value_loss.detach(),
+            "entropy": entropy.detach(),
+            "approx_kl": (ratio - 1 - log_ratio).mean(),  # as in CleanRL
+            "clipfrac": (ratio != clipped_ratio).to(ratio.dtype).mean(),
+        }
+    return loss, metrics
+
+
+# --- Training -----------------------------------------------------------------------------------
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    device = setup(args)
+    if args.evaluate:
+        return score_run(args, device)
+    if args.num_atoms < 2:
+        sys.exit("--num-atoms: must be at least 2")
+    for name in ("temperature", "rate_init"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            sys.exit(f"--{name.replace('_', '-')}: must be above 0")
+    rollout_size = args.num_envs * args.num_steps
+    if rollout_size % args.num_minibatches:
+        sys.exit(f"--num-minibatches: does not divide {rollout_size}, the steps of a rollout")
+    last_step = args.total_timesteps // rollout_size * rollout_size
+    if last_step == 0:
+        sys.exit(f"--total-timesteps: fewer than the {rollout_size} steps of one rollout")
+    torch.manual_seed(args.seed)
+    envs = make_envs(args, args.num_envs)
+    if args.policy is None:
+        args.policy = "categorical" if is_discrete(envs) else "poisson"
+    agent = Agent(envs, args).to(device)
+    if args.policy == "poisson" and args.rate_init:
+        rate = torch.tensor(args.rate_init)
+        logits = poisson_logits(rate, agent.args.num_atoms, args.temperature or 1)
+        mass = logits.softmax(-1).max().item()
+        if mass > 0.9:
+            sys.exit(
+                f"--rate-init {args.rate_init}: one atom begins with {100 * mass:.0f} % of the "
+                "probability, so nothing else is tried; leave --rate-init out"
+            )
+    vector = as_vector(agent)
+    optimizer = torch.optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True)
+    loss_function = minibatch_loss
+    if args.compile:
+        loss_function = torch.compile(minibatch_loss, mode="reduce-overhead")
+    run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
+    step = 0
+    state = load_checkpoint(run_dir, device) if args.resume else None
+    if state is not None:
+        step = state["step"]
+        agent.load_state_dict(state["agent"])
+        optimizer.load_state_dict(state["optimizer"])
+    board = SummaryWriter(run_dir, purge_step=step + 1)
+    print(f"{run_dir}: {args.policy}, {args.num_envs} x {args.num_steps} steps, {device}")
+
+    scores = {}
+    start_anew = True
+    while True:
+        last = step == last_step
+        due = step > 0 and is_due(args.eval_steps, step - rollout_size, step)
+        if args.eval_episodes and (last or due):
+            scores = evaluate(agent, args)
+            log(run_dir, board, step, scores)
+        if last:
+            break
+        if start_anew:  # at the beginning and after each checkpoint, see save_checkpoint
+            torch.manual_seed(random_seed(args.seed, step))
+            unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step) % 2**31)
+            start_anew = False
+
+        # 1. act
+        began = time.perf_counter()
+        rollout = act(envs, agent, unfinished, args)
+        acted = time.perf_counter()
+
+        # 2. scale rewards, estimate advantages; then update the statistics of observations
+        batch = learning_batch(rollout, agent, unfinished, args)
+        if args.norm_obs:
+            agent.observation_stats.update(np.concatenate(rollout["raw_observations"]))
+
+        # 3. several epochs of the clipped loss
+        learning_rate = args.learning_rate
+        if args.anneal_lr:
+            learning_rate = args.learning_rate * (1 - step / last_step)
+        optimizer.param_groups[0]["lr"] = learning_rate
+        losses = update(agent, vector, optimizer, batch, args, loss_function)
+        if not math.isfinite(sum(losses.values())):
+            sys.exit(f"step {step}: the loss is not finite; the last checkpoint is kept")
+
+        # 4. log and save
+        step += rollout_size
+        now = time.perf_counter()
+        metrics = {f"losses/{name}": value for name, value in losses.items()}
+        residuals = batch["returns"] - batch["values"]
+        explained = 1 - (residuals.var() / batch["returns"].var()).item()
+        metrics["losses/explained_variance"] = explained
+        metrics["charts/learning_rate"] = learning_rate
+        if rollout["episodes"]:
+            returns, lengths = np.mean(rollout["episodes"], 0).tolist()
+            metrics["charts/episodic_return"] = returns
+            metrics["charts/episodic_length"] = lengths
+        if isinstance(agent.head, CategoricalHead) and not agent.is_discrete:
+            metrics |= atom_metrics(agent, batch["observations"][: 16 * args.num_envs])
+        metrics["charts/SPS"] = rollout_size / (now - began)
+        metrics["seconds/rollout"] = acted - began
+        metrics["seconds/update"] = now - acted
+        log(run_dir, board, step, metrics)
+        report(step, last_step, metrics)
+        due = is_due(args.save_steps * args.num_envs, step - rollout_size, step)
+        if args.save_steps and (step == last_step or due):
+            state = {"step": step, "agent": agent.state_dict()}
+            state["optimizer"] = optimizer.state_dict()
+            save_checkpoint(run_dir, step, state)
+            start_anew = True
+    board.close()
+    envs.close()
+    return scores
+
+
+def update(agent: Agent, vector: Tensor, optimizer, batch: dict, args: Args, loss_function) -> dict:
+    """Several epochs of Adam over a rollout (T N,...) in shuffled minibatches. -> mean metrics
+
+    The optimizer has only the vector of parameters, see as_vector.
+    """
+    num_rows = len(batch["actions"])
+    largest = args.max_grad_norm or math.inf
+    history = []
+    for _ in range(args.update_epochs):
+        order = torch.randperm(num_rows, device=agent.device).view(args.num_minibatches, -1)
+        shuffled = {name: values[order] for name, values in batch.items()}
+        for i in range(args.num_minibatches):
+            minibatch = {name: values[i] for name, values in shuffled.items()}
+            loss, metrics = loss_function(agent, minibatch, args)
+            vector.grad.zero_()
+            loss.backward()
+            grad_norm = vector.grad.norm()
+            vector.grad.mul_((largest / (grad_norm + 1e-6)).clamp(max=1))
+            optimizer.step()
+            metrics["grad_norm"] = grad_norm
+            history.append(torch.stack(list(metrics.values())))
+    return dict(zip(metrics, torch.stack(history).mean(0).tolist()))
+
+
+def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args):
+    """The loss of a minibatch (B,...), and metrics."""
+    outputs = agent.outputs(batch["observations"])
+    entropy = batch["entropy"]  # of the policy that acted, only to be logged
+    if args.ent_coef != 0:
+        entropy = agent.head.entropy(outputs)
+    return ppo_loss(
+        agent.head.log_prob(outputs, batch["actions"]),
+        batch["logprobs"],
+        batch["advantages"],
+        agent.values(batch["observations"]),
+        batch["values"],
+        batch["returns"],
+        entropy,
+        clip_coef=args.clip_coef,
+        ent_coef=args.ent_coef,
+        vf_coef=args.vf_coef,
+        norm_adv=args.norm_adv,
+        clip_vloss=args.clip_vloss,
+    )
+
+
+def as_vector(agent: Agent) -> Tensor:
+    """All parameters (P,). They and their gradients become views of this vector and of its .grad,
+    so that clipping and Adam are single operations and not one for each layer."""
+    parameters = list(agent.parameters())
+    vector = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    vector.grad = torch.zeros_like(vector)
+    sizes = [parameter.numel() for parameter in parameters]
+    parts = zip(parameters, vector.split(sizes), vector.grad.split(sizes))
+    for parameter, values, gradient in parts:
+        parameter.data = values.view_as(parameter)
+        parameter.grad = gradient.view_as(parameter)
+    return vector
+
+
+@torch.no_grad()
+def atom_metrics(agent: Agent, observations: Tensor) -> dict[str, float]:
+    """How a policy over atoms looks: mass at the two ends, share with more than one mode."""
+    probabilities = agent.head.logits(agent.outputs(observations)).softmax(-1)  # (B,A,K)
+    differences = probabilities.diff()
+    has_fallen = (differences < 0).cumsum(-1) > 0
+    rises_again = ((differences > 0) & has_fallen).any(-1)  # (B,A)
+    return {
+        "train/extreme_mass": (probabilities[..., 0] + probabilities[..., -1]).mean().item(),
+        "train/frac_multimodal": rises_again.float().mean().item(),
+    }
+
+
+def evaluate(agent: Agent, args: Args) -> dict[str, float]:
+    """Returns of whole episodes in the task's own unit."""
+    envs = make_envs(args, args.eval_episodes)
+    scores = {}
+    for name, deterministic in (("deterministic", True), ("sampled", False)):
+        returns, _ = play(envs, agent, args.seed + 10_000, deterministic)
+        scores[f"eval/{name}/return_mean"] = returns.mean().item()
+        scores[f"eval/{name}/return_std"] = returns.std().item()
+    envs.close()
+    print("  ".join(f"{tag} {value:.1f}" for tag, value in scores.items()), flush=True)
+    return scores
+
+
+@torch.no_grad()
+def play(envs: VectorEnv, agent: Agent, seed: int, deterministic: bool, video: bool = False):
+    """One episode in each environment. -> returns (N,), and pictures of the first one"""
+    choose = agent.head.mode if deterministic else agent.head.sample
+    observations, _ = envs.reset(seed=seed)
+    returns = np.zeros(envs.num_envs)
+    running = np.ones(envs.num_envs, dtype=bool)
+    pictures = []
+    devices = [agent.device] if agent.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # evaluations do not change the training
+        torch.manual_seed(seed)
+        while running.any() and len(pictures) < 600:
+            if video:
+                pictures.append(envs.render()[0])
+            actions = choose(agent.outputs(agent.normalize(observations)))
+            observations, rewards, terminated, truncated, _ = envs.step(agent.to_env(actions))
+            returns += rewards * running
+            running &= ~(terminated | truncated)
+    return returns, pictures
+
+
+def score_run(args: Args, device: torch.device) -> dict[str, float]:
+    """--evaluate: scores of a run's policy, and with --video an episode of it."""
+    state = load_checkpoint(args.evaluate, device)
+    if state is None:
+        sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or it is too early")
+    envs = make_envs(args, 1, **({"render_mode": "rgb_array"} if args.video else {}))
+    agent = Agent(envs, args).to(device)
+    agent.load_state_dict(state["agent"])
+    scores = evaluate(agent, args) if args.eval_episodes else {}
+    if args.video:
+        _, pictures = play(envs, agent, args.seed + 10_000, deterministic=True, video=True)
+        path = f"{args.evaluate}/episode.gif"
+        small = [picture[::2, ::2] for picture in pictures[::2]]
+        imageio.mimsave(path, small, duration=1000 / 30, loop=0)
+        print(path)
+    return scores
+
+
+# ================================================================================================
+# Below: what the method stands on, networks, environments, checkpoints and logs.
+# ================================================================================================
+
+
 # --- Networks -----------------------------------------------------------------------------------
 
 
@@ -495,7 +805,6 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
             envs = SyncVectorEnv([make_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
         except (gym.error.Error, ImportError) as error:
             sys.exit(f"--env-id {args.env_id}: {error}")
-        try_envs(envs, args.env_id)
         if envs.envs[0].spec.max_episode_steps is None and args.eval_episodes:
             print(f"{args.env_id} has no time limit: an evaluation ends when its episodes do")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
@@ -511,6 +820,8 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
     seen = envs.single_observation_space
     if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
         sys.exit(f"--env-id {args.env_id}: expected one-dimensional observations, not {seen}")
+    if ".py:" not in args.env_id:
+        try_envs(envs, args.env_id)
     return envs
 
 
@@ -645,152 +956,7 @@ def learning_batch(rollout: dict, agent: Agent, unfinished: Unfinished, args: Ar
     }
 
 
-# --- PPO ----------------------------------------------------------------------------------------
-
-
-def gae(
-    rewards: Tensor,
-    dones: Tensor,
-    values: Tensor,
-    last_values: Tensor,
-    gamma: float,
-    gae_lambda: float,
-) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation, arXiv 1506.02438 eq. 16. -> advantages and returns (T,N)
-
-    rewards, dones, values (T,N), last_values (N,). dones[t] says that step t ended an episode, so
-    that nothing after it counts.
-    """
-    alive = 1 - dones.to(values.dtype)
-    next_values = torch.cat([values[1:], last_values[None]])
-    deltas = rewards + gamma * alive * next_values - values
-    decay = gamma * gae_lambda * alive
-    advantages = torch.empty_like(deltas)
-    advantage = torch.zeros_like(last_values)
-    for t in reversed(range(len(deltas))):
-        advantage = torch.addcmul(deltas[t], decay[t], advantage)
-        advantages[t] = advantage
-    return advantages, advantages + values
-
-
-def ppo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    entropy: Tensor,
-    *,
-    clip_coef: float,
-    ent_coef: float,
-    vf_coef: float,
-    norm_adv: bool = True,
-    clip_vloss: bool = True,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of a minibatch, arXiv 1707.06347 eq. 7 and 9, and metrics. All (B,) -> scalar
-
-    Advantages are normalized by the population's std. A clipped value moves by clip_coef at most.
-    """
-    if norm_adv:
-        std, mean = torch.std_mean(advantages, correction=0)
-        advantages = (advantages - mean) / (std + 1e-8)
-    log_ratio = logprobs - old_logprobs
-    ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
-    value_errors = (values - returns).square()
-    if clip_vloss:
-        clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
-        value_errors = torch.max(value_errors, (clipped_values - returns).square())
-    value_loss = 0.5 * value_errors.mean()
-    entropy = entropy.mean()
-    loss = policy_loss - ent_coef * entropy + vf_coef * value_loss
-    with torch.no_grad():
-        metrics = {
-            "policy_loss": policy_loss.detach(),
-            "value_loss": value_loss.detach(),
-            "entropy": entropy.detach(),
-            "approx_kl": (ratio - 1 - log_ratio).mean(),  # as in CleanRL
-            "clipfrac": (ratio != clipped_ratio).to(ratio.dtype).mean(),
-        }
-    return loss, metrics
-
-
-def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args):
-    """The loss of a minibatch (B,...), and metrics."""
-    outputs = agent.outputs(batch["observations"])
-    entropy = batch["entropy"]  # of the policy that acted, only to be logged
-    if args.ent_coef != 0:
-        entropy = agent.head.entropy(outputs)
-    return ppo_loss(
-        agent.head.log_prob(outputs, batch["actions"]),
-        batch["logprobs"],
-        batch["advantages"],
-        agent.values(batch["observations"]),
-        batch["values"],
-        batch["returns"],
-        entropy,
-        clip_coef=args.clip_coef,
-        ent_coef=args.ent_coef,
-        vf_coef=args.vf_coef,
-        norm_adv=args.norm_adv,
-        clip_vloss=args.clip_vloss,
-    )
-
-
-def as_vector(agent: Agent) -> Tensor:
-    """All parameters (P,). They and their gradients become views of this vector and of its .grad,
-    so that clipping and Adam are single operations and not one for each layer."""
-    parameters = list(agent.parameters())
-    vector = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    vector.grad = torch.zeros_like(vector)
-    sizes = [parameter.numel() for parameter in parameters]
-    parts = zip(parameters, vector.split(sizes), vector.grad.split(sizes))
-    for parameter, values, gradient in parts:
-        parameter.data = values.view_as(parameter)
-        parameter.grad = gradient.view_as(parameter)
-    return vector
-
-
-def update(agent: Agent, vector: Tensor, optimizer, batch: dict, args: Args, loss_function) -> dict:
-    """Several epochs of Adam over a rollout (T N,...) in shuffled minibatches. -> mean metrics
-
-    The optimizer has only the vector of parameters, see as_vector.
-    """
-    num_rows = len(batch["actions"])
-    largest = args.max_grad_norm or math.inf
-    history = []
-    for _ in range(args.update_epochs):
-        order = torch.randperm(num_rows, device=agent.device).view(args.num_minibatches, -1)
-        shuffled = {name: values[order] for name, values in batch.items()}
-        for i in range(args.num_minibatches):
-            minibatch = {name: values[i] for name, values in shuffled.items()}
-            loss, metrics = loss_function(agent, minibatch, args)
-            vector.grad.zero_()
-            loss.backward()
-            grad_norm = vector.grad.norm()
-            vector.grad.mul_((largest / (grad_norm + 1e-6)).clamp(max=1))
-            optimizer.step()
-            metrics["grad_norm"] = grad_norm
-            history.append(torch.stack(list(metrics.values())))
-    return dict(zip(metrics, torch.stack(history).mean(0).tolist()))
-
-
-@torch.no_grad()
-def atom_metrics(agent: Agent, observations: Tensor) -> dict[str, float]:
-    """How a policy over atoms looks: mass at the two ends, share with more than one mode."""
-    probabilities = agent.head.logits(agent.outputs(observations)).softmax(-1)  # (B,A,K)
-    differences = probabilities.diff()
-    has_fallen = (differences < 0).cumsum(-1) > 0
-    rises_again = ((differences > 0) & has_fallen).any(-1)  # (B,A)
-    return {
-        "train/extreme_mass": (probabilities[..., 0] + probabilities[..., -1]).mean().item(),
-        "train/frac_multimodal": rises_again.float().mean().item(),
-    }
-
-
-# --- Plumbing: seeds, checkpoints, logs ---------------------------------------------------------
+# --- Processes, checkpoints, logs ---------------------------------------------------------------
 
 
 def setup(args: Args) -> torch.device:
@@ -888,64 +1054,9 @@ def report(step: int, last_step: int, metrics: dict[str, float]) -> None:
     print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
 
-# --- Evaluation and training --------------------------------------------------------------------
-
-
-@torch.no_grad()
-def play(envs: VectorEnv, agent: Agent, seed: int, deterministic: bool, video: bool = False):
-    """One episode in each environment. -> returns (N,), and pictures of the first one"""
-    choose = agent.head.mode if deterministic else agent.head.sample
-    observations, _ = envs.reset(seed=seed)
-    returns = np.zeros(envs.num_envs)
-    running = np.ones(envs.num_envs, dtype=bool)
-    pictures = []
-    devices = [agent.device] if agent.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # evaluations do not change the training
-        torch.manual_seed(seed)
-        while running.any() and len(pictures) < 600:
-            if video:
-                pictures.append(envs.render()[0])
-            actions = choose(agent.outputs(agent.normalize(observations)))
-            observations, rewards, terminated, truncated, _ = envs.step(agent.to_env(actions))
-            returns += rewards * running
-            running &= ~(terminated | truncated)
-    return returns, pictures
-
-
-def evaluate(agent: Agent, args: Args) -> dict[str, float]:
-    """Returns of whole episodes in the task's own unit."""
-    envs = make_envs(args, args.eval_episodes)
-    scores = {}
-    for name, deterministic in (("deterministic", True), ("sampled", False)):
-        returns, _ = play(envs, agent, args.seed + 10_000, deterministic)
-        scores[f"eval/{name}/return_mean"] = returns.mean().item()
-        scores[f"eval/{name}/return_std"] = returns.std().item()
-    envs.close()
-    print("  ".join(f"{tag} {value:.1f}" for tag, value in scores.items()), flush=True)
-    return scores
-
-
-def score_run(args: Args, device: torch.device) -> dict[str, float]:
-    """--evaluate: scores of a run's policy, and with --video an episode of it."""
-    state = load_checkpoint(args.evaluate, device)
-    if state is None:
-        sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or it is too early")
-    envs = make_envs(args, 1, **({"render_mode": "rgb_array"} if args.video else {}))
-    agent = Agent(envs, args).to(device)
-    agent.load_state_dict(state["agent"])
-    scores = evaluate(agent, args) if args.eval_episodes else {}
-    if args.video:
-        _, pictures = play(envs, agent, args.seed + 10_000, deterministic=True, video=True)
-        path = f"{args.evaluate}/episode.gif"
-        small = [picture[::2, ::2] for picture in pictures[::2]]
-        imageio.mimsave(path, small, duration=1000 / 30, loop=0)
-        print(path)
-    return scores
-
-
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around train: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -958,114 +1069,7 @@ def one_sentence_for_a_full_disk():
         raise
 
 
-@one_sentence_for_a_full_disk()
-def train(args: Args) -> dict[str, float]:
-    """Train as the flags say. Returns the scores of the last evaluation."""
-    device = setup(args)
-    if args.evaluate:
-        return score_run(args, device)
-    if args.num_atoms < 2:
-        sys.exit("--num-atoms: must be at least 2")
-    for name in ("temperature", "rate_init"):
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
-            sys.exit(f"--{name.replace('_', '-')}: must be above 0")
-    rollout_size = args.num_envs * args.num_steps
-    if rollout_size % args.num_minibatches:
-        sys.exit(f"--num-minibatches: does not divide {rollout_size}, the steps of a rollout")
-    last_step = args.total_timesteps // rollout_size * rollout_size
-    if last_step == 0:
-        sys.exit(f"--total-timesteps: fewer than the {rollout_size} steps of one rollout")
-    torch.manual_seed(args.seed)
-    envs = make_envs(args, args.num_envs)
-    if args.policy is None:
-        args.policy = "categorical" if is_discrete(envs) else "poisson"
-    agent = Agent(envs, args).to(device)
-    if args.policy == "poisson" and args.rate_init:
-        rate = torch.tensor(args.rate_init)
-        logits = poisson_logits(rate, agent.args.num_atoms, args.temperature or 1)
-        mass = logits.softmax(-1).max().item()
-        if mass > 0.9:
-            sys.exit(
-                f"--rate-init {args.rate_init}: one atom begins with {100 * mass:.0f} % of the "
-                "probability, so nothing else is tried; leave --rate-init out"
-            )
-    vector = as_vector(agent)
-    optimizer = torch.optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True)
-    loss_function = minibatch_loss
-    if args.compile:
-        loss_function = torch.compile(minibatch_loss, mode="reduce-overhead")
-    run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
-    step = 0
-    state = load_checkpoint(run_dir, device) if args.resume else None
-    if state is not None:
-        step = state["step"]
-        agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
-    board = SummaryWriter(run_dir, purge_step=step + 1)
-    print(f"{run_dir}: {args.policy}, {args.num_envs} x {args.num_steps} steps, {device}")
-
-    scores = {}
-    start_anew = True
-    while True:
-        last = step == last_step
-        due = step > 0 and is_due(args.eval_steps, step - rollout_size, step)
-        if args.eval_episodes and (last or due):
-            scores = evaluate(agent, args)
-            log(run_dir, board, step, scores)
-        if last:
-            break
-        if start_anew:  # at the beginning and after each checkpoint, see save_checkpoint
-            torch.manual_seed(random_seed(args.seed, step))
-            unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step) % 2**31)
-            start_anew = False
-
-        # 1. act
-        began = time.perf_counter()
-        rollout = act(envs, agent, unfinished, args)
-        acted = time.perf_counter()
-
-        # 2. scale rewards, estimate advantages; then update the statistics of observations
-        batch = learning_batch(rollout, agent, unfinished, args)
-        if args.norm_obs:
-            agent.observation_stats.update(np.concatenate(rollout["raw_observations"]))
-
-        # 3. several epochs of the clipped loss
-        learning_rate = args.learning_rate
-        if args.anneal_lr:
-            learning_rate = args.learning_rate * (1 - step / last_step)
-        optimizer.param_groups[0]["lr"] = learning_rate
-        losses = update(agent, vector, optimizer, batch, args, loss_function)
-        if not math.isfinite(sum(losses.values())):
-            sys.exit(f"step {step}: the loss is not finite; the last checkpoint is kept")
-
-        # 4. log and save
-        step += rollout_size
-        now = time.perf_counter()
-        metrics = {f"losses/{name}": value for name, value in losses.items()}
-        residuals = batch["returns"] - batch["values"]
-        explained = 1 - (residuals.var() / batch["returns"].var()).item()
-        metrics["losses/explained_variance"] = explained
-        metrics["charts/learning_rate"] = learning_rate
-        if rollout["episodes"]:
-            returns, lengths = np.mean(rollout["episodes"], 0).tolist()
-            metrics["charts/episodic_return"] = returns
-            metrics["charts/episodic_length"] = lengths
-        if isinstance(agent.head, CategoricalHead) and not agent.is_discrete:
-            metrics |= atom_metrics(agent, batch["observations"][: 16 * args.num_envs])
-        metrics["charts/SPS"] = rollout_size / (now - began)
-        metrics["seconds/rollout"] = acted - began
-        metrics["seconds/update"] = now - acted
-        log(run_dir, board, step, metrics)
-        report(step, last_step, metrics)
-        due = is_due(args.save_steps * args.num_envs, step - rollout_size, step)
-        if args.save_steps and (step == last_step or due):
-            state = {"step": step, "agent": agent.state_dict()}
-            state["optimizer"] = optimizer.state_dict()
-            save_checkpoint(run_dir, step, state)
-            start_anew = True
-    board.close()
-    envs.close()
-    return scores
+# --- Command line -------------------------------------------------------------------------------
 
 
 def parse_args() -> Args:
@@ -1096,4 +1100,5 @@ def parse_args() -> Args:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
-    train(parse_args())
+    with one_sentence_for_a_full_disk():
+        train(parse_args())

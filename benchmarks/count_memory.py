@@ -1,6 +1,6 @@
 """Count the memory of one update of grpo.py, for large models, without their weights.
 
-    python benchmarks/count_memory.py            # 5 minutes on one core; writes results/memory.csv
+    python benchmarks/count_memory.py            # 10 minutes on one core; writes results/memory.csv
 
 The update is the script's own, on fake tensors, which have a shape and no numbers, so that a model of
 any size fits; torch.distributed._tools.mem_tracker adds up their bytes. With --fsdp, the other
@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from unittest import mock
 
@@ -30,9 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algorithms import grpo  # noqa: E402
 from benchmarks.about import RESULTS, about  # noqa: E402
-from benchmarks.memory import Model, memory_model, shape_of  # noqa: E402
+from benchmarks.memory import Model, memory_model, packed_shape, shape_of  # noqa: E402
 
-LENGTHS = "512 512 8"  # of prompts and completions, and completions of a micro-batch
+LENGTHS = "512 512 16384"  # tokens of prompts, of completions, and of a pass of the update
 SAVING = "--bf16 --gradient-checkpointing"
 CASES = []
 for name in ("Qwen2.5-0.5B-Instruct", "Qwen3-0.6B", "Qwen2.5-1.5B-Instruct"):
@@ -45,12 +46,12 @@ for flags in (f"--fsdp {SAVING}", f"--fsdp {SAVING} --beta 0.04"):
     CASES.append(("Qwen2.5-7B-Instruct", 8, LENGTHS, flags))
 # The formulas were written with the cases above in view, and not with these.
 CASES += [
-    ("Qwen2.5-1.5B-Instruct", 1, "256 2048 4", SAVING),
-    ("Qwen2.5-1.5B-Instruct", 1, "2048 256 16", "--bf16"),
-    ("Llama-3.2-1B-Instruct", 1, "512 128 32", "--gradient-checkpointing --num-iterations 2"),
-    ("SmolLM2-360M-Instruct", 1, "100 80 8", "--bf16"),
-    ("Qwen3-4B", 8, "2048 4096 1", f"--fsdp {SAVING}"),
-    ("Qwen2.5-3B-Instruct", 8, "512 1024 8", "--fsdp --bf16"),
+    ("Qwen2.5-1.5B-Instruct", 1, "256 2048 8192", SAVING),
+    ("Qwen2.5-1.5B-Instruct", 1, "2048 256 16384", "--bf16"),
+    ("Llama-3.2-1B-Instruct", 1, "512 128 8192", "--gradient-checkpointing --num-iterations 2"),
+    ("SmolLM2-360M-Instruct", 1, "100 80 4096", "--bf16 --temperature 0.7"),
+    ("Qwen3-4B", 8, "2048 4096 6144", f"--fsdp {SAVING}"),
+    ("Qwen2.5-3B-Instruct", 8, "512 1024 16384", "--fsdp --bf16 --micro-batch-size 8"),
 ]
 # LoRA: again first those in view.
 LORA = "--lora-rank 16"
@@ -62,17 +63,17 @@ CASES += [
     ("Qwen3-0.6B", 1, LENGTHS, f"--bf16 {LORA}"),
     ("Qwen2.5-7B-Instruct", 1, LENGTHS, f"{SAVING} {LORA} --vllm"),
     ("Qwen2.5-7B-Instruct", 8, LENGTHS, f"--fsdp {SAVING} {LORA}"),
-    ("Qwen2.5-3B-Instruct", 1, "512 1024 8", f"{SAVING} {LORA}"),
-    ("Llama-3.2-1B-Instruct", 1, "512 128 32", "--bf16 --lora-rank 64"),
-    ("Qwen3-4B", 8, "2048 4096 1", f"--fsdp {SAVING} {LORA}"),
+    ("Qwen2.5-3B-Instruct", 1, "512 1024 4096", f"{SAVING} {LORA}"),
+    ("Llama-3.2-1B-Instruct", 1, "512 128 8192", "--bf16 --lora-rank 64"),
+    ("Qwen3-4B", 8, "2048 4096 6144", f"--fsdp {SAVING} {LORA}"),
 ]
 
 
 def args_of(lengths: str, flags: str):
     """The flags of grpo.py."""
-    prompt, completion, micro_batch = lengths.split()
+    prompt, completion, tokens = lengths.split()
     words = ["--max-prompt-length", prompt, "--max-completion-length", completion]
-    words += ["--micro-batch-size", micro_batch, *shlex.split(flags)]
+    words += ["--micro-batch-tokens", tokens, *shlex.split(flags)]
     return tyro.cli(grpo.Args, args=words)
 
 
@@ -111,26 +112,40 @@ def random_model(shape: Model):
     config = getattr(transformers, f"{kinds[shape.kind]}Config")
     config = config(**sizes, bos_token_id=None, eos_token_id=None)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    model.generation_config.eos_token_id = [shape.vocab]
+    model.generation_config.eos_token_id = []
     grpo.add_methods(model)
     return model.eval()
 
 
-def longest_completions(args) -> list:
-    """One micro-batch of prompts and completions as long as the flags allow."""
+def fullest_pass(args) -> tuple[list, list[list[int]]]:
+    """Completions that fill one pass, and its packed rows. Prompts are as long as the flags allow;
+    completions too if their number is bounded, else each packed row has a prompt of its own."""
+    lengths = []  # of completions, by prompt
+    if args.micro_batch_size:
+        for first in range(0, args.micro_batch_size, args.num_generations):
+            count = min(args.num_generations, args.micro_batch_size - first)
+            lengths.append([args.max_completion_length] * count)
+    else:
+        tokens, width, _ = packed_shape("grpo", args)
+        rows = ceil(tokens / width)
+        written = tokens // rows // 8 * 8 - args.max_prompt_length
+        count = ceil(written / args.max_completion_length)
+        lengths = [[(written + part) // count for part in range(count)]] * rows
     completions = []
-    for row in range(args.micro_batch_size):
-        prompt = [1 + row // args.num_generations] * args.max_prompt_length
-        length = args.max_completion_length
-        completions.append(grpo.Completion(prompt, [2] * length, [-1.0] * length, False))
-    return completions
+    for number, group in enumerate(lengths):
+        for length in group:
+            prompt = [1 + number] * args.max_prompt_length
+            completions.append(grpo.Completion(prompt, [2] * length, [-1.0] * length, False))
+    rows = list(range(len(completions)))
+    (packed_rows,) = grpo.divide(completions, rows, args, torch.device("cpu"))
+    return completions, packed_rows
 
 
 def counted_update(shape: Model, args, world_size: int = 1) -> int:
     """Bytes at the worst moment of grpo.update, with weights, moments and all copies."""
-    completions = longest_completions(args)
-    rows = list(range(len(completions)))
-    packed = grpo.pack(completions, rows, torch.device("cpu"))
+    args = replace(args, max_completion_length=args.max_completion_length or 1024)
+    completions, packed_rows = fullest_pass(args)
+    packed = grpo.pack(completions, packed_rows, torch.device("cpu"))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = {name: x for name, x in vars(packed).items() if x is not None}
     packed = replace(packed, **{name: fake.from_tensor(x) for name, x in tensors.items()})
@@ -157,13 +172,13 @@ def counted_update(shape: Model, args, world_size: int = 1) -> int:
             if args.fsdp and reference is not model:
                 grpo.shard(reference, args)
             copies += [reference] * (reference is not model)
-        if (args.bf16 or args.fsdp or args.lora_rank) and not args.vllm:
-            dtype = torch.bfloat16 if args.bf16 else torch.float32
-            copies.append(grpo.copy_model(model, dtype))
         if args.lora_rank:
             # A module of fake tensors cannot move; adapters are made in float32, where they stay.
             with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):
                 grpo.add_adapters(model, args)
+        if (args.bf16 or args.fsdp) and not args.vllm:
+            dtype = torch.bfloat16 if args.bf16 else torch.float32
+            copies.append(grpo.copy_model(model, dtype))
         if args.gradient_checkpointing:
             grpo.recompute_layers(model)
         if args.fsdp:
@@ -178,7 +193,7 @@ def counted_update(shape: Model, args, world_size: int = 1) -> int:
         optimizer.zero_grad()
         tracker.track_external(model, optimizer, *copies)
         stack.enter_context(tracker)
-        grpo.update(model, reference, optimizer, completions, torch.ones(len(rows)), args)
+        grpo.update(model, reference, optimizer, completions, torch.ones(len(completions)), args)
     return tracker.peak
 
 

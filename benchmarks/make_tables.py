@@ -651,10 +651,11 @@ def speed_marl(links: str) -> str:
 def memory_fit(links: str) -> str:
     """The smallest of three GPUs on which grpo.py with --bf16 fits, and the GB that it takes there."""
     rows = []
-    flags = SimpleNamespace(bf16=True, beta=0.0, eval_steps=25, num_generations=8)
+    flags = SimpleNamespace(bf16=True, beta=0.0, eval_steps=25, num_generations=8, temperature=1.0, compile=False)
     flags.max_prompt_length = 512
     flags.max_completion_length = 1024
-    flags.micro_batch_size = 8
+    flags.micro_batch_tokens = 16384
+    flags.micro_batch_size = None
     flags.decode_batch_size = 128
     flags.vllm_memory = 0.3
     for name in DECLARED["memory"]["models"]:

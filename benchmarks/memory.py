@@ -5,18 +5,22 @@
 
 count_memory.py counts the bytes of grpo.py's update, tests those of rollouts of small models. vLLM is
 taken at its word: awake, it has --vllm-memory of the GPU; asleep, what its CUDA graphs hold.
-Prompts and completions are as long as the flags allow. Of scripts with several turns: all prompts
-differ, every context has grown to --max-prompt-length, and a reply is at most as long as a turn. Not
-computed: the holes that the allocator leaves, buffers of NCCL, and what a reward function holds.
+Prompts and completions are as long as the flags allow, and passes of the update as full. Of scripts
+with several turns: every context has grown to --max-prompt-length, and a reply is at most as long as
+a turn. --compile is counted in the head only. Not computed: the holes that the allocator leaves,
+buffers of NCCL, and what a reward function holds.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
 from typing import Literal
 
 LOGITS_AT_ONCE = 2**26  # of the scripts; logits in memory during the update
 PACKED_LENGTH = 4096  # of the scripts; longer groups are split over several rows
+MICRO_BATCH_TOKENS = 16384  # of the scripts, on a GPU: most tokens of a pass
+BLOCK = 256  # of the scripts, on a GPU: columns by which the cache grows
+STEPS_HELD = 2  # a decoding step's temporaries: of the recorded one, and of one that was not
 RUNTIME = 1.0  # GB: CUDA with its libraries, or Python and torch
 SPARE = 0.1  # share of a GPU that is left free for the holes of the allocator
 ASLEEP = 1.0  # GB that vLLM keeps in the update, its CUDA graphs: a guess
@@ -105,6 +109,8 @@ def memory_model(
     GB of the GPU, of which vLLM has a share."""
     if isinstance(shape, str):
         shape = shape_of(shape)
+    if flags.max_completion_length is None:
+        flags = replace(flags, max_completion_length=1024)  # as the scripts have it
     fsdp = world_size > 1 and getattr(flags, "fsdp", False)
     shards = world_size if fsdp else 1
     compute = 2 if flags.bf16 else 4  # bytes of what linear maps take and give
@@ -124,8 +130,9 @@ def memory_model(
         "moments": 8 * trained * policies,
         "copies": 0,
     }
-    if (flags.bf16 or fsdp or adapters) and not flags.vllm:
-        held["copies"] += compute * whole * policies  # they decode
+    if (flags.bf16 or fsdp) and not flags.vllm:  # they decode
+        copied = whole * policies * (fsdp or not adapters)  # else frozen weights are shared
+        held["copies"] += compute * (copied + adapter_parameters(shape, flags.lora_rank) * policies)
     if needs_reference(script, flags) and not adapters:
         held["copies"] += 4 * kept * bases
     if script == "nash_preference":
@@ -146,8 +153,11 @@ def memory_model(
     rollout = max(moments, key=lambda moment: sum(moment.values()))
     moments = update_moments(script, shape, flags, compute, shards)
     update = max(moments, key=lambda moment: sum(moment.values()))
+    # Until it is sharded, a model with adapters shares its frozen weights with the copy that decodes.
+    shared = compute * whole * policies * (fsdp and adapters > 0 and not flags.vllm)
+    first = held | {"copies": held["copies"] - shared}
     sums = {
-        "start": start_bytes(script, shape, flags, held, trained, policies, sum(engine.values())),
+        "start": start_bytes(script, shape, flags, first, trained, policies, sum(engine.values())),
         "rollout": sum(held.values()) + sum(rollout.values()),
         "update": sum(held.values()) + gradients + sum(update.values()),
     }
@@ -161,18 +171,21 @@ def memory_model(
 
 def needs_reference(script: str, flags) -> bool:
     """Whether log-probabilities of the initial model are in the loss."""
-    return flags.beta > 0 or (script == "nash_preference" and flags.method in ("inpo", "nash_mp"))
+    return flags.beta > 0 or (script == "nash_preference" and flags.method in ("inpo", "mnpo", "nash_mp"))
 
 
 def preference_copies(flags, sampler: int, initial: int, trained: int, copies: int) -> int:
-    """Bytes that nash_preference.py keeps beside those: weights to go back to after a trial step; for
-    the control the initial model, which takes turns in the sampler."""
+    """Bytes that nash_preference.py keeps beside those: weights to go back to after a trial step, or
+    those of earlier policies; for the control the initial model, which takes turns in the sampler."""
     if flags.method == "nash_mp":
         return trained
+    if flags.method == "mnpo":
+        return trained * (flags.num_policies - 1)
     if flags.method != "grpo":
         return 0
     has_initial = flags.beta > 0 and not flags.lora_rank
-    return sampler * (copies == 0 and not flags.vllm) + initial * (not has_initial)
+    needs_sampler = copies == 0 and not flags.vllm and not flags.lora_rank  # adapters are small
+    return sampler * needs_sampler + initial * (not has_initial)
 
 
 def start_plays(flags) -> bool:
@@ -201,7 +214,7 @@ def start_bytes(
 
 def sizes_of(flags) -> tuple[int, int, int]:
     """Tokens of a prompt and of a completion, and rows decoded at once."""
-    return flags.max_prompt_length, flags.max_completion_length, flags.decode_batch_size
+    return flags.max_prompt_length, flags.max_completion_length or 1024, flags.decode_batch_size
 
 
 def cache_bytes(shape: Model, compute: int) -> int:
@@ -216,17 +229,34 @@ def forward_bytes(shape: Model, compute: int) -> int:
     return max(mlp, attention)
 
 
-def rollout_moments(script: str, shape: Model, flags, compute: int) -> list[dict[str, float]]:
-    """Bytes by part: at the last token, and in the forward pass of the prompts."""
+def decoding_moments(shape: Model, flags, compute: int, read: int) -> list[dict[str, float]]:
+    """Bytes by part: when the buffers of the cache grow for the last time, and in the last step.
+    read: rows of the cache of the prompts."""
     S, T, rows = sizes_of(flags)
-    # One layer's keys are there twice while they grow; of logits three float32 tensors are made.
-    cache = rows * (S + T) * cache_bytes(shape, compute) * (1 + 0.5 / shape.layers)
-    moments = [{"cache": cache, "sampling": rows * shape.vocab * (compute + 12)}]
+    old = S + BLOCK * ((T - 1) // BLOCK)  # columns before
+    old_tokens = old * (rows if old > S else read)
+    new_tokens = rows * (S + T)
+    # Of one layer there are old keys and values, the rows chosen of one or both, and wider ones.
+    one = 2 * old_tokens + max(2 * old * rows + new_tokens, old * rows + 2 * new_tokens)
+    others = 2 * (shape.layers - 1) * max(old_tokens, new_tokens)
+    growing = (one + others) * shape.key * compute
+    # The logits of the prompts stay; of those of a step, three float32 tensors are made.
+    first = rows * shape.vocab * compute
+    step = rows * shape.vocab * (compute + 12)
+    return [
+        {"cache": growing, "sampling": first + (STEPS_HELD - 1) * step},
+        {"cache": new_tokens * cache_bytes(shape, compute), "sampling": first + STEPS_HELD * step},
+    ]
 
+
+def rollout_moments(script: str, shape: Model, flags, compute: int) -> list[dict[str, float]]:
+    """Bytes by part: while completions are written, and in the forward pass of the prompts."""
+    S, _, rows = sizes_of(flags)
     group = 1  # completions of one prompt
     if script in ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo") and not flags.eval_steps:
         group = flags.num_generations
     prompts = ceil(rows / group)  # greedy evaluation writes one completion of each
+    moments = decoding_moments(shape, flags, compute, prompts)
     prefill = prompts * S * forward_bytes(shape, compute) + S * S * (2 + compute)  # one mask
     moments.append({"cache": prompts * S * cache_bytes(shape, compute), "prefill": prefill})
     return moments
@@ -243,9 +273,10 @@ def turn_moments(script: str, shape: Model, flags, compute: int) -> list[dict[st
     moments = [
         {"cache": rows * S * cell, "prefill": first},
         {"cache": rows * (2 * S + new) * cell, "prefill": read},
-        # The memory of the turn before, that of this turn, and the cache that grows.
-        {"cache": rows * (3 * S + T) * cell, "sampling": rows * shape.vocab * (compute + 12)},
     ]
+    for moment in decoding_moments(shape, flags, compute, rows):
+        # The memory of the turn before, and that of this turn, stand beside the buffers.
+        moments.append(moment | {"memory": rows * 2 * S * cell})
     if script == "igpo":
         moments.append({"cache": rows * 4 * (S + 0.5 * T) * cell})
     return moments
@@ -260,10 +291,11 @@ def engine_moments(script: str, shape: Model, flags, compute: int, fsdp: bool) -
     if script == "spiral_rae" and start_plays(flags):
         moments += rollout_moments(script, shape, flags, compute)
     if script == "igpo":
-        S, rows = flags.max_prompt_length, flags.micro_batch_size
-        scoring = rows * S * (forward_bytes(shape, compute) + cache_bytes(shape, compute))
+        S = flags.max_prompt_length
+        tokens = max(flags.micro_batch_tokens or MICRO_BATCH_TOKENS, S)
+        scoring = tokens * (forward_bytes(shape, compute) + cache_bytes(shape, compute))
         cast = 2 * parameters(shape) * (compute == 2 and not flags.lora_rank)
-        moments.append({"scoring": scoring + rows * S * S * (2 + compute), "cast weights": cast})
+        moments.append({"scoring": scoring + tokens * S * (2 + compute), "cast weights": cast})
     return moments
 
 
@@ -284,23 +316,33 @@ def engine_rows(shape: Model | str, flags, gpu: float = 80) -> float:
 
 
 def packed_shape(script: str, flags) -> tuple[int, int, int]:
-    """R, L and N of the largest micro-batch."""
+    """Tokens R * L, length L and predicted tokens N of the fullest pass. R * L is all that a pass
+    may have, also where no whole number of rows of this length would have as many."""
     prompt, length, _ = sizes_of(flags)
-    rows = flags.micro_batch_size
+    shared, own, predicted = prompt - 1, length, length  # tokens of a row: of all, of each completion
+    group = getattr(flags, "num_generations", 1)
     if script in ("igpo", "empg", "arpo", "pi_play"):  # an episode ends when its context has S tokens, or a turn on
-        written = min(prompt + length, flags.max_turns * length)
-        return rows, eights(prompt + length), rows * written
-    if script in ("dr_mas", "spiral_rae"):  # prompts differ
-        return rows, eights(prompt - 1 + length), rows * length
+        shared, own = 0, prompt + length
+        predicted = min(own, flags.max_turns * length)
+    elif script in ("dr_mas", "spiral_rae"):  # prompts differ
+        group = 1
+    limit = flags.micro_batch_tokens or MICRO_BATCH_TOKENS
+    size = flags.micro_batch_size or limit  # a completion has a token or more
 
-    def parts(group: int) -> int:
-        return min(group, ceil(group * length / max(1, PACKED_LENGTH - prompt)))
+    def parts(count: int) -> int:
+        return min(count, ceil(count * own / max(1, min(limit, PACKED_LENGTH) - shared - 1)))
 
-    groups, rest = divmod(rows, flags.num_generations)
-    largest = flags.num_generations if groups else rest
-    packed_rows = groups * parts(flags.num_generations) + parts(rest)
-    width = prompt - 1 + ceil(largest / parts(largest)) * length
-    return packed_rows, eights(width), rows * length
+    groups, rest = divmod(size, group)
+    largest = group if groups else rest
+    in_row = ceil(largest / parts(largest))
+    width = eights(shared + in_row * own)
+    tokens = (groups * parts(group) + parts(rest)) * width
+    if tokens <= limit:
+        return tokens, width, size * predicted
+    tokens = max(limit, width)
+    if script == "nash_preference":  # a group is not divided over passes
+        tokens = max(tokens, parts(group) * width)
+    return tokens, width, tokens * in_row * predicted // width
 
 
 def eights(length: int) -> int:
@@ -325,10 +367,10 @@ def saved_bytes(shape: Model, compute: int, stream: int, autocast: bool, rank: i
 
 
 def update_moments(script: str, shape: Model, flags, compute: int, shards: int) -> list[dict[str, float]]:
-    """Bytes by part, of the largest micro-batch: at the end of the forward pass; in the backward
+    """Bytes by part, of the fullest pass: at the end of the forward pass; in the backward
     pass at its logits, in its last layer, and where the gradients of a tied head and the embedding
     meet; while the teacher of pi_play.py reads."""
-    R, L, N = packed_shape(script, flags)
+    tokens, L, N = packed_shape(script, flags)
     fsdp = shards > 1
     recomputed = flags.gradient_checkpointing
     taught = script == "pi_play" and flags.privileged_context != "none"
@@ -343,18 +385,21 @@ def update_moments(script: str, shape: Model, flags, compute: int, shards: int) 
     stream = compute if fsdp or rank else 4
 
     # Activations: inputs of layers, last norm and head, or all that the layers keep.
-    layer = R * L * saved_bytes(shape, compute, stream, autocast, rank)
-    layer_inputs = R * L * shape.hidden * stream
+    layer = tokens * saved_bytes(shape, compute, stream, autocast, rank)
+    layer_inputs = tokens * shape.hidden * stream
     activations = 3 * layer_inputs + N * shape.hidden * compute
     activations += shape.layers * (layer_inputs if recomputed else layer)
-    base = {"masks": R * L * L * (1 + compute), "activations": activations}
+    base = {"masks": tokens * L * (1 + compute), "activations": activations}
 
-    # Logits, as they are, divided by the temperature, and as log-probabilities.
-    chunk = min(N, max(1, LOGITS_AT_ONCE // shape.vocab)) * shape.vocab
-    forward_logits = 12 * chunk
+    # Logits, divided by the temperature unless it is 1, and as log-probabilities. A compiled head
+    # has larger chunks, and no more than logits with their gradients.
+    chunk = min(N, max(1, LOGITS_AT_ONCE // shape.vocab) * (4 if flags.compile else 1)) * shape.vocab
+    forward_logits = (8 if flags.temperature == 1 else 12) * chunk
     backward_logits = 12 * chunk
+    if flags.compile:
+        forward_logits = backward_logits = 2 * compute * chunk
     if N * shape.vocab > chunk:  # the sum of the head's gradients grows beside a chunk
-        backward_logits = max(12 * chunk + compute * trained_head, 3 * compute * trained_head)
+        backward_logits = max(backward_logits + compute * trained_head, 3 * compute * trained_head)
     if taught:  # also those of the teacher, and what their divergence needs
         forward_logits += 20 * chunk
         backward_logits += 20 * chunk
@@ -368,10 +413,16 @@ def update_moments(script: str, shape: Model, flags, compute: int, shards: int) 
     gathered_layers = 2 * compute * linear * fsdp
 
     # Gradients of a layer, and of the head, which wait for those of the embedding.
-    in_layer = layer if recomputed else R * L * shape.intermediate * compute
-    if rank:  # the gradient of an adapter's input stands beside that of the map; autocast made it float32
-        in_layer += R * L * shape.intermediate * (6 if autocast else compute)
-    in_layer += 2 * trained * autocast + ((compute + 4) * trained + 2 * compute * linear) * fsdp
+    inner = tokens * shape.intermediate * compute
+    in_layer = inner * (2 if recomputed or rank else 1)  # of factors of an activation; of an adapter's input
+    if recomputed:
+        # What the head kept is gone by then, and one layer's input: the last layer's with --fsdp,
+        # else it is one of those that the layer keeps.
+        in_layer += layer - 4 * layer_inputs - N * shape.hidden * compute
+    if rank and autocast:  # which made the gradient of an adapter's input float32
+        in_layer = layer + 3 * inner if recomputed else 4 * inner
+    own = shape.hidden * shape.intermediate if recomputed and not rank else trained  # not yet reduced
+    in_layer += 2 * trained * autocast + (compute * own + 4 * trained + 2 * compute * linear) * fsdp
     waiting = (compute if fsdp else 4) * trained_head * (shape.tied or fsdp)
     if rank:
         meeting = 0
@@ -390,7 +441,8 @@ def update_moments(script: str, shape: Model, flags, compute: int, shards: int) 
     ]
     if taught:
         longest = 2 * flags.max_prompt_length + flags.max_completion_length
-        teacher = R * longest * forward_bytes(shape, compute)
-        teacher += R * longest * longest * (1 + compute) + 2 * linear * autocast
+        read = max(longest, min(ceil(tokens / L) * longest, flags.micro_batch_tokens or MICRO_BATCH_TOKENS))
+        teacher = read * (forward_bytes(shape, compute) + longest * (1 + compute))
+        teacher += 2 * linear * autocast
         moments.append(base | {"cast weights": cast, "teacher": teacher})
     return moments

@@ -114,7 +114,7 @@ TWO_NUMBERS = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task 
 PRODUCTS = """algorithms/grpo.py --bf16 --system-prompt "Think briefly, then end with the answer."
  --max-completion-length 32 --num-generations-eval 8"""
 THREE_HOPS = """--model-name-or-path runs/search_start/final --hops 3 --max-turns 6 --reward-weights 1 0 0 0
- --max-steps 40 --eval-steps 10"""
+ --max-completion-length 64 --max-steps 40 --eval-steps 10"""
 TWO_HOPS = """--model-name-or-path smollm2_two_hops --bf16 --max-turns 4 --hops 2 --reward-weights 1 0 0 0
  --num-prompts-per-step 4 --micro-batch-size 4 --max-completion-length 40 --max-steps 14 --eval-steps 14
  --eval-problems 64 --num-generations-eval 2 --learning-rate 2e-5"""
@@ -387,7 +387,7 @@ STUDIES = {
         curves=("eval/greedy", "eval/mean_at_8", "train/frac_reward_zero_std"),
         best="mean_at_8",
         sweep="--env benchmarks/sweep_problems.py:SweepQuestions --model-name-or-path envs/tiny_lm/search_qa"
-        " --lambda-schedule 1 0.3 0.1",  # that of the shipped model, which other models do not have as default
+        " --max-completion-length 64 --lambda-schedule 1 0.3 0.1",  # that of the shipped model, which other models do not have as default
     ),
     "hpt": Study(
         command="algorithms/hpt.py --max-steps 60 --eval-steps 30",

@@ -2,13 +2,14 @@
 
     pip install trl==1.16.0
 
-Prompts, lengths, micro-batches, precision and --gradient-checkpointing are those of the flags; weights
-are float32, and loss, optimizer and learning rate are fixed here. Other flags have no effect. All
-rewards are 1, so TRL's advantages are 0; it computes every row all the same. With --vllm the engine is
-in the process ("colocate") and has the same share of the GPU. The rest are TRL's defaults: the engine
-does not sleep, and one more forward pass gives the log-probabilities that correct for the sampler;
-our scripts put the engine to sleep, and take them from the training pass. Writes the seconds of each
-step to OUTPUT_DIR/metrics.csv, as the scripts do.
+Prompts, lengths, precision and --gradient-checkpointing are those of the flags, and so are rows at
+a time (32 without --micro-batch-size); weights are float32, and loss, optimizer and learning rate
+are fixed here. Other flags have no effect. All rewards are 1, so TRL's advantages are 0; it
+computes every row all the same. With --vllm the engine is in the process ("colocate") and has the
+same share of the GPU. The rest are TRL's defaults: the engine does not sleep, and one more forward
+pass gives the log-probabilities that correct for the sampler; our scripts put the engine to sleep,
+and take them from the training pass. Writes the seconds of each step to OUTPUT_DIR/metrics.csv, as
+the scripts do.
 """
 
 import csv
@@ -49,12 +50,14 @@ class Clock(transformers.TrainerCallback):
 
 
 def main(args: grpo.Args) -> None:
+    args.max_completion_length = args.max_completion_length or 80
     task = Countdown()
     count = args.max_steps * args.num_prompts_per_step
     prompts = [{"prompt": task.prompt(task.train_problem(i, args.seed))} for i in range(count)]
     rows = args.num_prompts_per_step * args.num_generations
-    work = {"per_device_train_batch_size": min(rows, args.micro_batch_size), "max_steps": args.max_steps}
-    work["gradient_accumulation_steps"] = max(1, rows // args.micro_batch_size)
+    size = min(rows, args.micro_batch_size or 32)
+    work = {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // size}
+    work["max_steps"] = args.max_steps
     same = {name: getattr(args, name) for name in ("num_generations", "max_completion_length", "bf16", "max_grad_norm")}
     same |= {"learning_rate": 1e-6, "loss_type": "grpo", "beta": 0.0, "shuffle_dataset": False}
     same |= {"gradient_checkpointing": args.gradient_checkpointing, "model_init_kwargs": {"dtype": "float32"}}

@@ -6,9 +6,11 @@ import ast
 import importlib
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import tyro
 
 from benchmarks.memory import PUBLIC_MODELS, SPARE, engine_rows, memory_model, shape_of
@@ -66,6 +68,8 @@ def problems(command: str, comment: str) -> list[str]:
     if not device:
         return ["names no device: # one 24 GB GPU, # 8 x 80 GB or # CPU"]
     devices, size = (1, CPU_GB) if device[3] else (machines * int(device[1] or 1), int(device[2]))
+    if device[3] and not args.micro_batch_tokens:
+        args = replace(args, micro_batch_tokens=module.tokens_at_once(args, torch.device("cpu")))
     found = memory_model(args.model_name_or_path, args, processes, script, size)
     wrong = [f"{processes} processes on {devices} devices"] * (processes != devices)
     if found["peak"] > (1 - SPARE) * size:
@@ -75,7 +79,7 @@ def problems(command: str, comment: str) -> list[str]:
         wrong.append(f"--vllm-memory {args.vllm_memory}: cache for {rows:.1f} completions")
     if args.max_steps > 0 and (args.learning_rate or 0) > (1e-4 if args.lora_rank else 1e-5):
         wrong.append(f"--learning-rate {args.learning_rate:g} is one for tiny models")
-    if args.max_completion_length < 128 and not device[3]:
+    if (args.max_completion_length or 1024) < 128 and not device[3]:
         wrong.append(f"--max-completion-length {args.max_completion_length} cuts every answer")
     for name in ("num_prompts_per_step", "num_games_per_step", "num_documents_per_step"):
         if getattr(args, name, 0) % processes:

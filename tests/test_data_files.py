@@ -30,9 +30,8 @@ def write(folder, kind: str) -> str:
         path.write_bytes(b"\xef\xbb\xbfquestion,answer\r\n" + "".join(f'"{row["question"]}",{row["answer"]}\r\n' for row in ROWS).encode())
     if kind in ("parquet", "hub"):
         pyarrow = pytest.importorskip("pyarrow")
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "train.parquet")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "train.parquet")
     if kind == "hub":
         pytest.importorskip("datasets")
         return f"hub:{folder}:default:train"
@@ -51,11 +50,10 @@ def test_every_format_gives_the_same_rows(kind, tmp_path):
 
 def test_a_table_of_chats_with_null_columns(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    parquet = pytest.importorskip("pyarrow.parquet")
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     rows = [{"prompt": chat, "question": "not this", "answer": 3.0}, {"prompt": None, "question": "this", "answer": 4.0}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chats.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chats.parquet")
     task = grpo.JsonLines(str(tmp_path / "chats.parquet"))
     assert [task.prompt(row) for row in task.rows] == [chat, [{"role": "user", "content": "this"}]]
 

@@ -3,7 +3,9 @@ tensors, and of the rollouts of small models."""
 
 import gc
 import importlib
+import inspect
 import multiprocessing
+import random
 import shlex
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -40,7 +42,7 @@ UNTIED = Model(4, 128, 320, 8, 2, 32, 20_000, False, "qwen3")
 
 
 def flags(given: str = "", script=grpo):
-    """Two groups of four completions in a micro-batch, and as many rows in the rollout."""
+    """Two groups of four completions in a pass, and as many rows in the rollout."""
     lengths = "--max-prompt-length 60 --max-completion-length 40 --eval-steps 0"
     batches = "--num-generations 4 --decode-batch-size 8 --micro-batch-size 8"
     return tyro.cli(script.Args, args=shlex.split(f"{lengths} {batches} {given}"))
@@ -91,14 +93,14 @@ def test_update_of_small_models(shape, given, processes, other_process, monkeypa
 
 
 def test_rows_of_the_csv():
-    """They were computed by the model as it is now, and lie within 15 % of what was counted."""
+    """They were computed by the model as it is now, and lie within 1 % of what was counted."""
     rows = pd.read_csv(count_memory.RESULTS / "memory.csv", keep_default_na=False)
     assert [tuple(row) for row in rows.iloc[:, :4].values.tolist()] == count_memory.CASES
     for row in rows.itertuples():
         args = count_memory.args_of(row.lengths, row.flags)
         computed = memory_model(row.model, args, row.gpus)["update"]
         assert computed == pytest.approx(row.computed_gb, abs=0.01)
-        assert computed == pytest.approx(row.counted_gb, rel=0.15)
+        assert computed == pytest.approx(row.counted_gb, rel=0.01)
 
 
 def test_adapters_are_those_of_peft():
@@ -127,26 +129,62 @@ def test_limits_are_those_of_the_scripts(script):
     module = importlib.import_module(f"algorithms.{script}")
     assert module.LOGITS_AT_ONCE == memory.LOGITS_AT_ONCE
     assert module.PACKED_LENGTH == memory.PACKED_LENGTH
+    assert module.tokens_at_once(flags(), SimpleNamespace(type="cuda")) == memory.MICRO_BATCH_TOKENS
+    assert f"settings = ({memory.BLOCK}, " in inspect.getsource(module.Decoder)
 
 
-def test_packed_shape():
-    """Of two groups, and of episodes whose context has grown to its limit."""
-    packed = grpo.pack(count_memory.longest_completions(flags()), [list(range(8))], torch.device("cpu"))
-    found = memory.packed_shape("grpo", flags())
-    assert found == (*packed.input_ids.shape, len(packed.targets))
+def episodes_of(lengths) -> list:
+    """Groups of four episodes whose contexts have grown to their limit."""
     episodes = []
-    for row in range(8):
-        episode = igpo.Episode(None, [row] * 20)
+    for row, length in enumerate(lengths):
+        episode = igpo.Episode(None, [row // 4] * 20)
         episode.read([1] * 40, "")
-        episode.write(igpo.Completion([], [1] * 40, [-1.0] * 40, True))
+        episode.write(igpo.Completion([], [1] * length, [-1.0] * length, True))
         episodes.append(episode)
-    rows, width, predicted = memory.packed_shape("igpo", flags(script=igpo))
-    packed = igpo.pack(episodes, [list(range(8))], torch.device("cpu"))
-    assert packed.input_ids.shape == (rows, width)
-    assert len(packed.targets) <= predicted
+    return episodes
+
+
+@pytest.mark.parametrize("given", ["", "--micro-batch-size 3", "--micro-batch-size 50 --micro-batch-tokens 600"])
+@pytest.mark.parametrize("script", ["grpo", "nash_preference", "igpo"])
+def test_packed_shape(script, given):
+    """No pass is larger, whatever the lengths of the completions."""
+    module = importlib.import_module(f"algorithms.{script}")
+    if script == "nash_preference":
+        given = given.replace("3", "4")  # whole groups
+    args = flags(given, module)
+    tokens, width, predicted = memory.packed_shape(script, args)
+    for seed in range(5):
+        lengths = [random.Random(f"{seed} {row}").randint(1, 40) for row in range(48)] if seed else [40] * 48
+        batch = [grpo.Completion([row // 4] * 60, [1] * n, [-1.0] * n, True) for row, n in enumerate(lengths)]
+        batch = episodes_of(lengths) if script == "igpo" else batch
+        for packed in module.micro_batches(batch, list(range(48)), args, torch.device("cpu")):
+            assert packed.input_ids.numel() <= tokens
+            assert packed.input_ids.size(1) <= width
+            assert len(packed.targets) <= predicted
+
+
+def test_packed_shape_of_longest_completions():
+    """It is exactly that of two groups, and as full as the tokens allow."""
+    completions, packed_rows = count_memory.fullest_pass(flags())
+    packed = grpo.pack(completions, packed_rows, torch.device("cpu"))
+    assert memory.packed_shape("grpo", flags()) == (packed.input_ids.numel(), 224, len(packed.targets))
+    args = count_memory.args_of("60 40 4000", "--num-generations 4")
+    completions, packed_rows = count_memory.fullest_pass(args)
+    packed = grpo.pack(completions, packed_rows, torch.device("cpu"))
+    tokens, width, predicted = memory.packed_shape("grpo", args)
+    assert (tokens, width) == (4000, 224)
+    assert packed.input_ids.numel() == pytest.approx(tokens, rel=0.05)
+    assert len(packed.targets) == pytest.approx(predicted, rel=0.05)
 
 
 # --- Rollout --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """Where buffers grow by fewer columns, and no step is recorded."""
+    monkeypatch.setattr(memory, "BLOCK", 24)
+    monkeypatch.setattr(memory, "STEPS_HELD", 1)
 
 
 def added(model, work) -> int:
@@ -158,16 +196,16 @@ def added(model, work) -> int:
     return tracker.peak - sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
 
 
-@pytest.mark.parametrize("length, shape, bf16", [(30, LONG, ""), (4, LONG, "--bf16"), (30, WIDE, "--bf16")])
-def test_rollout(length, shape, bf16):
-    """The cache, the forward pass of the prompts, and sampling, within 15 %."""
+@pytest.mark.parametrize("length, shape, bf16", [(30, LONG, ""), (120, LONG, "--bf16"), (4, LONG, "--bf16"), (30, WIDE, "--bf16"), (30, WIDE, "")])
+def test_rollout(length, shape, bf16, on_a_cpu):
+    """The cache, the forward pass of the prompts, and sampling, within 5 %."""
     args = flags(f"--max-prompt-length 100 --max-completion-length {length} {bf16}")
     model = random_model(shape).to(torch.bfloat16 if args.bf16 else torch.float32)
     prompts = [[3] * 100] * 4 + [[4] * 100] * 4
     counted = added(model, lambda: grpo.generate(model, prompts, args, seeds=range(8)))
     moments = memory.rollout_moments("grpo", shape, args, 2 if args.bf16 else 4)
     expected = max(sum(moment.values()) for moment in moments)
-    assert expected == pytest.approx(counted, rel=0.15)
+    assert expected == pytest.approx(counted, rel=0.05)
 
 
 class Tokenizer:
@@ -178,7 +216,7 @@ class Tokenizer:
 
 
 @pytest.mark.parametrize("script", ["pi_play", "igpo"])
-def test_turns_of_episodes(script):
+def test_turns_of_episodes(script, on_a_cpu):
     """The second turn continues from the memory of the first, which is still there; igpo.py scores
     the right answer then. What is computed is not less than what is counted, and hardly more."""
     args = flags("--max-prompt-length 200 --max-completion-length 12", script=igpo)

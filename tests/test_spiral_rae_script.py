@@ -95,7 +95,7 @@ def test_evaluation_without_read_outs_and_with_an_opponent_twice(tmp_path):
     found = train_here(tmp_path, max_steps=0, eval_steps=1, eval_samples=0, eval_opponents=("random", "random"))
     shares = {tag: value for (_, tag), value in found.items() if tag.startswith("eval/")}
     assert len(shares) == 6 and sum(shares.values()) == 2  # win, draw and loss as first and as second
-    with pytest.raises(SystemExit, match="the policy had no turn"):
+    with pytest.raises(SystemExit, match="--num-games-per-step 0: expected"):
         train_here(tmp_path / "no_games", num_games_per_step=0)
 
 
