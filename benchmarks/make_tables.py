@@ -541,7 +541,7 @@ def methods(links: str) -> str:
     rows = []
     for method in load_rows("methods.csv"):
         name = method.script
-        row = {"method": f"[{method.title}](algorithms/{name}.md) ([code](algorithms/{name}.py)){method.remark}"}
+        row = {"method": f"[{method.title}](algorithms/{name}.md){method.remark} ([code](algorithms/{name}.py))"}
         rows.append(row | {"made for": method.use, "found here": method.found})
     return markdown(rows)
 

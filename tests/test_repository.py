@@ -35,6 +35,9 @@ for folder in ("algorithms", "benchmarks", "envs"):
     GUIDES += [path for path in PAGES if path.parent == ROOT / folder]
 
 
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -43,7 +46,7 @@ def test_citation_file():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["cff-version"] == "1.2.0" and citation["license"] == "MIT"
     version = citation["version"]
-    assert f"{{Version {version}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{{Version {version}, commit" in README and f"{{{citation['title']}}}" in README
     assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     for reference in citation["references"]:
         assert reference["title"] and all(author["family-names"] for author in reference["authors"])
@@ -84,6 +87,44 @@ def test_ci_runs_the_test_command_of_the_guide():
     command = "python -m pytest -n 2 --dist loadfile"
     assert command in (ROOT / ".ci" / "run").read_text()
     assert command in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_lines_of_the_readme_are_those_of_grpo():
+    """In its order, without their indentation."""
+    shown = re.search(r"^```python\n(groups = .*?)^```", README, re.M | re.S)[1].split("\n")
+    lines = iter(line.strip() for line in (ROOT / "algorithms" / "grpo.py").read_text(encoding="utf-8").splitlines())
+    missing = [line for line in shown if line.strip() and line.strip() not in lines]
+    assert not missing and len(shown) > 8
+
+
+@pytest.mark.parametrize(
+    "gold, text, expected",
+    [
+        ("84", "12 * 7 = 84.", 1.0),
+        (84, "The answer is **84**", 1.0),
+        ("1,234", "so there are 1234", 1.0),
+        ("1234", "so there are 1,234.", 1.0),
+        ("$84.00", "It costs $84.", 1.0),
+        ("Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 72", "24 + 48 = 72", 1.0),
+        ("#### 1,080", "<answer>1080</answer>", 1.0),
+        ("-3", "x = -3", 1.0),
+        ("0.5", "1.5", 0.0),
+        ("72", "72, no: 73", 0.0),
+        ("72", "I do not know", 0.0),
+        ("none", "none", 0.0),
+    ],
+)
+def test_reward_of_the_readme(gold, text, expected):
+    names = {}
+    exec(re.search(r"^```python\n(import re\n.*?)^```", README, re.M | re.S)[1], names)
+    assert names["score"]({"prompt": "", "answer": gold}, text) == expected
+
+
+def test_commands_of_the_readme_are_not_cut_off():
+    """At 860 pixels a block shows 88 characters or more."""
+    code = [line for line in README.splitlines() if line.startswith("    ")]
+    code += "".join(re.findall(r"^```\w+\n(.*?)^```", README, re.M | re.S)).splitlines()
+    assert not [line for line in code if len(line.removeprefix("    ")) > 88]
 
 
 def anchors(page: Path) -> set[str]:

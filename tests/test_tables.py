@@ -206,10 +206,9 @@ def test_figures(monkeypatch):
     saved = {}
     monkeypatch.setattr(make_tables, "save", lambda picture, name: saved.update({name: picture}))
     make_tables.draw_study("grpo_learning")
-    make_tables.draw_default_runs()
     lines = saved["grpo_learning"].axes[0].get_lines()
     assert [line.get_label() for line in lines] == ["GRPO", "no baseline: REINFORCE"]
-    assert {"grpo.py", "fm3q.py"} <= {axis.get_title(loc="left") for axis in saved["default_runs"].axes}
+    assert {"grpo.py", "fm3q.py"} <= {axis.get_title(loc="left") for axis in make_tables.default_runs("black", "white").axes}
 
 
 def test_forest_has_a_row_for_each_labelled_claim():
@@ -229,11 +228,24 @@ def test_forest_has_a_row_for_each_labelled_claim():
         assert line.get_color() == color[make_tables.judge(claim)[1].split()[0]]
 
 
-def test_short_forest_has_every_method_and_every_opposite_claim():
-    labelled = [claim for claim in CLAIMS.values() if claim.plot]
-    shown = make_tables.main_claims()
-    assert {claim.method for claim in shown} == {claim.method for claim in labelled}
-    names = {claim.name for claim in shown}
-    assert {claim.name for claim in labelled if claim.headline} <= names
-    assert {claim.name for claim in labelled if make_tables.judge(claim)[1].startswith("opposite")} <= names
-    assert len(shown) < len(labelled)
+def test_main_claims_follow_the_rule():
+    """One of each method and script: no claim with a number has a larger scale, or as large a one and more pairs."""
+    chosen = make_tables.main_claims()
+    assert {claim.method for claim in chosen} == {claim.method for claim in CLAIMS.values() if claim.main}
+    assert len(chosen) == len(load_rows("methods.csv"))
+    order = list(CLAIMS)
+    for mine in chosen:
+        assert make_tables.pairs_of(mine) >= 5 and mine.plot
+        for other in CLAIMS.values():
+            pairs = make_tables.pairs_of(other) if other.main and other.method == mine.method else 0
+            if pairs >= 5:
+                sizes = [(int(claim.main), make_tables.pairs_of(claim)) for claim in (mine, other)]
+                assert sizes[0] > sizes[1] or sizes[0] == sizes[1] and order.index(mine.name) <= order.index(other.name)
+
+
+def test_no_label_of_the_short_forest_reaches_into_its_axis():
+    picture = make_tables.forest("black", "white", make_tables.main_claims())
+    picture.canvas.draw()
+    labels = [text for text in picture.axes[0].texts if text.get_gid() == "label"]
+    assert len(labels) == len(make_tables.main_claims())
+    assert max(text.get_window_extent().x1 for text in labels) < picture.axes[0].get_window_extent().x0
