@@ -1728,10 +1728,11 @@ def divide(completions, rows: list[int], args: Args, device) -> list[list[list[i
     packed_rows = []
     for group in groups.values():
         # A long group takes several packed rows, each of which repeats the prompt.
+        most = math.ceil(len(group) / math.ceil(len(group) / size))  # completions in each
         packed_row = []
         for row in group:
             longer = packed_length(completions, [*packed_row, row])
-            if packed_row and (longer > min(limit, PACKED_LENGTH) or len(packed_row) == size):
+            if packed_row and (longer > min(limit, PACKED_LENGTH) or len(packed_row) == most):
                 packed_rows.append(packed_row)
                 packed_row = []
             packed_row = [*packed_row, row]

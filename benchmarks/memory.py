@@ -329,12 +329,15 @@ def packed_shape(script: str, flags) -> tuple[int, int, int]:
     limit = flags.micro_batch_tokens or MICRO_BATCH_TOKENS
     size = flags.micro_batch_size or limit  # a completion has a token or more
 
+    room = min(limit, PACKED_LENGTH) // 8 * 8 - shared
+    fitting = max(1, room // own)  # completions in a row
+
     def parts(count: int) -> int:
-        return min(count, ceil(count * own / max(1, min(limit, PACKED_LENGTH) - shared - 1)))
+        return ceil(count / fitting)
 
     groups, rest = divmod(size, group)
     largest = group if groups else rest
-    in_row = ceil(largest / parts(largest))
+    in_row = min(largest, fitting)
     width = eights(shared + in_row * own)
     tokens = (groups * parts(group) + parts(rest)) * width
     if tokens <= limit:

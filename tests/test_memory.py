@@ -130,7 +130,7 @@ def test_limits_are_those_of_the_scripts(script):
     assert module.LOGITS_AT_ONCE == memory.LOGITS_AT_ONCE
     assert module.PACKED_LENGTH == memory.PACKED_LENGTH
     assert module.tokens_at_once(flags(), SimpleNamespace(type="cuda")) == memory.MICRO_BATCH_TOKENS
-    assert f"settings = ({memory.BLOCK}, " in inspect.getsource(module.Decoder)
+    assert f"block = {memory.BLOCK} if on_gpu" in inspect.getsource(module.Decoder)
 
 
 def episodes_of(lengths) -> list:

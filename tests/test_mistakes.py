@@ -61,7 +61,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("nash_preference", "--dataset train.jsonl", "--dataset: needs --preference FILE.py:function"),
     ("nash_preference", "--dataset train.jsonl --preference own.py:nowhere", "--preference own.py:nowhere: "),
     ("nash_preference", "--preference own.py:three", "preference function: returned 3, expected a probability from 0 to 1"),
-    ("nash_preference", "--num-generations 5", "--micro-batch-size: must be a multiple of --num-generations"),
+    ("nash_preference", "--num-generations 5 --micro-batch-size 32", "--micro-batch-size: must be a multiple of --num-generations"),
     ("nash_preference", "--alpha 1", "--tau, --alpha: expected one above 0 and one between 0 and 1"),
     ("igpo", "--env nothing.py:Task --model-name-or-path m", "there is no file 'nothing.py'"),
     ("igpo", "--env own.py:Nothing --model-name-or-path m", "own.py'> does not define 'Nothing'"),
