@@ -200,7 +200,7 @@ class Args:
     """episodes played at once, in whole groups"""
     micro_batch_tokens: int | None = None
     """most tokens in one forward pass of the update, prompts and padding counted; None is 16384 on
-    a GPU and 2048 on a CPU"""
+    a GPU and 1024 on a CPU"""
     micro_batch_size: int | None = None
     """most episodes in one forward pass of the update; None is as many as the tokens allow"""
     bf16: bool = False
@@ -1799,7 +1799,7 @@ def packed_length(completions, numbers: list[int]) -> int:
 
 def tokens_at_once(args: Args, device) -> int:
     """Most tokens in a forward pass: enough to keep a GPU busy, or what suits a CPU's caches."""
-    return args.micro_batch_tokens or (16384 if device.type == "cuda" else 2048)
+    return args.micro_batch_tokens or (16384 if device.type == "cuda" else 1024)
 
 
 def divide(completions, rows: list[int], args: Args, device) -> list[list[list[int]]]:
