@@ -1077,6 +1077,7 @@ def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[flo
     inputs = [(copy.deepcopy(row) if type(row) is dict else row, *texts) for row, *texts in inputs]
     batched = getattr(function, "batched", False) and len(inputs) > 0
     calls = [tuple(map(list, zip(*inputs)))] if batched else inputs
+    event_loop()  # made here, as several threads would make several
     with ThreadPoolExecutor(args.reward_threads) as pool:
         # Signals, which some functions use as a clock, work in this thread only.
         results = list((pool.map if args.reward_threads > 1 else map)(call, calls))
