@@ -718,9 +718,9 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     check_flags(args)
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
     rank = int(os.environ.get("RANK", 0))
-    parts = world_size * args.num_minibatches
-    if args.num_prompts_per_step % parts:
-        sys.exit(f"--num-prompts-per-step: not divisible by {parts} (processes x minibatches)")
+    if args.num_prompts_per_step % (world_size * args.num_minibatches):
+        parts = f"{world_size} processes x {args.num_minibatches} minibatches"
+        sys.exit(f"--num-prompts-per-step: not divisible by the {parts}")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2:

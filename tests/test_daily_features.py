@@ -92,7 +92,7 @@ def test_minibatches_by_two_processes(tmp_path):
 @pytest.mark.quick
 def test_groups_must_divide(monkeypatch):
     sentence = refusal(grpo, monkeypatch, "--num-minibatches", 3)
-    assert sentence.startswith("--num-prompts-per-step: not divisible by 3 ")
+    assert sentence.startswith("--num-prompts-per-step: not divisible by the 1 processes x 3 minibatches")
 
 
 @pytest.mark.quick
