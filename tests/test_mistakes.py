@@ -12,8 +12,8 @@ LANGUAGE = "--max-steps 1 --eval-steps 0 --save-steps 0 --max-completion-length 
 OWN = "--dataset train.jsonl --reward own.py:"
 SERVER = "--retriever-url http://127.0.0.1:1/x"
 MISTAKES = [  # script, words of the command line, part of the sentence
-    ("grpo", "--dataset nothing.jsonl", "nothing.jsonl: cannot be read"),
-    ("grpo", "--dataset nothing.jsonl --reward own.py:ones", "nothing.jsonl: cannot be read (No such file"),
+    ("grpo", "--dataset nothing.jsonl", "nothing.jsonl: no such file"),
+    ("grpo", "--dataset nothing.jsonl --reward own.py:ones", "nothing.jsonl: no such file"),
     ("grpo", "--dataset broken.jsonl --reward own.py:ones", "broken.jsonl, line 3: not JSON, Expecting value: column 13"),
     ("grpo", "--dataset keyless.jsonl --reward own.py:ones", "keyless.jsonl, line 1: "),
     ("grpo", "--dataset list.json --reward own.py:ones", "list.json, row 2: found ['Who?'], expected names and values"),
@@ -64,7 +64,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("nash_preference", "--num-generations 5 --micro-batch-size 32", "--micro-batch-size: must be a multiple of --num-generations"),
     ("nash_preference", "--alpha 1", "--tau, --alpha: expected one above 0 and one between 0 and 1"),
     ("igpo", "--env nothing.py:Task --model-name-or-path m", "there is no file 'nothing.py'"),
-    ("igpo", "--env own.py:Nothing --model-name-or-path m", "own.py'> does not define 'Nothing'"),
+    ("igpo", "--env own.py:Nothing --model-name-or-path m", "own.py:Nothing: the file does not define 'Nothing'"),
     ("igpo", "--env own.py:Task", "--env own.py:Task: needs --model-name-or-path"),
     ("arpo", "--initial-rollouts 9", "--initial-rollouts: give 1 to --num-generations"),
     ("igpo", "--hops 5", "hops from 1 to 4"),
@@ -72,9 +72,9 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("igpo", "--max-turns 0", "--max-turns 0: expected a finite number from 1"),
     ("igpo", "--normalization joint --advantage f1", "--normalization joint: needs gains and outcomes"),
     ("igpo", "--dataset questions.jsonl", "--retriever-url"),
-    ("igpo", f"--dataset nothing.jsonl {SERVER}", "nothing.jsonl: cannot be read"),
+    ("igpo", f"--dataset nothing.jsonl {SERVER}", "nothing.jsonl: no such file"),
     ("dr_mas", "--env nothing.py:Team", "there is no file 'nothing.py'"),
-    ("dr_mas", "--env own.py:Nothing", "own.py'> does not define 'Nothing'"),
+    ("dr_mas", "--env own.py:Nothing", "own.py:Nothing: the file does not define 'Nothing'"),
     ("dr_mas", "--env own.py:Task --model-name-or-path m", "cannot be called as Task(dataset, max_rounds, missing_verdict)"),
     ("dr_mas", "--agent-models a b", "--agent-models: expected one for each of router, searcher, responder"),
     ("dr_mas", "--agent-models nothing nothing nothing", "--model-name-or-path nothing: cannot be loaded"),
