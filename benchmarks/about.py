@@ -20,7 +20,7 @@ def about(*packages: str) -> dict[str, str]:
     found["python"] = platform.python_version()
     found["device"] = f"CPU ({platform.machine()}), one thread"
     found["commit"] = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty --exclude '*'")
-    program = f"benchmarks/{Path(sys.argv[0]).name}"
+    program = Path(sys.argv[0]).resolve().relative_to(ROOT).as_posix()
     return found | {"command": shlex.join(["python", program, *sys.argv[1:]])}
 
 

@@ -8,7 +8,17 @@ from matplotlib.transforms import blended_transform_factory
 
 from benchmarks.about import RESULTS
 from benchmarks.studies import FIGURES
-from benchmarks.verdicts import kind_of, load_curves, load_rows, main_claims, paired, read, scores_of, short_name, survives
+from benchmarks.verdicts import (
+    kind_of,
+    load_curves,
+    load_rows,
+    main_claims,
+    paired,
+    read,
+    scores_of,
+    short_name,
+    survives,
+)
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402

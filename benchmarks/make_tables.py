@@ -22,10 +22,9 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import figures  # noqa: E402
 from benchmarks.about import RESULTS, ROOT  # noqa: E402
-from benchmarks.memory import SPARE, engine_rows, memory_model  # noqa: E402
+from benchmarks.machines.memory import SPARE, engine_rows, memory_model  # noqa: E402
 from benchmarks.studies import COLUMNS, FIGURES, STUDIES, TABLES  # noqa: E402
 from benchmarks.verdicts import (  # noqa: E402
-    PAIRS,
     Unfinished,
     corrected_errors,
     final_runs,

@@ -1,5 +1,5 @@
 """Commands of the pages that train a public model: each names its GPU beside it, as `# one 24 GB GPU`
-or `# 8 x 80 GB` at its end or on a line before it, or `# CPU`, and fits there by benchmarks/memory.py.
+or `# 8 x 80 GB` at its end or on a line before it, or `# CPU`, and fits there by benchmarks/machines/memory.py.
 A command that ends with ... is not complete, and is left out."""
 
 import ast
@@ -13,7 +13,7 @@ import pytest
 import torch
 import tyro
 
-from benchmarks.memory import PUBLIC_MODELS, SPARE, engine_rows, memory_model, shape_of
+from benchmarks.machines.memory import PUBLIC_MODELS, SPARE, engine_rows, memory_model, shape_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = re.compile(r"# .*?(?:(?:(\d+) x )?(\d+) GB|(CPU))")  # number of GPUs, GB of each
@@ -63,7 +63,7 @@ def problems(command: str, comment: str) -> list[str]:
     if "/" not in name or name.startswith(("runs/", "RUN")):
         return []
     if shape_of(args.model_name_or_path) is None:
-        return [f"{args.model_name_or_path} is not in PUBLIC_MODELS of benchmarks/memory.py"]
+        return [f"{args.model_name_or_path} is not in PUBLIC_MODELS of benchmarks/machines/memory.py"]
     device = DEVICE.search(comment)
     if not device:
         return ["names no device: # one 24 GB GPU, # 8 x 80 GB or # CPU"]
