@@ -55,7 +55,7 @@ def draw_study(name: str) -> None:
         points = points.assign(x=points.step.astype(float), y=figure.scale * points.value)
         if figure.bins:
             width = points.x.max() / figure.bins
-            points["x"] = ((points.x // width).clip(upper=figure.bins - 1) + 0.5) * width
+            points["x"] = (((points.x - 1) // width).clip(0, figure.bins - 1) + 0.5) * width
         for arm, text in figure.grey.items():
             grey = {"color": "0.65", "linewidth": 1.2, "label": text or None}
             draw_line(axis, points[points.arm == arm], band=False, **grey)

@@ -216,16 +216,6 @@ STUDIES = {
         best="train_late",
         minutes=3.0,
     ),
-    "products_harder": Study(  # of one digit and two: the models that products_135m made with --keep runs/products
-        command=f"{PRODUCTS} --eval-dataset benchmarks/two_digit_products.jsonl --max-steps 0"
-        " --reward envs/examples/arithmetic_rewards.py:right --model-name-or-path",
-        arms={
-            "before": Arm("smollm2", seeds=(2,)),
-            "after": Arm("runs/products/grpo_{seed}_2e-5/final"),
-        },
-        scores={name: (f"eval/{name}", "last") for name in ("greedy", "mean_at_8", "pass_at_8")},
-        minutes=1.5,
-    ),
     "grpo_vllm": Study(  # these two run in the environment with vLLM, of which the page says how it is made
         command="algorithms/grpo.py",
         arms={"generate": Arm("", seeds=THREE), "vllm": Arm("--vllm", seeds=THREE)},
