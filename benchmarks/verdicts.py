@@ -11,6 +11,7 @@ longer in claims.csv (the commit has their rows); Holm's correction counts them 
 import functools
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
@@ -222,14 +223,14 @@ def load_tested() -> pd.DataFrame:
     return pd.read_csv(RESULTS / "tested.csv", dtype={"commit": str}, index_col="name")
 
 
-def record_tested() -> None:
+def record_tested(path: Path = RESULTS / "tested.csv") -> None:
     """Add new claims to results/tested.csv; a claim that is there gets its p-value of today."""
     tested = load_tested()
     commit = subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD")
     for name, p_value in p_values().items():
         tested.loc[name, "p_value"] = p_value
     tested = tested.fillna({"commit": commit})
-    tested.to_csv(RESULTS / "tested.csv", float_format="%.6g", lineterminator="\n")
+    tested.to_csv(path, float_format="%.6g", lineterminator="\n")
 
 
 @functools.cache

@@ -15,7 +15,6 @@ from algorithms.stream_x import (
     Agent,
     Args,
     ObGD,
-    RunningMeanVar,
     ScaleReward,
     Stream,
     epsilon_schedule,
@@ -188,15 +187,6 @@ def test_adaptive_obgd_by_hand():
 
 
 # --- Statistics, policies, agent ---------------------------------------------------------------------------------------
-
-
-def test_running_statistics_are_those_of_numpy():
-    rows = np.random.default_rng(0).normal(1e4, 1e-2, (50, 3)).astype(np.float32)
-    stats = RunningMeanVar()
-    for row in rows:
-        stats.update(row)
-    np.testing.assert_allclose(stats.mean, rows.astype(np.float64).mean(0), rtol=1e-12)
-    np.testing.assert_allclose(stats.var, rows.astype(np.float64).var(0, ddof=1), rtol=1e-6)
 
 
 def test_the_last_reward_begins_the_next_sum():

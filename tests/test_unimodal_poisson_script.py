@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from control_runs import assert_same_run, column, command, kill_and_resume, refusal, results, train
 from processes import ROOT, as_flags
-from run_folders import assert_tags_of_pages, begin, tags
+from run_folders import begin
 
 from algorithms import unimodal_poisson
 
@@ -49,10 +49,6 @@ def test_command_and_its_files(whole):
     assert {name: saved[name] for name in LONG} == LONG
 
 
-def test_tags_are_those_of_the_page(whole):
-    assert_tags_of_pages(tags(whole[0]), "unimodal_poisson")
-
-
 def test_evaluation_of_a_run(whole, monkeypatch, capsys):
     """The same episodes as at the end of training give the same scores; more episodes by a flag."""
     expected = {tag: value for (step, tag), value in results(whole[0]).items() if step == 2048}
@@ -62,16 +58,6 @@ def test_evaluation_of_a_run(whole, monkeypatch, capsys):
     command(unimodal_poisson, monkeypatch, "--evaluate", whole[0], "--eval-episodes", 3)
     printed = capsys.readouterr().out
     assert "--eval-episodes 3: the run began with 1" in printed and "return_std 0.0" not in printed
-
-
-def test_same_seed_same_run_other_seed_another(whole, tmp_path):
-    """Here, not in a process of its own, and without evaluations, which must change nothing."""
-    again = train(unimodal_poisson, tmp_path / "again", **LONG | {"eval_episodes": 0})
-    expected = results(whole[0])
-    assert again.keys() < expected.keys()
-    assert all(expected[key] == value for key, value in again.items())
-    other = train(unimodal_poisson, tmp_path / "other", **SMALL | {"seed": 2})
-    assert other[256, "losses/value_loss"] != expected[256, "losses/value_loss"]
 
 
 @pytest.mark.parametrize("number", [2, 4])
