@@ -207,8 +207,6 @@ PPO_ARMS = {
     "gaussian": "ours, Gaussian",
     "poisson": "ours, Poisson",
     "compile": "ours, Gaussian, `--compile`",
-    "simulator": "the simulator without learning",
-    "mj_step": "MuJoCo alone",
 }
 MODELS = ("Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Qwen2.5-3B-Instruct", "Qwen3-4B", "Qwen2.5-7B-Instruct")
 MEMORY_FLAGS = {  # --gradient-checkpointing, --vllm, --lora-rank
@@ -292,10 +290,10 @@ def gpu_h200(links: str) -> str:
 
 
 def speed_ppo(links: str) -> str:
-    """Steps a CPU second of PPO next to CleanRL, and how fast the simulator is without learning."""
+    """Steps a CPU second of PPO next to CleanRL; the CSV also has the simulator without learning."""
     rows = read("speed_ppo.csv")
     lines = []
-    for (case, arm), found in rows.groupby(["case", "arm"], sort=False):
+    for (case, arm), found in rows[rows.arm.isin(PPO_ARMS)].groupby(["case", "arm"], sort=False):
         peer = rows[(rows.case == case) & (rows.arm == "cleanrl")].set_index("repeat")
         speed = found.set_index("repeat").steps_per_cpu_second
         line = {"environments x steps": case, "program": PPO_ARMS[arm]}

@@ -1,5 +1,6 @@
-"""What the tests of several scripts use: a command line, reading a run, comparing two of them."""
+"""What the tests of several scripts use: a command line, reading a run, comparing two of them, the tags of pages."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import torch
 from processes import ROOT, as_flags, fork
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+TAG = re.compile(r"(train|eval|seconds|charts|losses)/[\w/<>@.-]+")
 
 
 def name_of(script) -> str:
@@ -47,6 +50,11 @@ def metrics(run_dir) -> dict[tuple[int, str], str]:
     return {(int(step), tag): value for step, tag, value in rows if "seconds/" not in tag}
 
 
+def tags(run_dir) -> set[str]:
+    """All tags of a run, those of times too."""
+    return {line.split(",")[1] for line in Path(run_dir, "metrics.csv").read_text().splitlines()[1:]}
+
+
 def events(run_dir) -> dict[tuple[int, str], float]:
     """(step, tag) -> value as TensorBoard shows it."""
     board = EventAccumulator(str(run_dir), size_guidance={"tensors": 0, "scalars": 0}).Reload()
@@ -79,3 +87,24 @@ def assert_same_weights(run_dir, other) -> None:
         one, two = load_file(ours[name]), load_file(theirs[name])
         difference = torch.cat([(one[key] - two[key]).abs().flatten() for key in two])
         assert difference.max() <= 4 * rate and difference.mean() < 1e-3 * rate, (difference.max(), difference.mean())
+
+
+def documented_tags(page: str) -> set[str]:
+    """Tags in backticks in the first column of a page's tables; what stands between < and > is left out."""
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("|")]
+    spans = [span for cell in cells for span in re.findall(r"`([^`]+)`", cell)]
+    return {re.sub("<[^<>]*>", "<>", span) for span in spans if TAG.fullmatch(span)}
+
+
+def tag_matches(documented: str, tag: str) -> bool:
+    """The same, or a name (eval/pass_at_8) for a placeholder of the page (eval/pass_at_<>)."""
+    return bool(re.fullmatch(re.escape(documented).replace("<>", r"(<>|[^/\s]+)"), tag))
+
+
+def assert_tags_of_pages(logged: set[str], page: str, *others: str) -> None:
+    """What was logged stands on one of these pages of algorithms/, and all of the first one was logged."""
+    pages = [(ROOT / "algorithms" / f"{name}.md").read_text(encoding="utf-8") for name in (page, *others)]
+    rows = set().union(*map(documented_tags, pages))
+    assert {tag for tag in logged if not any(tag_matches(row, tag) for row in rows)} == set()
+    own = documented_tags(pages[0])
+    assert {row for row in own if not any(tag_matches(row, tag) for tag in logged)} == set()

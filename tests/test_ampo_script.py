@@ -15,6 +15,7 @@ from language_runs import (
     two_processes_equal_one,
 )
 from processes import as_flags
+from run_folders import assert_tags_of_pages, tags
 
 from algorithms import ampo, grpo
 from algorithms.ampo import Args
@@ -177,6 +178,11 @@ def test_two_processes_equal_one(tmp_path, own_data):
     two_processes_equal_one(ampo, tmp_path, **values, loss_type="paper", beta=0.04)
     found = numbers(tmp_path / "one")
     assert 0 < found[1, "train/guided_share"] < 1
+
+
+def test_tags_are_those_of_the_page(tmp_path):
+    train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
+    assert_tags_of_pages(tags(tmp_path), "ampo", "grpo")
 
 
 def test_data_without_demonstrations_that_fit_gets_one_sentence(tmp_path, own_data):

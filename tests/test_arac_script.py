@@ -9,7 +9,7 @@ import pytest
 import torch
 from control_runs import checkpoints, column, command, kill_and_resume, refusal, results, train
 from processes import as_flags
-from run_folders import begin, events
+from run_folders import assert_tags_of_pages, begin, events, tags
 
 from algorithms import arac
 from algorithms.arac import Args, make_graph
@@ -96,6 +96,11 @@ def test_success_counts_every_game_once_its_horizon_is_over(tmp_path, monkeypatc
             assert metrics["charts/episodic_length"] == pytest.approx(sum(lengths) / len(lengths))
             checked += len(began)
     assert checked > 40 and len({won for _, won, _ in games}) == 2
+
+
+def test_tags_are_those_of_the_page(runs):
+    logged = set().union(*(tags(runs(name)) for name in RUNS))
+    assert_tags_of_pages({tag.removeprefix("evader/") for tag in logged}, "arac")
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
+from run_folders import assert_tags_of_pages, tags
 
 from algorithms import dapo
 
@@ -25,6 +26,7 @@ def whole(tmp_path_factory):
 
 
 def test_dynamic_sampling_trains_on_groups_with_right_and_wrong_answers(whole):
+    assert_tags_of_pages(tags(whole), "dapo", "grpo")
     found = numbers(whole)
     assert all(map(math.isfinite, found.values()))
     assert max(found[step, "train/dynamic_sampling/rounds"] for step in (1, 2, 3)) > 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
 from processes import ROOT
-from run_folders import assert_close
+from run_folders import assert_close, assert_tags_of_pages, tags
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -111,6 +111,7 @@ def test_command_and_its_files(whole):
         assert (moved(weights(run_dir, agent), base) > 1e-5) == (max(norms) > 0)
     assert found[1, "train/reward"] == pytest.approx(sum(row["rewards"]["parity"] for row in rows) / 8)
     assert all(map(math.isfinite, found.values())) and {(0, "eval/greedy"), (2, "eval/pass_at_2")} <= found.keys()
+    assert_tags_of_pages(tags(run_dir), "dr_mas", "grpo")
 
 
 def test_a_shared_model_gets_all_calls(whole, tmp_path):

@@ -8,6 +8,7 @@ import language_runs
 import pytest
 import torch
 from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
+from run_folders import assert_tags_of_pages, tags
 
 from algorithms import empg
 from algorithms.empg import group_advantages, modulate_advantages
@@ -33,6 +34,7 @@ def test_what_the_update_gets_is_what_completions_show(whole):
     run_dir, given = whole
     found, rows = numbers(run_dir), completions(run_dir)
     assert all(map(math.isfinite, found.values()))
+    assert_tags_of_pages(tags(run_dir), "empg", "grpo")
     assert len(rows) == 2 * 8, "both groups of both steps"
     for step in (1, 2):
         batch = [row for row in rows if row["step"] == step]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from control_runs import checkpoints, column, command, kill_and_resume, refusal, results, train
 from processes import as_flags
-from run_folders import begin
+from run_folders import assert_tags_of_pages, begin, tags
 
 from algorithms import fm3q
 from algorithms.fm3q import Args
@@ -64,6 +64,11 @@ def test_command_and_its_files(whole):
     assert column(found, "charts/epsilon") == pytest.approx(epsilon), "random play first"
     rates = [1e-3 * (1 - 32 * i / 1600) for i in range(50)]
     assert column(found, "charts/learning_rate") == pytest.approx(rates)
+
+
+def test_tags_are_those_of_the_page(whole, pong, tmp_path):
+    train(fm3q, tmp_path, **PONG | {"exploiter_steps": 72, "total_timesteps": 80})
+    assert_tags_of_pages(tags(whole[0]) | tags(pong) | tags(tmp_path), "fm3q")
 
 
 def test_kill_and_resume(whole, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import language_runs
 import pytest
 import torch
 from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
+from run_folders import assert_tags_of_pages, tags
 
 from algorithms import gdpo
 from algorithms.gdpo import condition_rewards, decoupled_advantages
@@ -54,6 +55,7 @@ def test_what_the_update_gets_is_gdpos(whole):
         assert found[step, "train/frac_reward_zero_std"] == float((expected.view(2, 4) == 0).all(1).float().mean())
     assert found[2, "eval/rewards/calls"] == found[2, "eval/greedy"] and found[2, "eval/rewards/brevity"] < 0
     assert all(map(math.isfinite, found.values()))
+    assert_tags_of_pages(tags(run_dir), "gdpo", "grpo")
 
 
 def test_a_killed_run_continues(whole, tmp_path):

@@ -16,10 +16,12 @@ from processes import ROOT, as_flags, fork, kill_at, train_by_two
 from run_folders import (
     assert_close,
     assert_same_weights,
+    assert_tags_of_pages,
     begin,
     command,
     events,
     refusal,
+    tags,
 )
 from safetensors.torch import load_file
 
@@ -50,6 +52,7 @@ def test_command_and_its_files(whole):
     assert {step for step, tag in found if tag.startswith("eval/")} == {0, 3, 6}
     assert [step for step, tag in found if tag == "train/loss"] == [1, 2, 3, 4, 5, 6]
     assert all(map(math.isfinite, found.values()))
+    assert_tags_of_pages(tags(run_dir), "grpo")
     board = events(run_dir)
     assert {key: board[key] for key in found} == pytest.approx(found)
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from language_runs import SMALL, kill_and_resume, numbers, train
 from processes import as_flags, train_by_two
-from run_folders import assert_close, assert_same_weights
+from run_folders import assert_close, assert_same_weights, assert_tags_of_pages, tags
 
 from algorithms import hpt
 from algorithms.hpt import Args
@@ -95,6 +95,11 @@ def test_two_processes_equal_one(tmp_path, own_data):
         assert_same_weights(tmp_path / name, tmp_path / f"{name}_one")
         if name != "srft":
             assert 0 < expected[1, "train/sft_share"] < 1
+
+
+def test_tags_are_those_of_the_page(tmp_path):
+    train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
+    assert_tags_of_pages(tags(tmp_path), "hpt", "grpo")
 
 
 @pytest.mark.quick

@@ -8,6 +8,7 @@ import language_runs
 import pytest
 import torch
 from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
+from run_folders import assert_tags_of_pages, tags
 
 from algorithms import igpo
 from algorithms.igpo import Args, load_task, turn_advantages
@@ -34,6 +35,7 @@ def test_what_the_update_gets_is_what_completions_show(whole):
     run_dir, given = whole
     found, rows = numbers(run_dir), completions(run_dir)
     assert all(map(math.isfinite, found.values()))
+    assert_tags_of_pages(tags(run_dir), "igpo", "grpo")
     assert len(rows) == 2 * 8, "both groups of both steps"
     for step in (1, 2):
         batch = [row for row in rows if row["step"] == step]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from control_runs import assert_same_run, column, command, kill_and_resume, refusal, results, train
 from processes import ROOT, as_flags
-from run_folders import begin
+from run_folders import assert_tags_of_pages, begin, tags
 
 from algorithms import mdpo
 
@@ -43,6 +43,10 @@ def test_command_and_its_files(whole):
     assert all(-200 * 17 < value < 0 for value in column(metrics, "charts/episodic_return"))
     saved = json.loads((run_dir / "args.json").read_text())
     assert saved | LONG | {"sgd_steps": 10, "learning_rate": 3e-3} == saved
+
+
+def test_tags_are_those_of_the_page(whole, off_policy):
+    assert_tags_of_pages(tags(whole[0]) | tags(off_policy), "mdpo")
 
 
 @pytest.mark.parametrize("number", [1, 4])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
 from processes import ROOT
-from run_folders import begin
+from run_folders import assert_tags_of_pages, begin, tags
 from test_grpo import flat
 
 from algorithms import nash_preference
@@ -39,6 +39,7 @@ def test_command_and_its_files(whole):
     found = numbers(run_dir)
     assert {step for step, tag in found if tag.startswith("eval/")} == {0, 2, 4}
     assert all(map(math.isfinite, found.values()))
+    assert_tags_of_pages(tags(run_dir), "nash_preference", "grpo")
     for step in (0, 2, 4):
         frequencies = [found[step, f"eval/kind/{name}"] for name in KINDS]
         assert sum(frequencies) == pytest.approx(1)

@@ -1,13 +1,14 @@
 """pi-Play as people run it: rounds, resume, two processes, controls, questions from a file."""
 
 import math
+import re
 from functools import partial
 
 import language_runs
 import pytest
 from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
 from processes import ROOT, as_flags
-from run_folders import assert_close, command
+from run_folders import assert_close, assert_tags_of_pages, command, tags
 from safetensors.torch import load_file
 
 from algorithms import pi_play
@@ -51,6 +52,9 @@ def test_command_and_its_files(whole):
         ]
         assert weight == (found[step, "train/pi_play/lambda"] if step in STUDENT else 0)
     assert all(row["teacher_prompt"] != row["prompt"] and row["turns"] for row in rows)
+    # An examiner's step logs what a student's does, and more.
+    logged = {re.sub(r"pi_play/examiner/(?=\w+/)", "", tag) for tag in tags(run_dir)}
+    assert_tags_of_pages(logged, "pi_play", "grpo")
 
 
 def test_evaluation_alone_asks_no_teacher(tmp_path):

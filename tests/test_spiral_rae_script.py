@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
 from processes import ROOT
+from run_folders import assert_tags_of_pages, tags
 
 from algorithms import spiral_rae
 
@@ -32,6 +33,7 @@ def whole(tmp_path_factory):
 def test_every_turn_is_updated_with_the_advantage_of_its_role(whole):
     run_dir, given = whole
     assert all(map(math.isfinite, numbers(run_dir).values()))
+    assert_tags_of_pages(tags(run_dir), "spiral_rae")
     rows = completions(run_dir)
     assert [row["game"] for row in rows] == ["tictactoe", "kuhn"] * 4
     for step in range(2):

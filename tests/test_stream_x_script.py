@@ -8,7 +8,7 @@ import pytest
 import torch
 from control_runs import column, results, train
 from processes import as_flags, fork
-from run_folders import begin, events, path_of
+from run_folders import assert_tags_of_pages, begin, events, path_of, tags
 
 from algorithms import stream_x
 
@@ -61,6 +61,10 @@ def test_command_and_its_files(runs):
     assert 0 < column(metrics, "losses/entropy")[-1] <= math.log(2)
     saved = json.loads((folder / "ac" / "args.json").read_text())
     assert {name: saved[name] for name in SMALL} == SMALL
+
+
+def test_tags_are_those_of_the_page(runs):
+    assert_tags_of_pages(set().union(*(tags(runs[0] / name) for name in RUNS)), "stream_x")
 
 
 @pytest.mark.parametrize("name, number", [("ac", 1), ("ac", 3), ("pendulum", 2), ("q", 2)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from control_runs import assert_same_run, column, command, kill_and_resume, refusal, results, train
 from processes import ROOT, as_flags
-from run_folders import begin
+from run_folders import assert_tags_of_pages, begin, tags
 
 from algorithms import unimodal_poisson
 
@@ -47,6 +47,10 @@ def test_command_and_its_files(whole):
     assert column(metrics, "charts/learning_rate") == pytest.approx(rates)
     saved = json.loads((run_dir / "args.json").read_text())
     assert {name: saved[name] for name in LONG} == LONG
+
+
+def test_tags_are_those_of_the_page(whole):
+    assert_tags_of_pages(tags(whole[0]), "unimodal_poisson")
 
 
 def test_evaluation_of_a_run(whole, monkeypatch, capsys):
