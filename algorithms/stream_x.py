@@ -219,6 +219,7 @@ def train(args):
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     stream = Stream(args)
+    try_envs(SyncVectorEnv([lambda: stream.env]), args.env_id)
     agent = Agent(stream, args)
     if args.evaluate:
         agent, stream.stats = load(args.evaluate)[1:3]
@@ -394,6 +395,8 @@ class Agent:
         Of a Gaussian's outputs half are means, softplus of the others are stds.
         """
         outputs = self.actor(observation)[0]
+        if not outputs.isfinite().all():
+            sys.exit("the policy is not finite; the last checkpoint is kept")
         if self.is_discrete:
             return Categorical(logits=outputs, validate_args=False)
         mean, spread = outputs.chunk(2)
@@ -461,7 +464,6 @@ class Stream:
         self.args = args
         self.env = make_env(args)
         check_spaces(args.env_id, self.env.action_space, self.env.observation_space)
-        try_envs(SyncVectorEnv([lambda: self.env]), args.env_id)
         space = self.env.action_space
         if isinstance(space, gym.spaces.Box):  # -1 and 1 stand for the ends of a bounded action
             bounded = np.isfinite(space.low) & np.isfinite(space.high)
