@@ -124,9 +124,6 @@ def test_own_vector_environment(tmp_path):
 def test_what_cannot_be_run(whole, monkeypatch, capsys):
     assert "--seed 2: cannot change" in refusal(unimodal_poisson, monkeypatch, "--resume", whole[0], "--seed", 2)
     assert "actions are unbounded" in refusal(unimodal_poisson, monkeypatch, "--env-id", "test/Unbounded-v0")
-    assert "must be Discrete or a Box" in refusal(unimodal_poisson, monkeypatch, "--env-id", "test/Several-v0")
-    unimodal_poisson.make_envs(unimodal_poisson.Args(env_id="test/Endless-v0"), 1)
-    assert "has no time limit" in capsys.readouterr().out, "said, not refused: its episodes may end"
 
 
 def test_a_loss_that_is_not_finite(tmp_path, monkeypatch):
