@@ -827,7 +827,8 @@ def try_envs(envs: VectorEnv, env_id: str) -> None:
     """Exit if a first step with random actions gives what nobody can learn from."""
     try:
         observations, _ = envs.reset(seed=0)
-        _, rewards, *_ = envs.step(envs.action_space.sample())
+        actions = [envs.single_action_space.sample() for _ in range(envs.num_envs)]
+        _, rewards, *_ = envs.step(np.array(actions))
     except Exception as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if any("site-packages" not in file for file in files[1:]):

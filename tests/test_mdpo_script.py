@@ -84,7 +84,7 @@ def test_own_vector_environment(values, tmp_path):
 
 
 def test_what_cannot_be_run(whole, tmp_path, monkeypatch):
-    assert "flags cannot change" in refusal(mdpo, monkeypatch, "--resume", whole[0], "--seed", 2)
+    assert "--seed 2: cannot change" in refusal(mdpo, monkeypatch, "--resume", whole[0], "--seed", 2)
     assert "holds a run" in refusal(mdpo, monkeypatch, *as_flags(SMALL), "--output-dir", whole[0])
     assert "fewer than the 2048 steps" in refusal(mdpo, monkeypatch, *as_flags({"total_timesteps": 100}))
     values = as_flags(SMALL | {"learning_rate": 1e30, "total_timesteps": 1024})

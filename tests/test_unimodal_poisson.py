@@ -464,7 +464,8 @@ def test_act_and_learning_batch(policy, bootstrap):
         np.testing.assert_allclose(rollout["raw_observations"][t], observations, rtol=1e-5)
         actions = rollout["actions"][t].numpy()
         scaled = np.array([-1, -3]) + np.array([2, 8]) * actions / 10
-        actions = scaled if policy == "poisson" else actions.clip([-1, -3], [1, 5])
+        stretched = np.array([0, 1]) + np.array([1, 4]) * actions  # -1 and 1 are the ends of a range
+        actions = scaled if policy == "poisson" else stretched.clip([-1, -3], [1, 5])
         observations, raw, terminated, truncated, info = bare.step(actions.astype(np.float32))
         rewards[t] = raw
         totals += raw
