@@ -652,6 +652,7 @@ def act(envs, agent, unfinished, args):
         observations = unfinished.observations
         actions = agent.choose(observations)
         following, rewards, terminated, truncated, info = envs.step(agent.to_env(actions))
+        check_finite(args.env_id, observations=following)
         dones = terminated | truncated
         # Copies, because a simulator may use its arrays again.
         next_observations = np.array(following)
@@ -668,7 +669,7 @@ def act(envs, agent, unfinished, args):
         happened = observations, actions.numpy(), rewards, terminated, dones, next_observations
         steps.append([np.array(values) for values in happened])
     rollout = [np.stack(values) for values in zip(*steps)]
-    check_finite(args.env_id, rewards=rollout[2], observations=rollout[5])
+    check_finite(args.env_id, rewards=rollout[2])
     return rollout, episodes
 
 

@@ -935,6 +935,7 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> di
         observations = agent.normalize(raw_observations)
         actions = agent.head.sample(agent.outputs(observations))
         following, rewards, terminated, truncated, info = envs.step(agent.to_env(actions))
+        check_finite(args.env_id, observations=following)
         dones = terminated | truncated
         # Copies, because a simulator may use its arrays again.
         next_observations = np.array(following)
@@ -953,7 +954,7 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> di
         steps.append((observations, actions, *happened))
     observations, actions, *happened = zip(*steps)
     raw_observations, rewards, dones, cut, next_observations = map(np.stack, happened)
-    check_finite(args.env_id, observations=next_observations, rewards=rewards)
+    check_finite(args.env_id, rewards=rewards)
     return {
         "raw_observations": raw_observations,
         "observations": torch.stack(observations),  # normalized, on the device
