@@ -598,7 +598,7 @@ def check_spaces(env_id: str, actions: gym.Space, seen: gym.Space) -> None:
 
 def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:
     """Rows (N,A) in the shape and type of the space, clipped to it. Discrete ones count from 0."""
-    values = values.reshape(len(values), *space.shape).astype(space.dtype)
+    values = values.reshape(len(values), *space.shape).astype(space.dtype, copy=False)
     if isinstance(space, gym.spaces.Box):
         return np.minimum(np.maximum(values, space.low), space.high)
     return values + getattr(space, "start", 0)
@@ -660,7 +660,7 @@ def act(envs, agent, unfinished, args):
         unfinished.returns += rewards
         unfinished.lengths += 1
         if dones.any() and "final_obs" not in info:
-            sys.exit(f"--env-id {args.env_id}: an episode ended without info['final_obs'], (N,O)")
+            sys.exit(f"--env-id {args.env_id}: an episode ended without info['final_obs']")
         for n in np.flatnonzero(dones):
             next_observations[n] = info["final_obs"][n]
             episodes.append((unfinished.returns[n], unfinished.lengths[n]))

@@ -552,7 +552,7 @@ def check_spaces(env_id: str, actions: gym.Space, seen: gym.Space) -> None:
 
 def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:
     """Rows (N,A) in the shape and type of the space, clipped to it. Discrete ones count from 0."""
-    values = values.reshape(len(values), *space.shape).astype(space.dtype)
+    values = values.reshape(len(values), *space.shape).astype(space.dtype, copy=False)
     if isinstance(space, gym.spaces.Box):
         return np.minimum(np.maximum(values, space.low), space.high)
     return values + getattr(space, "start", 0)

@@ -868,7 +868,7 @@ def check_spaces(env_id: str, actions: gym.Space, seen: gym.Space) -> None:
 
 def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:
     """Rows (N,A) in the shape and type of the space, clipped to it. Discrete ones count from 0."""
-    values = values.reshape(len(values), *space.shape).astype(space.dtype)
+    values = values.reshape(len(values), *space.shape).astype(space.dtype, copy=False)
     if isinstance(space, gym.spaces.Box):
         return np.minimum(np.maximum(values, space.low), space.high)
     return values + getattr(space, "start", 0)
@@ -938,18 +938,20 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> di
         check_finite(args.env_id, observations=following)
         dones = terminated | truncated
         # Copies, because a simulator may use its arrays again.
-        next_observations = np.array(following)
         unfinished.observations = np.array(following)
+        next_observations = unfinished.observations
         unfinished.returns += rewards
         unfinished.lengths += 1
-        if dones.any() and "final_obs" not in info:
-            sys.exit(f"--env-id {args.env_id}: an episode ended without info['final_obs'], (N,O)")
-        for n in np.flatnonzero(dones):
-            next_observations[n] = info["final_obs"][n]
-            episodes.append((unfinished.returns[n], unfinished.lengths[n]))
-        unfinished.returns *= ~dones
-        unfinished.lengths *= ~dones
         cut = dones & ~terminated  # a time limit is not the end
+        if dones.any():
+            if "final_obs" not in info:
+                sys.exit(f"--env-id {args.env_id}: an episode ended without info['final_obs']")
+            next_observations = np.array(following)
+            for n in np.flatnonzero(dones):
+                next_observations[n] = info["final_obs"][n]
+                episodes.append((unfinished.returns[n], unfinished.lengths[n]))
+            unfinished.returns *= ~dones
+            unfinished.lengths *= ~dones
         happened = raw_observations, np.array(rewards), dones, cut, next_observations
         steps.append((observations, actions, *happened))
     observations, actions, *happened = zip(*steps)
