@@ -808,11 +808,8 @@ def player(networks):
 @torch.no_grad()
 def play_games(pro, ant, args: Args, seed: int, device) -> Tensor:
     """Rewards that protagonists `pro` get from antagonists `ant` in a game each. (eval_games,)"""
-    if args.env_id in [*SOLVED_GAMES, "pong"]:
-        game = make_game(args, args.eval_games, seed, device)
-    else:
-        game = kept_game(args.env_id, args.eval_games, device)
-        game.reset(seed)
+    game = evaluation_game(args, device)
+    game.reset(seed)
     returns = torch.zeros(args.eval_games, device=device)
     playing = torch.ones(args.eval_games, dtype=torch.bool, device=device)
     for _ in range(MOST_STEPS):
@@ -827,9 +824,9 @@ def play_games(pro, ant, args: Args, seed: int, device) -> Tensor:
 
 
 @cache
-def kept_game(env_id: str, num_envs: int, device) -> PettingZooGame:
-    """Environments for evaluations, which take long to make."""
-    return PettingZooGame(env_id, num_envs, 0, device)
+def evaluation_game(args: Args, device):
+    """Games for all evaluations: hundreds of environments take long to make."""
+    return make_game(args, args.eval_games, 0, device)
 
 
 def both_teams(game, pro_actions: Tensor, ant_actions: Tensor) -> Tensor:

@@ -219,7 +219,7 @@ def train(args):
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     stream = Stream(args)
-    try_envs(SyncVectorEnv([lambda: stream.env]), args.env_id)
+    check_envs(SyncVectorEnv([lambda: stream.env]), args.env_id)
     agent = Agent(stream, args)
     if args.evaluate:
         agent, stream.stats = load(args.evaluate)[1:3]
@@ -463,7 +463,6 @@ class Stream:
     def __init__(self, args):
         self.args = args
         self.env = make_env(args)
-        check_spaces(args.env_id, self.env.action_space, self.env.observation_space)
         space = self.env.action_space
         if isinstance(space, gym.spaces.Box):  # -1 and 1 stand for the ends of a bounded action
             bounded = np.isfinite(space.low) & np.isfinite(space.high)
@@ -512,21 +511,27 @@ def make_env(args: Args, **options) -> gym.Env:
     try:
         options |= json.loads(args.env_kwargs)
         env = gym.make(args.env_id, disable_env_checker=True, **options)
-    except (gym.error.Error, ImportError) as error:
-        sys.exit(f"--env-id {args.env_id}: {error}")
-    except (ValueError, TypeError) as error:
-        if args.env_kwargs == "{}":
+    except (gym.error.Error, ImportError, ValueError, TypeError) as error:
+        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}":
             raise  # an error in the task
-        sys.exit(f"--env-kwargs {args.env_kwargs}: not JSON that {args.env_id} takes ({error})")
+        sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
     is_picture = len(env.observation_space.shape or ()) > 2
     return env if is_picture else gym.wrappers.FlattenObservation(env)
 
 
-def try_envs(envs: VectorEnv, env_id: str) -> None:
-    """Exit if a first step with random actions gives what nobody can learn from."""
+def check_envs(envs: VectorEnv, env_id: str) -> None:
+    """Exit if nobody can act in these spaces, or learn from what a first random step gives."""
+    space, seen = envs.single_action_space, envs.single_observation_space
+    if not isinstance(space, SPACES) or (
+        isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
+    ):
+        names = " or ".join(kind.__name__ for kind in SPACES)
+        sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
+    if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
+        sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
         observations, _ = envs.reset(seed=0)
-        actions = [envs.single_action_space.sample() for _ in range(envs.num_envs)]
+        actions = [space.sample() for _ in range(envs.num_envs)]
         _, rewards, *_ = envs.step(np.array(actions))
     except Exception as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
@@ -534,20 +539,10 @@ def try_envs(envs: VectorEnv, env_id: str) -> None:
             raise  # an error in the task
         sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
     found = np.shape(observations), np.shape(rewards)
-    expected = (envs.num_envs, *envs.single_observation_space.shape), (envs.num_envs,)
+    expected = (envs.num_envs, *seen.shape), (envs.num_envs,)
     if found != expected:
         sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
     check_finite(env_id, observations=observations, rewards=rewards)
-
-
-def check_spaces(env_id: str, actions: gym.Space, seen: gym.Space) -> None:
-    """Exit unless this script can act in the one space, and see the other."""
-    is_box = isinstance(actions, gym.spaces.Box)
-    if not isinstance(actions, SPACES) or (is_box and actions.dtype.kind != "f"):
-        names = " or ".join(space.__name__ for space in SPACES)
-        sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {actions}")
-    if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
-        sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
 
 
 def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:

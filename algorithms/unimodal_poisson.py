@@ -818,16 +818,23 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
         envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id {args.env_id}: its metadata needs autoreset_mode SAME_STEP")
-    check_spaces(args.env_id, envs.single_action_space, envs.single_observation_space)
-    try_envs(envs, args.env_id)
+    check_envs(envs, args.env_id)
     return envs
 
 
-def try_envs(envs: VectorEnv, env_id: str) -> None:
-    """Exit if a first step with random actions gives what nobody can learn from."""
+def check_envs(envs: VectorEnv, env_id: str) -> None:
+    """Exit if nobody can act in these spaces, or learn from what a first random step gives."""
+    space, seen = envs.single_action_space, envs.single_observation_space
+    if not isinstance(space, SPACES) or (
+        isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
+    ):
+        names = " or ".join(kind.__name__ for kind in SPACES)
+        sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
+    if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
+        sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
         observations, _ = envs.reset(seed=0)
-        actions = [envs.single_action_space.sample() for _ in range(envs.num_envs)]
+        actions = [space.sample() for _ in range(envs.num_envs)]
         _, rewards, *_ = envs.step(np.array(actions))
     except Exception as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
@@ -835,7 +842,7 @@ def try_envs(envs: VectorEnv, env_id: str) -> None:
             raise  # an error in the task
         sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
     found = np.shape(observations), np.shape(rewards)
-    expected = (envs.num_envs, *envs.single_observation_space.shape), (envs.num_envs,)
+    expected = (envs.num_envs, *seen.shape), (envs.num_envs,)
     if found != expected:
         sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
     check_finite(env_id, observations=observations, rewards=rewards)
@@ -846,24 +853,12 @@ def make_env(args: Args, **options) -> gym.Env:
     try:
         options |= json.loads(args.env_kwargs)
         env = gym.make(args.env_id, disable_env_checker=True, **options)
-    except (gym.error.Error, ImportError) as error:
-        sys.exit(f"--env-id {args.env_id}: {error}")
-    except (ValueError, TypeError) as error:
-        if args.env_kwargs == "{}":
+    except (gym.error.Error, ImportError, ValueError, TypeError) as error:
+        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}":
             raise  # an error in the task
-        sys.exit(f"--env-kwargs {args.env_kwargs}: not JSON that {args.env_id} takes ({error})")
+        sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
     is_picture = len(env.observation_space.shape or ()) > 2
     return env if is_picture else gym.wrappers.FlattenObservation(env)
-
-
-def check_spaces(env_id: str, actions: gym.Space, seen: gym.Space) -> None:
-    """Exit unless this script can act in the one space, and see the other."""
-    is_box = isinstance(actions, gym.spaces.Box)
-    if not isinstance(actions, SPACES) or (is_box and actions.dtype.kind != "f"):
-        names = " or ".join(space.__name__ for space in SPACES)
-        sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {actions}")
-    if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
-        sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
 
 
 def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:

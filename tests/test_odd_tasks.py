@@ -117,7 +117,7 @@ def test_every_space_trains_or_is_one_sentence(kind, tmp_path):
 
 
 def test_arguments_of_a_task(tmp_path):
-    for words, said in (("{kind", "not JSON"), ('{"colour": 1}', "unexpected keyword argument 'colour'"), ("[3]", "not JSON")):
+    for words, said in (("{kind", "Expecting property name"), ('{"colour": 1}', "unexpected keyword argument 'colour'"), ("3", "'int'")):
         for name in ("poisson", "stream"):
             script, values = RUNS[name]
             found = sentence(script, tmp_path / "run", values | {"env_kwargs": words})

@@ -48,7 +48,7 @@ OFF_POLICY = "ReplayBuffer update_target"
 PPO = """
 make_envs load_function Unfinished start_episodes scale_rewards gae report
 """
-TASKS = "make_env try_envs check_spaces as_actions check_finite is_due one_sentence_for_a_full_disk"
+TASKS = "make_env check_envs as_actions check_finite is_due one_sentence_for_a_full_disk"
 
 
 def without(others: str, names: str) -> list[str]:
