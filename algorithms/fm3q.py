@@ -651,7 +651,7 @@ class PettingZooGame:
         self.num_actions = max(self.sizes.values())
         begun = env.reset(seed=seed % 2**31)
         if not isinstance(begun, tuple) or len(begun) != 2:
-            sys.exit(f"--env-id {env_id}: reset() must return observations and infos, not {begun}")
+            sys.exit(f"--env-id {env_id}: reset() must return observations and infos, two dicts")
         observations, infos = begun
         lengths = [len(observed(agent, observations, infos)[0]) for agent in self.sizes]
         self.observation_dim = max(lengths) + self.num_actions

@@ -220,6 +220,24 @@ def test_log_prob_and_entropy(policy):
     assert_close(head.entropy(outputs), expected.entropy().detach(), 1e-5)
 
 
+def test_mode_of_a_beta_that_is_uniform():
+    """Both parameters are 1 in float32; elsewhere the mode is the closed form."""
+    found = head_of("beta").mode(torch.tensor([[[-200.0, -200.0], [2.0, 1.0]]]))
+    u, v = F.softplus(torch.tensor([2.0, 1.0])).tolist()
+    assert_close(found, [[0.5, u / (u + v)]], 1e-6)
+
+
+def test_a_large_rate_does_not_overflow():
+    """The ratio of neighbours is e^u / k, also where e^u is more than float32 holds."""
+    for policy in ("poisson", "poisson_repo"):
+        head = head_of(policy, rate_link="exp", temperature=100.0)
+        logits = head.logits(torch.tensor([[[100.0], [-120.0]]]))
+        assert logits.isfinite().all()
+    expected = torch.tensor([100.0, -120.0])[:, None] - torch.arange(2, 12).log()
+    logits = head_of("poisson", rate_link="exp").logits(torch.tensor([[[100.0], [-120.0]]]))
+    assert_close(logits[0].diff()[:, :10], expected[:, :10], 1e-3)
+
+
 RATES = [({}, 6.0), ({"rate_link": "exp", "rate_init": 2.0}, 2.0), ({"policy": "poisson_repo"}, 0.693)]
 
 
@@ -365,6 +383,36 @@ def test_update_is_that_of_parameters_one_by_one():
         optimizer.step()
     for ours, theirs in zip(agent.parameters(), parameters):
         assert_close(ours, theirs.detach(), 1e-5)
+
+
+def test_zero_grad_in_the_loop_is_noticed():
+    """Gradients would go somewhere else, and nothing would be learned."""
+    agent = agent_of()
+    vector = unimodal_poisson.as_vector(agent)
+
+    def edited(*given):
+        agent.zero_grad()
+        return unimodal_poisson.minibatch_loss(*given)
+
+    args = Args(num_minibatches=1, update_epochs=1)
+    with pytest.raises(AssertionError, match="as_vector"):
+        unimodal_poisson.update(agent, vector, torch.optim.Adam([vector]), batch_of(agent), args, edited)
+
+
+@pytest.mark.parametrize("target_kl, epochs", [(None, 5), (1e-9, 2)])
+def test_target_kl_ends_an_update(target_kl, epochs):
+    """The first minibatch is that of the old policy, with a divergence of 0."""
+    agent = agent_of()
+    vector = unimodal_poisson.as_vector(agent)
+    seen = []
+
+    def spy(*given):
+        seen.append(1)
+        return unimodal_poisson.minibatch_loss(*given)
+
+    args = Args(num_minibatches=1, update_epochs=5, target_kl=target_kl)
+    unimodal_poisson.update(agent, vector, torch.optim.Adam([vector], 0.01), batch_of(agent), args, spy)
+    assert len(seen) == epochs
 
 
 class Walk(gym.Env):

@@ -9,6 +9,7 @@ import pytest
 from control_runs import assert_same_run, column, command, kill_and_resume, refusal, results, train
 from processes import ROOT, as_flags
 from run_folders import assert_tags_of_pages, begin, tags
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from algorithms import unimodal_poisson
 
@@ -138,6 +139,18 @@ def test_video_of_a_run_whose_evaluation_failed(tmp_path, monkeypatch):
         train(unimodal_poisson, tmp_path, **SMALL | {"env_id": "test/Seen-v0", "eval_episodes": 1})
     command(unimodal_poisson, monkeypatch, "--evaluate", tmp_path, "--eval-episodes", 0, "--video")
     assert (tmp_path / "episode.gif").read_bytes()[:4] == b"GIF8"
+
+
+def test_a_video_without_opengl_is_one_sentence(whole, monkeypatch):
+    monkeypatch.setattr(gym.vector.SyncVectorEnv, "render", lambda _: 1 / 0)
+    found = refusal(unimodal_poisson, monkeypatch, "--evaluate", whole[0], "--video")
+    assert "MUJOCO_GL=egl" in found
+
+
+def test_flags_are_text_in_tensorboard(whole):
+    board = EventAccumulator(str(whole[0])).Reload()
+    (event,) = board.Tensors("hyperparameters/text_summary")
+    assert b'"num_minibatches": 4' in event.tensor_proto.string_val[0]
 
 
 def test_learning(tmp_path):
