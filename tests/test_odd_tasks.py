@@ -2,6 +2,7 @@
 broken vector environments. Each trains, with actions that its space contains, or ends in one sentence."""
 
 import json
+import re
 
 import gymnasium as gym
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from control_runs import results, train
 from gymnasium import spaces
+from processes import ROOT, as_flags, fork
 
 from algorithms import mdpo, stream_x, unimodal_poisson
 
@@ -269,3 +271,26 @@ def test_a_larger_number_of_steps_extends_a_run(script, tmp_path, monkeypatch):
     assert {step for step, tag in found if tag == "losses/policy_loss"} >= {128, 192, 256}
     if script is unimodal_poisson:
         assert found[128, "charts/learning_rate"] == pytest.approx(3e-4 * (1 - 64 / 256))
+
+
+LOADED = {
+    "unimodal_poisson": VECTOR | {"env_id": "Pendulum-v1", "num_minibatches": 2},
+    "mdpo": VECTOR | {"env_id": "Pendulum-v1"},
+    "stream_x": SMALL | {"env_id": "Pendulum-v1", "hidden_size": 8, "total_timesteps": 250},
+    "fm3q": {"total_timesteps": 96, "learning_starts": 32, "eval_steps": 0},
+    "arac": {"total_timesteps": 96, "learning_starts": 32, "eval_steps": 0, "horizon": 4},
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_lines_of_the_page_load_a_policy_and_act(name, tmp_path):
+    """In a process of their own, as the classes of a checkpoint of stream_x.py are those of the program."""
+    words = as_flags(LOADED[name] | {"save_steps": 32})
+    process = fork(ROOT / "algorithms" / f"{name}.py", *words, "--output-dir", tmp_path / "run")
+    assert process.returncode == 0, process.stderr
+    page = (ROOT / "algorithms" / f"{name}.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"## A trained policy\n\n```python\n(.*?)```", page, re.S)
+    path = f"import sys\nsys.path[:0] = [{str(ROOT / 'algorithms')!r}, {str(ROOT)!r}]\n"
+    (tmp_path / "act.py").write_text(path + lines.replace("RUN", str(tmp_path / "run")))
+    process = fork(tmp_path / "act.py")
+    assert process.returncode == 0 and len(lines.splitlines()) <= 8, process.stderr
