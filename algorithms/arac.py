@@ -208,7 +208,7 @@ def soft_value(log_probs: Tensor, q1: Tensor, q2: Tensor, alpha: Tensor | float)
     value1 = (probs * q1).sum((1, 2))  # (B,)
     value2 = (probs * q2).sum((1, 2))  # (B,)
     negative_entropy = (probs * log_probs).sum((1, 2))  # (B,)
-    return torch.min(value1, value2) - alpha * negative_entropy
+    return torch.min(value1, value2) - alpha * negative_entropy  # eq. 1 of arac.md
 
 
 def actor_loss(
@@ -226,7 +226,7 @@ def actor_loss(
     """
     loss = -soft_value(log_probs, q1, q2, alpha).mean()
     if reference is not None:
-        loss = loss + beta * forward_kl(log_probs, reference).mean()
+        loss = loss + beta * forward_kl(log_probs, reference).mean()  # eq. 2 of arac.md
     return loss
 
 
@@ -249,12 +249,12 @@ def critic_targets(
 
 def temperature_loss(log_alpha: Tensor, entropy: Tensor, target: Tensor | float) -> Tensor:
     """Its gradient is entropy - target: alpha rises while the entropy (B,) is below. -> scalar"""
-    return (log_alpha * (entropy.detach() - target)).mean()
+    return (log_alpha * (entropy.detach() - target)).mean()  # eq. 3 of arac.md
 
 
 def coefficient_loss(log_beta: Tensor, kl: Tensor, target: Tensor | float) -> Tensor:
     """Its gradient is target - kl: beta rises while the divergence (B,) is above. -> scalar"""
-    return -(log_beta * (kl.detach() - target)).mean()
+    return -(log_beta * (kl.detach() - target)).mean()  # eq. 3 of arac.md
 
 
 # --- Training -----------------------------------------------------------------------------------

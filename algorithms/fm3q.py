@@ -216,7 +216,7 @@ class Mixer(nn.Module):
         w_1 = self.hyper_w_1(state).abs().view(*signed.shape, self.embed_dim)  # (B,N,embed)
         w_final = self.hyper_w_final(state).abs()  # (B,embed)
         hidden = F.elu((signed[:, :, None] * w_1).sum(1) + self.hyper_b_1(state))  # (B,embed)
-        return (hidden * w_final).sum(1) + self.V(state).squeeze(1)
+        return (hidden * w_final).sum(1) + self.V(state).squeeze(1)  # eq. 1 of fm3q.md
 
 
 def minimax_targets(
@@ -233,8 +233,8 @@ def minimax_targets(
     (B,), (B,), (B,n,A), (B,m,A), (B,S). Antagonists take their maximum, too: the sign is in the
     mixer.
     """
-    values = mixer(next_pro_q.amax(-1), next_ant_q.amax(-1), next_state)
-    return rewards + gamma * (1 - dones.to(values.dtype)) * values
+    values = mixer(next_pro_q.amax(-1), next_ant_q.amax(-1), next_state)  # eq. 2 of fm3q.md
+    return rewards + gamma * (1 - dones.to(values.dtype)) * values  # eq. 3 of fm3q.md
 
 
 def pairwise_targets(

@@ -143,7 +143,7 @@ def mdpo_loss(ratio, advantages, kl, step_size):
     ratio is the action's probability, new over old; kl is KL(new || old). At the old policy the
     ratio is 1 and the gradient of a KL is 0: the first step follows the policy gradient.
     """
-    return kl.mean() / step_size - (ratio * advantages).mean()
+    return kl.mean() / step_size - (ratio * advantages).mean()  # eq. 1 of mdpo.md
 
 
 def gaussian_kl(mean, log_std, old_mean, old_log_std):
@@ -168,7 +168,7 @@ def actor_loss(log_probs, old_log_probs, q_values, kl_coef, ent_coef, tsallis_q)
     authors' code also multiplies the old policy's term by tsallis_q.
     """
     penalty = kl_coef * log_probs + tsallis_q * (ent_coef - kl_coef) * old_log_probs
-    return (penalty - q_values).mean()
+    return (penalty - q_values).mean()  # eq. 2 of mdpo.md
 
 
 def log_density(x, mean, log_std):
@@ -214,8 +214,6 @@ def train(args):
     args.num_steps = args.num_steps or (16 if off_policy else 256)
     if args.learning_rate is None:
         args.learning_rate = 3e-4 if off_policy else 3e-3
-    if args.evaluate:
-        return score_run(args, device)
     rollout_size = args.num_envs * args.num_steps
     last_step = args.total_timesteps // rollout_size * rollout_size
     if last_step == 0:
@@ -223,6 +221,12 @@ def train(args):
     torch.manual_seed(args.seed)
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
+    if args.evaluate:
+        state = load_checkpoint(args.evaluate, device)
+        if state is None:
+            sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or too early")
+        agent.load_state_dict(state["agent"])
+        return evaluate(agent, args)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
     step = 0
@@ -408,16 +412,6 @@ def evaluate(agent, args):
     envs.close()
     print("  ".join(f"{tag} {value:.1f}" for tag, value in scores.items()), flush=True)
     return scores
-
-
-def score_run(args, device):
-    """--evaluate: scores of a run's policy."""
-    state = load_checkpoint(args.evaluate, device)
-    if state is None:
-        sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or it is too early")
-    agent = Agent(make_envs(args, 1), args).to(device)
-    agent.load_state_dict(state["agent"])
-    return evaluate(agent, args)
 
 
 # ================================================================================================

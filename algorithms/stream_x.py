@@ -148,7 +148,7 @@ class ObGD:
             direction = self.trace / (self.square / (1 - self.power) + 1e-8) ** 0.5
         bound = self.lr * self.kappa * max(abs(delta), 1) * direction.abs().sum().item()
         step_size = self.lr / max(bound, 1)
-        self.weights.add_(direction, alpha=step_size * delta)
+        self.weights.add_(direction, alpha=step_size * delta)  # eq. 2 of stream_x.md
         if reset:
             self.trace.zero_()
         return step_size
@@ -418,7 +418,8 @@ class Agent:
     def td_error(self, values, reward, done):
         """delta, of the values of this and of the next state (2,num_values)"""
         now, then = values.tolist()  # stream AC has one value each
-        return reward + self.args.gamma * (1 - done) * max(then) - now[self.chosen]  # eq. 1 or 2
+        target = reward + self.args.gamma * (1 - done) * max(then)
+        return target - now[self.chosen]  # eq. 1 of stream_x.md
 
     def learn(self, reward, next_observation, done):
         """One step of each network, for the last action. -> metrics
@@ -439,7 +440,7 @@ class Agent:
             entropy = self.distribution.entropy().sum()
             metrics["losses/entropy"] = entropy.item()
             sign = float(np.sign(delta))
-            objective = objective + log_prob + sign * self.args.entropy_coef * entropy
+            objective = objective + log_prob + sign * self.args.entropy_coef * entropy  # eq. 3
         for param in self.critic.optimizer.params + self.actor.optimizer.params:
             param.grad = None
         objective.backward()  # the two networks share no weights

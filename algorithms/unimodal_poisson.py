@@ -178,7 +178,8 @@ def poisson_logits(rate: Tensor, num_atoms: int, temperature: float, is_log=Fals
     """
     counts = torch.arange(1, num_atoms + 1, device=rate.device, dtype=rate.dtype)  # (K,)
     log_rate = rate if is_log else rate.clamp(min=1e-30).log()  # softplus underflows to 0
-    return (counts * log_rate[..., None] - torch.lgamma(counts + 1)) / temperature
+    log_pmf = counts * log_rate[..., None] - torch.lgamma(counts + 1)
+    return log_pmf / temperature  # eq. 1 of unimodal_poisson.md
 
 
 def poisson_repo_logits(rate: Tensor, num_atoms: int, temperature: float, is_log=False) -> Tensor:
