@@ -220,13 +220,32 @@ def test_log_prob_and_entropy(policy):
     assert_close(head.entropy(outputs), expected.entropy().detach(), 1e-5)
 
 
+def test_mode_of_a_beta_that_is_uniform():
+    """Both parameters are 1 in float32; elsewhere the mode is the closed form."""
+    found = head_of("beta").mode(torch.tensor([[[-200.0, -200.0], [2.0, 1.0]]]))
+    u, v = F.softplus(torch.tensor([2.0, 1.0])).tolist()
+    assert_close(found, [[0.5, u / (u + v)]], 1e-6)
+
+
+def test_a_large_rate_does_not_overflow():
+    """The ratio of neighbours is e^u / k, also where e^u is more than float32 holds."""
+    for policy in ("poisson", "poisson_repo"):
+        head = head_of(policy, rate_link="exp", temperature=100.0)
+        logits = head.logits(torch.tensor([[[100.0], [-120.0]]]))
+        assert logits.isfinite().all()
+    expected = torch.tensor([100.0, -120.0])[:, None] - torch.arange(2, 12).log()
+    logits = head_of("poisson", rate_link="exp").logits(torch.tensor([[[100.0], [-120.0]]]))
+    assert_close(logits[0].diff()[:, :10], expected[:, :10], 1e-3)
+
+
 RATES = [({}, 6.0), ({"rate_link": "exp", "rate_init": 2.0}, 2.0), ({"policy": "poisson_repo"}, 0.693)]
 
 
 @pytest.mark.parametrize("values, rate", RATES)
 def test_first_rate(values, rate):
     agent = agent_of(**values)
-    found = agent.head.rate(agent.outputs(torch.randn(20, 3)))
+    found = agent.outputs(torch.randn(20, 3))[..., 0]
+    found = found.exp() if values.get("rate_link") == "exp" else F.softplus(found)
     assert_close(found, torch.full((20, 2), rate), 0.05 * rate)
 
 
@@ -348,6 +367,36 @@ def test_update_is_that_of_parameters_one_by_one():
         assert_close(ours, theirs.detach(), 1e-5)
 
 
+def test_zero_grad_in_the_loop_is_noticed():
+    """Gradients would go somewhere else, and nothing would be learned."""
+    agent = agent_of()
+    vector = unimodal_poisson.as_vector(agent)
+
+    def edited(*given):
+        agent.zero_grad()
+        return unimodal_poisson.minibatch_loss(*given)
+
+    args = Args(num_minibatches=1, update_epochs=1)
+    with pytest.raises(AssertionError, match="as_vector"):
+        unimodal_poisson.update(agent, vector, torch.optim.Adam([vector]), batch_of(agent), args, edited)
+
+
+@pytest.mark.parametrize("target_kl, epochs", [(None, 5), (1e-9, 2)])
+def test_target_kl_ends_an_update(target_kl, epochs):
+    """The first minibatch is that of the old policy, with a divergence of 0."""
+    agent = agent_of()
+    vector = unimodal_poisson.as_vector(agent)
+    seen = []
+
+    def spy(*given):
+        seen.append(1)
+        return unimodal_poisson.minibatch_loss(*given)
+
+    args = Args(num_minibatches=1, update_epochs=5, target_kl=target_kl)
+    unimodal_poisson.update(agent, vector, torch.optim.Adam([vector], 0.01), batch_of(agent), args, spy)
+    assert len(seen) == epochs
+
+
 class Walk(gym.Env):
     """Random observations and rewards; episodes end after 3 to 8 steps, or by the limit of 6."""
 
@@ -412,7 +461,8 @@ def test_act_and_learning_batch(policy, bootstrap):
         np.testing.assert_allclose(rollout["raw_observations"][t], observations, rtol=1e-5)
         actions = rollout["actions"][t].numpy()
         scaled = np.array([-1, -3]) + np.array([2, 8]) * actions / 10
-        actions = scaled if policy == "poisson" else actions.clip([-1, -3], [1, 5])
+        stretched = np.array([0, 1]) + np.array([1, 4]) * actions  # -1 and 1 are the ends of a range
+        actions = scaled if policy == "poisson" else stretched.clip([-1, -3], [1, 5])
         observations, raw, terminated, truncated, info = bare.step(actions.astype(np.float32))
         rewards[t] = raw
         totals += raw
