@@ -679,7 +679,7 @@ STUDIES = {
         curves=("charts/episodic_return",),
         minutes=1.0,
     ),
-    "poisson_humanoid": Study(
+    "poisson_humanoid": Study(  # the Gaussian is to run again: its actions were not stretched to the task's range
         command="algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 500000",
         arms={name: Arm(f"--policy {name}", CONTROL, "3e-4", TWELVE) for name in ("poisson", "gaussian")},
         scores=RETURNS,
@@ -1048,19 +1048,6 @@ TABLES = {
         seeds=5,
         tasks=("Hopper-v5", "HalfCheetah-v5"),
     ),
-    "stream_parts": Table(
-        "stream_parts",
-        {
-            "stream": "stream AC",
-            "no_bound": "without the bound (`--optimizer sgd`)",
-            "no_layer_norm": "without layer normalization (`--no-layer-norm`)",
-            "no_sparse_init": "without sparse weights (`--no-sparse-init`)",
-            "none": "without all three: plain AC(λ)",
-        },
-        "train_return eval_sampled".split(),
-        seeds=6,
-        tasks=("Hopper-v5", "HalfCheetah-v5"),
-    ),
     "stream_million": Table(
         "stream_million",
         {
@@ -1070,28 +1057,6 @@ TABLES = {
         "train_return eval_sampled".split(),
         seeds=5,
         tasks=("Hopper-v5", "HalfCheetah-v5"),
-    ),
-    "mdpo_cheetah": Table(
-        "mdpo_cheetah",
-        {
-            "mdpo": "MDPO, m = 10, at 1e-3",
-            "one_step": "m = 1: policy gradient (`--sgd-steps 1`) at 1e-2",
-            "ppo": "PPO (`unimodal_poisson.py --policy gaussian`) at 1e-3",
-        },
-        "train_return eval_deterministic".split(),
-        seeds=20,
-    ),
-    "mdpo_learning": Table(
-        "mdpo",
-        {
-            "mdpo": "MDPO, m = 10",
-            "one_step": "m = 1: policy gradient (`--sgd-steps 1`)",
-            "one_step_1e-2": "m = 1 at 1e-2",
-            "ppo": "PPO (`unimodal_poisson.py --policy gaussian`)",
-        },
-        "train_return eval_deterministic".split(),
-        seeds=5,
-        tasks=("Hopper-v5",),
     ),
     "mdpo_million": Table(
         "mdpo_million",
@@ -1142,21 +1107,6 @@ TABLES = {
             "tracker_ant_return",
         ],
         seeds=5,
-    ),
-    "fm3q_games": Table(
-        "fm3q_games",
-        {
-            "qmix": "FM3Q, one monotone network (`--mixer qmix`)",
-            "vdn": "FM3Q, signed sums (`vdn`)",
-            "pairwise": "FM3Q, pairs of opponents (`pairwise`)",
-            "twin": "FM3Q, one network for each team (`twin`)",
-            "selfplay_qmix": "self-play, QMIX (`--learner selfplay_qmix`)",
-            "selfplay_vdn": "self-play, sums (`selfplay_vdn`)",
-            "iql": "every agent alone (`iql`)",
-        },
-        "late_nash_conv value_error".split(),
-        seeds=10,
-        tasks=("arat_random",),
     ),
     "fm3q_games_quiet": Table(
         "fm3q_games",
@@ -1225,16 +1175,7 @@ TABLES = {
         "train_return eval_deterministic".split(),
         seeds=5,
         fewer={"poisson_softplus": 0},
-        tasks=("Hopper-v5", "HalfCheetah-v5", "InvertedPendulum-v5"),
-    ),
-    "poisson_humanoid": Table(
-        "poisson_humanoid",
-        {
-            "poisson": "Poisson",
-            "gaussian": "Gaussian",
-        },
-        "train_return eval_deterministic".split(),
-        seeds=12,
+        tasks=("Hopper-v5", "HalfCheetah-v5"),
     ),
 }
 FIGURES = {
