@@ -57,6 +57,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -66,8 +67,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import lru_cache, partial
+from itertools import chain, product
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import MethodType
 from typing import Literal
 
@@ -100,8 +102,9 @@ FIXED += " model_name_or_path agent_models share_model num_prompts_per_step outp
 FIXED += " lora_rank"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
-AT_LEAST_ONE += " eval_problems reward_threads max_rounds"
+AT_LEAST_ONE += " eval_problems reward_threads max_rounds num_minibatches"
 MAY_BE_NEGATIVE = "seed"
+STOP = Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -164,17 +167,25 @@ class Args:
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
     """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
-    """clip range of the probability ratio; acts from the second of --num-iterations on"""
+    """clip range of the probability ratio; acts from the second optimizer step of a batch on"""
+    epsilon_high: float | None = None
+    """clip range above 1; None is that of --epsilon"""
     beta: float = 0.0
     """weight of the KL penalty (paper: 0); above 0, each initial model is kept"""
     num_iterations: int = 1
-    """mu, optimizer steps on each batch of calls"""
+    """mu, times that each batch of calls is trained on"""
+    num_minibatches: int = 1
+    """parts of a batch, with an optimizer step each"""
     # optimizer
     learning_rate: float | None = None
     """learning rate of AdamW; None is 2e-4 for the tiny model and 1e-6 for others, and ten times
     that with --lora-rank"""
     warmup_steps: int = 0
     """linear warm-up steps"""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up: how the learning rate falls, to 0 at --max-steps"""
+    weight_decay: float = 0.0
+    """of AdamW, whose betas are 0.9 and 0.999"""
     max_grad_norm: float = 1.0
     """clip the gradient norm at this value; 0 does not clip"""
     max_steps: int = 60
@@ -215,7 +226,11 @@ class Args:
     num_generations_eval: int = 8
     """k, sampled episodes of each evaluation problem in addition to the greedy one"""
     save_steps: int = 25
-    """steps between checkpoints; 0 disables them"""
+    """steps between checkpoints; 0 disables them, but for one at SIGTERM"""
+    export_steps: int = 0
+    """steps between models in Hugging Face format, RUN/step_<number>; 0 writes RUN/final alone"""
+    track: bool = False
+    """send the metrics to Weights & Biases, too (pip install wandb)"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<seed>__<time>_<process>"""
     resume: str | None = None
@@ -385,7 +400,7 @@ def train(args: Args) -> dict[str, float]:
     progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
     load_checkpoint(run_dir, players, progress)
     if rank == 0:
-        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        board = open_board(run_dir, progress["step"], args)
         print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
 
     for player in players:
@@ -396,8 +411,9 @@ def train(args: Args) -> dict[str, float]:
         step = progress["step"]
         last = step >= args.max_steps
         if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores = evaluate(players, team, eval_problems, args, rank, world_size)
+            scores, answers = evaluate(players, team, eval_problems, args, rank, world_size)
             if rank == 0:
+                log_answers(run_dir, step, answers)
                 log(run_dir, board, step, scores)
                 print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
         if last:
@@ -440,7 +456,7 @@ def train(args: Args) -> dict[str, float]:
         own_advantages = advantages.split(gather([len(completions)]))[rank]
 
         # 3. clipped policy-gradient steps of each model on the calls of its agents
-        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        rate = scheduled_rate(step, args)
         metrics = {}
         if args.vllm:
             players[0].sampler.sleep()
@@ -483,8 +499,15 @@ def train(args: Args) -> dict[str, float]:
             log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
             log_episodes(run_dir, step, episodes, own_advantages, players, task, args)
             report(step, metrics, task, args)
-        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+        stop = any(gather([STOP.is_set()]))
+        if stop or is_due(args.save_steps, step, args):
             save_checkpoint(run_dir, players, progress, rank)
+        if is_due(args.export_steps, step, args):
+            for player in players:
+                folder = f"{run_dir}/step_{step:08d}/{player.name}"
+                save_final(folder, player.model, player.tokenizer, player.args, rank)
+        if stop:
+            sys.exit(f"stopped by SIGTERM after step {step}: go on with --resume {run_dir}")
 
     if args.max_steps > 0:
         for player in players:
@@ -500,44 +523,55 @@ def train(args: Args) -> dict[str, float]:
 
 
 def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
-    """num_iterations optimizer steps on the batch of all processes.
+    """num_iterations times num_minibatches optimizer steps on the batch of all processes.
 
     completions and advantages are those of this process. The loss of a step is a sum over tokens,
     so its gradient depends neither on micro-batches nor on the number of processes.
     """
     device = model.device
-    lengths = torch.tensor([len(c.ids) for c in completions])  # (B,)
-    all_lengths = gather(lengths.tolist())
-    num_tokens = sum(all_lengths)
-    weights = token_weights(
-        lengths,
-        args.loss_type,
-        num_rows=len(all_lengths),
-        num_tokens=num_tokens,
-        max_completion_length=args.max_completion_length,
-    ).to(device)  # (B,)
-    rows = list(range(len(completions)))
-    if args.beta == 0:  # without KL, zero advantage means no gradient
-        rows = advantages.nonzero()[:, 0].tolist() or rows[:1]  # one for sampling_metrics
+    weights = torch.zeros(len(completions))  # (B,)
+    minibatches = []  # each is a list of micro-batches
+    num_tokens = 0
+    groups = [row // args.num_generations for row in range(len(completions))]
+    for part in range(args.num_minibatches):  # the same parts on any number of processes
+        rows = [row for row, group in enumerate(groups) if group % args.num_minibatches == part]
+        lengths = torch.tensor([len(completions[row].ids) for row in rows])
+        all_lengths = gather(lengths.tolist())
+        num_tokens += sum(all_lengths)
+        weights[rows] = token_weights(
+            lengths,
+            args.loss_type,
+            num_rows=len(all_lengths),
+            num_tokens=sum(all_lengths),
+            max_completion_length=args.max_completion_length,
+        )
+        if args.beta == 0:  # without KL, zero advantage means no gradient
+            rows = [row for row in rows if advantages[row] != 0] or rows[:1]  # see sampling_metrics
+        minibatches.append(micro_batches(completions, rows, args, device))
+    weights = weights.to(device)
     advantages = advantages.to(device)
-    batches = micro_batches(completions, rows, args, device)
 
     parameters = optimizer.param_groups[0]["params"]
     cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
     log_ratios = []  # log(p_learner / p_sampler) of each token
-    for iteration in range(args.num_iterations):
+    if args.num_minibatches > 1:  # log-probabilities before the first step
+        with torch.no_grad():
+            for batch in chain(*minibatches):
+                batch.old_logprobs = model.token_logprobs(batch, args)
+    for iteration, minibatch in product(range(args.num_iterations), minibatches):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
-        for batch in batches:
+        for batch in minibatch:
             if iteration == 0 and reference is not None:
                 with torch.no_grad(), adapters_off(model, args):
                     batch.ref_logprobs = reference.token_logprobs(batch, args)
             logprobs = model.token_logprobs(batch, args)  # (N,)
             if iteration == 0:
-                # No step has been taken yet, so these are the old log-probabilities.
-                old = logprobs.detach()
-                batch.old_logprobs = old
+                old = batch.old_logprobs
+                if old is None:  # no step has been taken yet
+                    old = logprobs.detach()
+                    batch.old_logprobs = old
                 log_ratios.append(old - batch.sampled_logprobs)
                 if cap > 0:
                     batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
@@ -546,6 +580,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
                 batch.old_logprobs,
                 advantages[batch.completion_index],
                 epsilon=args.epsilon,
+                epsilon_high=args.epsilon_high,
                 beta=args.beta,
                 ref_logprobs=batch.ref_logprobs,
                 correction=batch.correction,
@@ -570,6 +605,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
+    loss = loss / args.num_minibatches
     metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
     metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
     if reference is not None:
@@ -663,7 +699,7 @@ def load_player(name: str, agents, messages: list[dict], args: Args, device, eng
     if args.vllm:  # after adapters and sharding, when the weights take less memory
         sampler = engine or VllmSampler(model, args)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(trained, weight_decay=args.weight_decay, fused=True)
     states.get_state_dict(model, optimizer)  # makes the state by a step of size 0, which it counts
     for state in optimizer.state.values():
         state["step"].zero_()
@@ -717,9 +753,11 @@ def agent_metrics(
     return metrics
 
 
-def evaluate(players, team, problems, args: Args, rank: int, world_size: int) -> dict[str, float]:
+def evaluate(
+    players, team, problems, args: Args, rank: int, world_size: int
+) -> tuple[dict[str, float], list[dict]]:
     """Score problems that are not trained on by the first reward function: the greedy episode, and
-    the mean and the best of k sampled ones. Prints one greedy episode."""
+    the mean and the best of k sampled ones. Also returns the greedy episodes, for log_answers."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
     seeds = [random_seed("evaluation", i) for i in mine]
@@ -731,11 +769,13 @@ def evaluate(players, team, problems, args: Args, rank: int, world_size: int) ->
         rewards = torch.tensor([episode.rewards[0] for episode in sampled]).view(-1, k)
         scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
         scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
-    if rank == 0:
-        lines = [team.prompt(team.start(greedy[0].problem))[-1]["content"]]
-        lines += [f"{call.agent} >>> {call.text}" for call in greedy[0].completions]
-        print("\n".join(lines) + f"\n(reward {greedy[0].rewards[0]:g})")
-    return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+    answers = []
+    for episode in greedy:
+        prompt = team.prompt(team.start(episode.problem))[-1]["content"]
+        turns = [f"{call.agent}: {call.text}" for call in episode.completions]
+        answers.append({"prompt": prompt, "turns": turns, "reward": episode.rewards[0]})
+    means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+    return means, gather(answers)
 
 
 # ================================================================================================
@@ -997,6 +1037,19 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def is_due(interval: int, step: int, args: Args) -> bool:
+    """At every interval steps, 0 never, and after the last step."""
+    return interval > 0 and (step % interval == 0 or step == args.max_steps)
+
+
+def scheduled_rate(step: int, args: Args) -> float:
+    """The learning rate: a linear warm-up, then constant, a line or half a cosine down to 0."""
+    warm_up = min(1.0, (step + 1) / max(1, args.warmup_steps))
+    done = max(0, step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    falls = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return args.learning_rate * warm_up * falls[args.lr_scheduler_type]
+
+
 def random_seed(*names) -> int:
     """A seed made of names: the same after a resume and on any number of processes."""
     return random.Random(" ".join(map(str, names))).getrandbits(63)
@@ -1191,21 +1244,16 @@ def recompute_layers(model) -> None:
 def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
     """Largest difference of log-probabilities, in nats, from those of the plain forward pass."""
     completions = generate(model, prompts, args, seeds=range(len(prompts)))
-    decoding = []
-    packing = []
-    for packed_rows in divide(completions, list(range(len(completions))), args, model.device):
-        packed = pack(completions, packed_rows, model.device)
-        plain = []
-        for number in (number for numbers in packed_rows for number in numbers):
-            completion = completions[number]
-            ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
-            logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
-            targets = ids[0, len(completion.prompt) :]
-            plain.append(-F.cross_entropy(logits, targets, reduction="none"))
-        plain = torch.cat(plain)  # (N,)
-        decoding.append(packed.sampled_logprobs - plain)
-        packing.append(model.token_logprobs(packed, args) - plain)
-    gaps = {"decoding": torch.cat(decoding), "packing": torch.cat(packing)}
+    packed = pack(completions, [[0, 1], [2]], model.device)  # as check_model makes the prompts
+    plain = []
+    for completion in completions:
+        ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
+        logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
+        targets = ids[0, len(completion.prompt) :]
+        plain.append(-F.cross_entropy(logits, targets, reduction="none"))
+    plain = torch.cat(plain)  # (N,)
+    packing = model.token_logprobs(packed, args)
+    gaps = {"decoding": packed.sampled_logprobs - plain, "packing": packing - plain}
     return {computation: gap.abs().max().item() for computation, gap in gaps.items()}
 
 
@@ -1661,22 +1709,19 @@ def divide(completions, rows: list[int], args: Args, device) -> list[list[list[i
         packed_rows.append(packed_row)
     # Longest first: a lack of memory shows at once, and neighbours need little padding.
     packed_rows.sort(key=lambda numbers: packed_length(completions, numbers), reverse=True)
-    passes = []
-    width = num_completions = 0  # of the last pass
+    passes = [[]]
     for numbers in packed_rows:
-        fits = passes and (len(passes[-1]) + 1) * width <= limit
-        if not fits or num_completions + len(numbers) > size:
+        wider = [*passes[-1], numbers]
+        too_long = len(wider) * packed_length(completions, wider[0]) > limit
+        if passes[-1] and (too_long or sum(map(len, wider)) > size):
             passes.append([])
-            width = packed_length(completions, numbers)
-            num_completions = 0
         passes[-1].append(numbers)
-        num_completions += len(numbers)
     return passes
 
 
 def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
     """The rows of the batch, packed for one forward pass after another."""
-    passes = divide(completions, rows, args, device) or [[]]
+    passes = divide(completions, rows, args, device)
     if args.fsdp:  # processes with fewer passes make empty ones, as all must make equally many
         passes += [[]] * (max(gather([len(passes)])) - len(passes))
     return [pack(completions, packed_rows, device) for packed_rows in passes]
@@ -1909,14 +1954,34 @@ def open_run(args: Args, rank: int) -> str:
         run_dir = gather([run_dir])[0]  # clocks and process ids differ
     if rank == 0:
         os.makedirs(run_dir, exist_ok=True)
-        unfinished = Path(run_dir, "args.tmp")
-        unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-        os.replace(unfinished, f"{run_dir}/args.json")
+        steps = [int(path.name.removeprefix("step_")) for path in checkpoints(run_dir)]
+        if args.max_steps > max(steps, default=-1):  # else nothing is trained, and they stay
+            unfinished = Path(run_dir, "args.tmp")
+            unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            os.replace(unfinished, f"{run_dir}/args.json")
         for name in ("metrics.csv", "completions.jsonl"):  # a last row may be cut off
             path = Path(run_dir, name)
             if path.exists():
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return run_dir
+
+
+def open_board(run_dir: str, step: int, args: Args) -> SummaryWriter:
+    """TensorBoard's writer, with the flags as text; with --track, wandb sends what it gets."""
+    if step > 0:
+        print(f"{run_dir}: continues after step {step}")
+    if args.track:
+        try:
+            import wandb
+        except ImportError as error:
+            sys.exit(f"--track: {error}; pip install wandb")
+        project = os.environ.get("WANDB_PROJECT", "rlscripts")
+        names = {"name": Path(run_dir).name, "dir": run_dir, "config": asdict(args)}
+        wandb.init(project=project, sync_tensorboard=True, resume="auto", **names)
+    board = SummaryWriter(run_dir, purge_step=step + 1)
+    rows = [f"|{flag}|{value}|" for flag, value in asdict(args).items()]
+    board.add_text("hyperparameters", "\n".join(["|flag|value|", "|-|-|", *rows]), step)
+    return board
 
 
 def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
@@ -1949,6 +2014,17 @@ def log_episodes(run_dir: str, step: int, episodes, advantages, players, task, a
             rewards = dict(zip(task.reward_functions, episode.rewards))
             line = {"step": step, "calls": calls, "rewards": rewards}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def log_answers(run_dir: str, step: int, answers: list[dict]) -> None:
+    """Print two answers of an evaluation, and add all to completions.jsonl."""
+    for answer in answers[:2]:
+        print("\n>>> ".join([answer["prompt"], *answer["turns"]]))
+        print(f"(reward {answer['reward']:g})")
+    with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
+        for answer in answers:
+            row = {"step": step, "evaluation": True} | answer
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def report(step: int, metrics: dict, task, args: Args) -> None:
@@ -2007,6 +2083,7 @@ def parse_args() -> Args:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
         train(parse_args())

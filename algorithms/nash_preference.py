@@ -64,6 +64,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -77,7 +78,7 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import MethodType
 from typing import Literal
 
@@ -111,6 +112,7 @@ AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_compl
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads num_policies"
 MAY_BE_NEGATIVE = "seed"
+STOP = Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -173,6 +175,10 @@ class Args:
     that with --lora-rank"""
     warmup_steps: int = 5
     """linear warm-up steps"""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up: how the learning rate falls, to 0 at --max-steps"""
+    weight_decay: float = 0.0
+    """of AdamW, whose betas are 0.9 and 0.999"""
     max_grad_norm: float = 1.0
     """clip the gradient norm at this value; 0 does not clip"""
     max_steps: int = 100
@@ -214,7 +220,11 @@ class Args:
     num_generations_eval: int = 8
     """k, samples of each evaluation problem"""
     save_steps: int = 25
-    """steps between checkpoints; 0 disables them"""
+    """steps between checkpoints; 0 disables them, but for one at SIGTERM"""
+    export_steps: int = 0
+    """steps between models in Hugging Face format, RUN/step_<number>; 0 writes RUN/final alone"""
+    track: bool = False
+    """send the metrics to Weights & Biases, too (pip install wandb)"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<seed>__<time>_<process>"""
     resume: str | None = None
@@ -398,7 +408,7 @@ def train(args: Args) -> dict[str, float]:
     if args.vllm:  # after adapters and sharding, when the weights take less memory
         sampler = VllmSampler(model, args)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(trained, weight_decay=args.weight_decay, fused=True)
     run_dir = open_run(args, rank)
     if args.eval_steps:
         refresh(sampler, model)
@@ -409,7 +419,7 @@ def train(args: Args) -> dict[str, float]:
         progress["past"] = [clone_weights(trained) for _ in range(args.num_policies - 1)]
     load_checkpoint(run_dir, model, optimizer, progress)
     if rank == 0:
-        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        board = open_board(run_dir, progress["step"], args)
         print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
 
     scores = {}
@@ -418,10 +428,11 @@ def train(args: Args) -> dict[str, float]:
         step = progress["step"]
         last = step >= args.max_steps
         if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores = evaluate(
+            scores, answers = evaluate(
                 sampler, tokenizer, task, eval_problems, initial, args, rank, world_size
             )
             if rank == 0:
+                log_answers(run_dir, step, answers)
                 log(run_dir, board, step, scores)
                 print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
         if last:
@@ -438,7 +449,7 @@ def train(args: Args) -> dict[str, float]:
         completions = complete(sampler, tokenizer, task, problems, size, args, seeds)
         progress["num_prompts"] += args.num_prompts_per_step
         sampled = time.perf_counter()
-        rate = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+        rate = scheduled_rate(step, args)
         optimizer.param_groups[0]["lr"] = rate
 
         # 2. compare each completion with its group, or with G completions of another opponent
@@ -508,8 +519,13 @@ def train(args: Args) -> dict[str, float]:
             log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
             log_completions(run_dir, step, completions, rates, tokenizer, args)
             report(step, metrics, args)
-        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+        stop = any(gather([STOP.is_set()]))
+        if stop or is_due(args.save_steps, step, args):
             save_checkpoint(run_dir, model, optimizer, progress, rank)
+        if is_due(args.export_steps, step, args):
+            save_final(f"{run_dir}/step_{step:08d}", model, tokenizer, args, rank)
+        if stop:
+            sys.exit(f"stopped by SIGTERM after step {step}: go on with --resume {run_dir}")
 
     if args.max_steps > 0:
         save_final(f"{run_dir}/final", model, tokenizer, args, rank)
@@ -725,10 +741,11 @@ def initial_answers(sampler, tokenizer, task, problems, args: Args, rank, world_
 
 def evaluate(
     sampler, tokenizer, task, problems, initial: InitialAnswers, args: Args, rank, world_size
-) -> dict[str, float]:
+) -> tuple[dict[str, float], list[dict]]:
     """Win rate against the initial model on unseen problems, answer by answer. If answers have
     kinds, also their frequencies, the win rate of the best kind against the policy minus 1/2, and
-    the distance of the frequencies (total variation) from the Nash policy. Prints one answer."""
+    the distance of the frequencies (total variation) from the Nash policy. Also returns the
+    answers, whose reward is how often the judge prefers them, for log_answers."""
     problems, completions = evaluation_answers(
         sampler, tokenizer, task, problems, "policy", args, rank, world_size
     )
@@ -738,13 +755,16 @@ def evaluate(
         problem = problems[row // args.num_generations_eval]
         pairs.append((problem, completion.text, initial.completions[row].text))
         kinds.append(task.kind(problem, completion.text) if task.kind else "")
-    results = list(zip(prefer(task, pairs, args), kinds))
-    if rank == 0:
-        print(f"{task.prompt(problems[0])[-1]['content']}\n>>> {completions[0].text}")
-    preferences, kinds = zip(*gather(results))
+    preferences = prefer(task, pairs, args)
+    answers = []
+    for (problem, text, _), preference in zip(pairs, preferences):
+        prompt = task.prompt(problem)[-1]["content"]
+        answers.append({"prompt": prompt, "turns": [text], "reward": preference})
+    answers = gather(answers)
+    preferences, kinds = zip(*gather(list(zip(preferences, kinds))))
     scores = {"eval/win_rate": sum(preferences) / len(preferences)}
     if not task.kind:
-        return scores
+        return scores, answers
     counts = Counter(kinds)
     for name in sorted({*initial.kinds, *counts}):
         scores[f"eval/kind/{name}"] = counts[name] / len(kinds)
@@ -754,7 +774,7 @@ def evaluate(
     scores["eval/exploitability"] = rates.max().item() - 0.5
     nash = regularised_nash(initial.preferences, initial.frequencies, args.tau)
     scores["eval/nash_distance"] = 0.5 * ((frequencies - nash).abs().sum() + unknown).item()
-    return scores
+    return scores, answers
 
 
 # ================================================================================================
@@ -1090,6 +1110,19 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def is_due(interval: int, step: int, args: Args) -> bool:
+    """At every interval steps, 0 never, and after the last step."""
+    return interval > 0 and (step % interval == 0 or step == args.max_steps)
+
+
+def scheduled_rate(step: int, args: Args) -> float:
+    """The learning rate: a linear warm-up, then constant, a line or half a cosine down to 0."""
+    warm_up = min(1.0, (step + 1) / max(1, args.warmup_steps))
+    done = max(0, step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    falls = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return args.learning_rate * warm_up * falls[args.lr_scheduler_type]
+
+
 def random_seed(*names) -> int:
     """A seed made of names: the same after a resume and on any number of processes."""
     return random.Random(" ".join(map(str, names))).getrandbits(63)
@@ -1284,21 +1317,16 @@ def recompute_layers(model) -> None:
 def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
     """Largest difference of log-probabilities, in nats, from those of the plain forward pass."""
     completions = generate(model, prompts, args, seeds=range(len(prompts)))
-    decoding = []
-    packing = []
-    for packed_rows in divide(completions, list(range(len(completions))), args, model.device):
-        packed = pack(completions, packed_rows, model.device)
-        plain = []
-        for number in (number for numbers in packed_rows for number in numbers):
-            completion = completions[number]
-            ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
-            logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
-            targets = ids[0, len(completion.prompt) :]
-            plain.append(-F.cross_entropy(logits, targets, reduction="none"))
-        plain = torch.cat(plain)  # (N,)
-        decoding.append(packed.sampled_logprobs - plain)
-        packing.append(model.token_logprobs(packed, args) - plain)
-    gaps = {"decoding": torch.cat(decoding), "packing": torch.cat(packing)}
+    packed = pack(completions, [[0, 1], [2]], model.device)  # as check_model makes the prompts
+    plain = []
+    for completion in completions:
+        ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
+        logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
+        targets = ids[0, len(completion.prompt) :]
+        plain.append(-F.cross_entropy(logits, targets, reduction="none"))
+    plain = torch.cat(plain)  # (N,)
+    packing = model.token_logprobs(packed, args)
+    gaps = {"decoding": packed.sampled_logprobs - plain, "packing": packing - plain}
     return {computation: gap.abs().max().item() for computation, gap in gaps.items()}
 
 
@@ -1753,16 +1781,13 @@ def divide(completions, rows: list[int], args: Args, device) -> list[list[list[i
         packed_rows.append(packed_row)
     # Longest first: a lack of memory shows at once, and neighbours need little padding.
     packed_rows.sort(key=lambda numbers: packed_length(completions, numbers), reverse=True)
-    passes = []
-    width = num_completions = 0  # of the last pass
+    passes = [[]]
     for numbers in packed_rows:
-        fits = passes and (len(passes[-1]) + 1) * width <= limit
-        if not fits or num_completions + len(numbers) > size:
+        wider = [*passes[-1], numbers]
+        too_long = len(wider) * packed_length(completions, wider[0]) > limit
+        if passes[-1] and (too_long or sum(map(len, wider)) > size):
             passes.append([])
-            width = packed_length(completions, numbers)
-            num_completions = 0
         passes[-1].append(numbers)
-        num_completions += len(numbers)
     return passes
 
 
@@ -2025,14 +2050,34 @@ def open_run(args: Args, rank: int) -> str:
         run_dir = gather([run_dir])[0]  # clocks and process ids differ
     if rank == 0:
         os.makedirs(run_dir, exist_ok=True)
-        unfinished = Path(run_dir, "args.tmp")
-        unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-        os.replace(unfinished, f"{run_dir}/args.json")
+        steps = [int(path.name.removeprefix("step_")) for path in checkpoints(run_dir)]
+        if args.max_steps > max(steps, default=-1):  # else nothing is trained, and they stay
+            unfinished = Path(run_dir, "args.tmp")
+            unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            os.replace(unfinished, f"{run_dir}/args.json")
         for name in ("metrics.csv", "completions.jsonl"):  # a last row may be cut off
             path = Path(run_dir, name)
             if path.exists():
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return run_dir
+
+
+def open_board(run_dir: str, step: int, args: Args) -> SummaryWriter:
+    """TensorBoard's writer, with the flags as text; with --track, wandb sends what it gets."""
+    if step > 0:
+        print(f"{run_dir}: continues after step {step}")
+    if args.track:
+        try:
+            import wandb
+        except ImportError as error:
+            sys.exit(f"--track: {error}; pip install wandb")
+        project = os.environ.get("WANDB_PROJECT", "rlscripts")
+        names = {"name": Path(run_dir).name, "dir": run_dir, "config": asdict(args)}
+        wandb.init(project=project, sync_tensorboard=True, resume="auto", **names)
+    board = SummaryWriter(run_dir, purge_step=step + 1)
+    rows = [f"|{flag}|{value}|" for flag, value in asdict(args).items()]
+    board.add_text("hyperparameters", "\n".join(["|flag|value|", "|-|-|", *rows]), step)
+    return board
 
 
 def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
@@ -2053,6 +2098,17 @@ def log_completions(run_dir: str, step: int, completions, rates, tokenizer, args
         for completion, rate in zip(shown, rates.flatten().tolist()):
             row = {"step": step, "prompt": tokenizer.decode(completion.prompt)}
             row |= {"completion": completion.text, "win_rate": rate}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def log_answers(run_dir: str, step: int, answers: list[dict]) -> None:
+    """Print two answers of an evaluation, and add all to completions.jsonl."""
+    for answer in answers[:2]:
+        print("\n>>> ".join([answer["prompt"], *answer["turns"]]))
+        print(f"(reward {answer['reward']:g})")
+    with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
+        for answer in answers:
+            row = {"step": step, "evaluation": True} | answer
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
@@ -2111,6 +2167,7 @@ def parse_args() -> Args:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
         train(parse_args())

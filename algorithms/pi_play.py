@@ -54,6 +54,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -64,7 +65,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import MethodType
 from typing import Literal
 
@@ -99,6 +100,7 @@ AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_compl
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads max_turns num_documents_per_step num_answers"
 MAY_BE_NEGATIVE = "seed"
+STOP = Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -171,6 +173,10 @@ class Args:
     that with --lora-rank"""
     warmup_steps: int = 5
     """linear warm-up steps of each policy"""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up: how the learning rate falls, to 0 at --max-steps"""
+    weight_decay: float = 0.0
+    """of AdamW, whose betas are 0.9 and 0.999"""
     max_grad_norm: float = 1.0
     """clip the gradient norm at this value; 0 does not clip"""
     max_steps: int = 60
@@ -209,7 +215,11 @@ class Args:
     num_generations_eval: int = 8
     """k, samples of each evaluation problem in addition to the greedy episode"""
     save_steps: int = 25
-    """steps between checkpoints; 0 disables them"""
+    """steps between checkpoints; 0 disables them, but for one at SIGTERM"""
+    export_steps: int = 0
+    """steps between models in Hugging Face format, RUN/step_<number>; 0 writes RUN/final alone"""
+    track: bool = False
+    """send the metrics to Weights & Biases, too (pip install wandb)"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<seed>__<time>_<process>"""
     resume: str | None = None
@@ -426,7 +436,7 @@ def train(args: Args) -> dict[str, float]:
         if not args.vllm:
             refresh(policy.sampler, policy.model)
     if rank == 0:
-        board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+        board = open_board(run_dir, progress["step"], args)
         print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
 
     scores = {}
@@ -434,12 +444,13 @@ def train(args: Args) -> dict[str, float]:
         step = progress["step"]
         last = step >= args.max_steps
         if args.eval_steps and (last or step % args.eval_steps == 0):
-            scores = evaluate(
+            scores, answers = evaluate(
                 policies["student"], tokenizer, task, eval_problems, args, rank, world_size
             )
             if step == 0 and not last and args.privileged_context != "none":
                 scores |= start_gate(policies["student"], tokenizer, task, args, rank, world_size)
             if rank == 0:
+                log_answers(run_dir, step, answers)
                 log(run_dir, board, step, scores)
                 print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
         if last:
@@ -468,7 +479,7 @@ def train(args: Args) -> dict[str, float]:
         weight = 0.0
         if role == "student" and args.privileged_context != "none":
             weight = args.lambda_schedule[min(round_number, len(args.lambda_schedule) - 1)]
-        rate = args.learning_rate * min(1.0, (role_step + 1) / max(1, args.warmup_steps))
+        rate = scheduled_rate(role_step, args)
         model = models[role]
         optimizer.param_groups[0]["lr"] = rate
         if args.vllm:
@@ -508,8 +519,14 @@ def train(args: Args) -> dict[str, float]:
                 metrics = {name + tag.removeprefix("pi_play/"): x for tag, x in metrics.items()}
             log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
             log_completions(run_dir, step, role, episodes, own_advantages, tokenizer, args)
-        if args.save_steps and (step % args.save_steps == 0 or step == args.max_steps):
+        stop = any(gather([STOP.is_set()]))
+        if stop or is_due(args.save_steps, step, args):
             save_checkpoint(run_dir, models, optimizer, progress, rank)
+        if is_due(args.export_steps, step, args):
+            save_final(f"{run_dir}/step_{step:08d}", student, tokenizer, args, rank)
+            save_final(f"{run_dir}/examiner/step_{step:08d}", examiner, tokenizer, args, rank)
+        if stop:
+            sys.exit(f"stopped by SIGTERM after step {step}: go on with --resume {run_dir}")
 
     if args.max_steps > 0:
         save_final(f"{run_dir}/final", student, tokenizer, args, rank)
@@ -769,7 +786,7 @@ def new_optimizer(models, args: Args) -> torch.optim.AdamW:
     """
     policies = [*models["student"].parameters(), *models["examiner"].parameters()]
     trained = [parameter for parameter in policies if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(trained, weight_decay=args.weight_decay, fused=True)
     states.get_state_dict(models, optimizer)  # makes the state by a step of size 0, which it counts
     for state in optimizer.state.values():
         state["step"].zero_()
@@ -822,9 +839,9 @@ def start_gate(
 
 def evaluate(
     policy: Policy, tokenizer, task, problems, args: Args, rank: int, world_size: int
-) -> dict[str, float]:
+) -> tuple[dict[str, float], list[dict]]:
     """Scores of unseen problems by the first reward function: of the greedy episode, and the mean
-    and the best of k samples. Prints one greedy episode."""
+    and the best of k samples. Also returns the greedy episodes, for log_answers."""
     k = args.num_generations_eval
     mine = range(rank, len(problems), world_size)
     seeds = [random_seed("evaluation", i) for i in mine]
@@ -839,10 +856,12 @@ def evaluate(
         rewards = torch.tensor([episode.reward for episode in sampled]).view(-1, k)
         scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
         scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
-    if rank == 0:
-        lines = [task.prompt(problems[0])[-1]["content"], *greedy[0].texts]
-        print("\n>>> ".join(lines) + f"\n(reward {greedy[0].reward:g})")
-    return {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+    answers = []
+    for problem, episode in zip(problems, greedy):
+        prompt = task.prompt(problem)[-1]["content"]
+        answers.append({"prompt": prompt, "turns": episode.texts, "reward": episode.reward})
+    means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+    return means, gather(answers)
 
 
 # ================================================================================================
@@ -1083,6 +1102,19 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def is_due(interval: int, step: int, args: Args) -> bool:
+    """At every interval steps, 0 never, and after the last step."""
+    return interval > 0 and (step % interval == 0 or step == args.max_steps)
+
+
+def scheduled_rate(step: int, args: Args) -> float:
+    """The learning rate: a linear warm-up, then constant, a line or half a cosine down to 0."""
+    warm_up = min(1.0, (step + 1) / max(1, args.warmup_steps))
+    done = max(0, step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    falls = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return args.learning_rate * warm_up * falls[args.lr_scheduler_type]
+
+
 def random_seed(*names) -> int:
     """A seed made of names: the same after a resume and on any number of processes."""
     return random.Random(" ".join(map(str, names))).getrandbits(63)
@@ -1288,22 +1320,17 @@ def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float
             episode.write(completion)
             if turn == 0:
                 episode.read(prompts[0][:5], "")
-    decoding = []
-    packing = []
-    for packed_rows in divide(episodes, list(range(len(episodes))), args, model.device):
-        packed = pack(episodes, packed_rows, model.device)
-        plain = []
-        for number in (number for numbers in packed_rows for number in numbers):
-            episode = episodes[number]
-            ids = torch.tensor([episode.prompt + episode.ids], device=model.device)
-            logits = model(ids).logits[0, len(episode.prompt) - 1 : -1]
-            targets = ids[0, len(episode.prompt) :]
-            written = torch.tensor(episode.turns, device=model.device) >= 0
-            plain.append(-F.cross_entropy(logits, targets, reduction="none")[written])
-        plain = torch.cat(plain)  # (N,)
-        decoding.append(packed.sampled_logprobs - plain)
-        packing.append(model.token_logprobs(packed, args) - plain)
-    gaps = {"decoding": torch.cat(decoding), "packing": torch.cat(packing)}
+    packed = pack(episodes, [[0, 1], [2]], model.device)  # as check_model makes the prompts
+    plain = []
+    for episode in episodes:
+        ids = torch.tensor([episode.prompt + episode.ids], device=model.device)
+        logits = model(ids).logits[0, len(episode.prompt) - 1 : -1]
+        targets = ids[0, len(episode.prompt) :]
+        written = torch.tensor(episode.turns, device=model.device) >= 0
+        plain.append(-F.cross_entropy(logits, targets, reduction="none")[written])
+    plain = torch.cat(plain)  # (N,)
+    packing = model.token_logprobs(packed, args)
+    gaps = {"decoding": packed.sampled_logprobs - plain, "packing": packing - plain}
     return {computation: gap.abs().max().item() for computation, gap in gaps.items()}
 
 
@@ -1872,16 +1899,13 @@ def divide(completions, rows: list[int], args: Args, device) -> list[list[list[i
         packed_rows.append(packed_row)
     # Longest first: a lack of memory shows at once, and neighbours need little padding.
     packed_rows.sort(key=lambda numbers: packed_length(completions, numbers), reverse=True)
-    passes = []
-    width = num_completions = 0  # of the last pass
+    passes = [[]]
     for numbers in packed_rows:
-        fits = passes and (len(passes[-1]) + 1) * width <= limit
-        if not fits or num_completions + len(numbers) > size:
+        wider = [*passes[-1], numbers]
+        too_long = len(wider) * packed_length(completions, wider[0]) > limit
+        if passes[-1] and (too_long or sum(map(len, wider)) > size):
             passes.append([])
-            width = packed_length(completions, numbers)
-            num_completions = 0
         passes[-1].append(numbers)
-        num_completions += len(numbers)
     return passes
 
 
@@ -2132,14 +2156,34 @@ def open_run(args: Args, rank: int) -> str:
         run_dir = gather([run_dir])[0]  # clocks and process ids differ
     if rank == 0:
         os.makedirs(run_dir, exist_ok=True)
-        unfinished = Path(run_dir, "args.tmp")
-        unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
-        os.replace(unfinished, f"{run_dir}/args.json")
+        steps = [int(path.name.removeprefix("step_")) for path in checkpoints(run_dir)]
+        if args.max_steps > max(steps, default=-1):  # else nothing is trained, and they stay
+            unfinished = Path(run_dir, "args.tmp")
+            unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            os.replace(unfinished, f"{run_dir}/args.json")
         for name in ("metrics.csv", "completions.jsonl"):  # a last row may be cut off
             path = Path(run_dir, name)
             if path.exists():
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return run_dir
+
+
+def open_board(run_dir: str, step: int, args: Args) -> SummaryWriter:
+    """TensorBoard's writer, with the flags as text; with --track, wandb sends what it gets."""
+    if step > 0:
+        print(f"{run_dir}: continues after step {step}")
+    if args.track:
+        try:
+            import wandb
+        except ImportError as error:
+            sys.exit(f"--track: {error}; pip install wandb")
+        project = os.environ.get("WANDB_PROJECT", "rlscripts")
+        names = {"name": Path(run_dir).name, "dir": run_dir, "config": asdict(args)}
+        wandb.init(project=project, sync_tensorboard=True, resume="auto", **names)
+    board = SummaryWriter(run_dir, purge_step=step + 1)
+    rows = [f"|{flag}|{value}|" for flag, value in asdict(args).items()]
+    board.add_text("hyperparameters", "\n".join(["|flag|value|", "|-|-|", *rows]), step)
+    return board
 
 
 def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
@@ -2168,6 +2212,17 @@ def log_completions(run_dir: str, step: int, role: str, episodes, advantages, to
                 "advantage": advantage,
             }
             file.write(json.dumps(row | episode.info, ensure_ascii=False) + "\n")
+
+
+def log_answers(run_dir: str, step: int, answers: list[dict]) -> None:
+    """Print two answers of an evaluation, and add all to completions.jsonl."""
+    for answer in answers[:2]:
+        print("\n>>> ".join([answer["prompt"], *answer["turns"]]))
+        print(f"(reward {answer['reward']:g})")
+    with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
+        for answer in answers:
+            row = {"step": step, "evaluation": True} | answer
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def report(step: int, role: str, metrics: dict, args: Args) -> None:
@@ -2223,6 +2278,7 @@ def parse_args() -> Args:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
         train(parse_args())

@@ -37,7 +37,14 @@ def spy(script):
 
 
 def completions(run_dir) -> list[dict]:
-    return [json.loads(line) for line in Path(run_dir, "completions.jsonl").open()]
+    """Those that were trained on."""
+    rows = [json.loads(line) for line in Path(run_dir, "completions.jsonl").open()]
+    return [row for row in rows if "evaluation" not in row]
+
+
+def evaluation_answers(run_dir) -> list[dict]:
+    rows = [json.loads(line) for line in Path(run_dir, "completions.jsonl").open()]
+    return [row for row in rows if "evaluation" in row]
 
 
 def assert_same_run(run_dir, other) -> None:

@@ -83,7 +83,7 @@ def test_reference_pass_and_average_at_k(monkeypatch):
 
     monkeypatch.setattr(dr_mas, "complete", complete)
     team = SimpleNamespace(start=lambda problem: None, prompt=lambda episode: [{"content": ""}])
-    scores = dr_mas.evaluate([], team, [None] * 3, dr_mas.Args(num_generations_eval=case["k"]), 0, 1)
+    scores, _ = dr_mas.evaluate([], team, [None] * 3, dr_mas.Args(num_generations_eval=case["k"]), 0, 1)
     assert scores["eval/pass_at_4"] == pytest.approx(case["out"]["pass@4"])
     assert scores["eval/mean_at_4"] == pytest.approx(case["out"]["avg@4"])
 

@@ -76,7 +76,7 @@ def test_final_model_scores_the_same(whole, tmp_path, monkeypatch):
     expected = numbers(run_dir)
     assert scores == {tag: expected[6, tag] for tag in scores} and len(scores) == 3
     files = sorted(path.name for path in tmp_path.glob("run/*") if "events" not in path.name)
-    assert files == ["args.json", "metrics.csv"]
+    assert files == ["args.json", "completions.jsonl", "metrics.csv"]
 
 
 def test_killed_again_and_again(whole, tmp_path):

@@ -271,7 +271,7 @@ def test_evaluation_counts_wins_by_role_and_without_handicap(monkeypatch):
     monkeypatch.setattr(spiral_rae, "play", role_0_wins)
     options = '{"kuhn": {"handicap": -3}}'
     args = Args(games=("kuhn",), game_options=options, eval_games=2)
-    scores = spiral_rae.evaluate({}, None, args, 0, 1)
+    scores, _ = spiral_rae.evaluate({}, None, args, 0, 1)
     for opponent in ("random", "start"):
         assert scores[f"eval/kuhn/{opponent}/first/win"] == 1
         assert scores[f"eval/kuhn/{opponent}/second/loss"] == 1
