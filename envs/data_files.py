@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from pathlib import Path
 
 
@@ -35,6 +36,8 @@ def read_rows(name: str, parse_float=float):
     .jsonl, .json (also one array), .parquet, .csv, or hub:NAME:CONFIG:SPLIT of the Hugging Face
     Hub. ValueError of one sentence if something cannot be read.
     """
+    if not str(name).startswith("hub:") and not os.path.isfile(name):
+        raise ValueError(f"{name}: no such file")
     try:
         rows = read_file(str(name), parse_float)
     except ImportError as error:

@@ -118,16 +118,18 @@ def report(path: str, rows: list[Problem], style: str) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     kinds = [kind_of(normal(row.answer)) for row in rows]
+    if style == "gsm8k":  # compares characters, and asks for an integer
+        kinds = ["number" if re.fullmatch(r"-?\d+", row.answer) else "text" for row in rows]
     counts = ", ".join(f"{kinds.count(name)} {name}s" for name in ("number", "expression", "text"))
     print(f"{path}: the answers are {counts}")
     texts = [row for row, name in zip(rows, kinds) if name == "text"]
-    prose = [row.where for row in texts if len(row.answer) > 100 or row.answer.count(" ") > 12]
+    prose = [row.where for row in texts if len(row.answer) > 100 or row.answer.count(" ") > 3 or style == "gsm8k"]
     if prose:
-        more = f" and {len(prose) - 5} more lines" if len(prose) > 5 else ""
-        print(
-            f"{', '.join(prose[:5])}{more}: the answer is prose without a mark (####, \\boxed{{}}, <answer>), "
-            "which only the same words equal"
-        )
+        more = f" and {len(prose) - 5} more" if len(prose) > 5 else ""
+        reason = "is prose without a mark (####, \\boxed{}, <answer>), which only the same words equal"
+        if style == "gsm8k":
+            reason = "is no integer, so no answer earns its reward; leave out --env gsm8k"
+        print(f"{', '.join(prose[:5])}{more}: the answer {reason}")
 
 
 class MathJsonl:
@@ -363,7 +365,7 @@ UNITS = {  # each with its other names
 UNITS = {name: unit for unit, names in UNITS.items() for name in [unit, *names.split()]}
 NOT_UNITS = set(
     "and or not to than then if when where is are for more less least most hundred thousand million billion trillion "
-    "dozen half halves thirds quarters fourths tenths hundredths sqrt mod over times plus minus squared cubed pairs "
+    "dozen lakh crore grand half halves thirds quarters fourths tenths hundredths sqrt mod over times plus minus squared cubed pairs "
     "factorial infinity choose wrong pi theta alpha beta abc xyz k K M B x y".split()
 )
 WITH_CURRENCY = re.compile(r"([-+]?)(?:US)?([$€£¥₹]?)([-+]?[^$€£¥₹]*\d[^$€£¥₹]*?) ?([$€£¥₹]?)")
@@ -396,7 +398,8 @@ def unit_name(words: str, power: str, is_bare: bool) -> str | None:
     """One name for a unit, None for what is none. A bare letter is a variable: 2k is not 2."""
     min_length = 3 if words.startswith(" ") else 4  # of bare words
     words = words.replace(".", " ").split()
-    if not 0 < len(words) <= 4 or NOT_UNITS & {*words, *map(str.lower, words)}:
+    singular = [word.lower().removesuffix("s") for word in words]
+    if not 0 < len(words) <= 4 or NOT_UNITS & {*words, *map(str.lower, words), *singular}:
         return None
     if words[0] not in "mshglLNJWVACF" and len(words[0]) == 1:
         return None

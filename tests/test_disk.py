@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 from language_runs import numbers
@@ -119,3 +120,11 @@ def test_a_console_that_lacks_letters(tmp_path):
     process = fork(tmp_path / "driver.py", path_of(grpo), *words)
     assert process.returncode == 0, process.stderr
     assert "What is ? times " in process.stdout
+
+
+@pytest.mark.quick
+def test_a_judge_that_speaks_of_large_files_is_no_full_disk():
+    """What the user's own code raises comes with its text and its traceback."""
+    with pytest.raises(SystemExit, match="^reward function f: failed") as stop, grpo.one_sentence_for_a_full_disk():
+        sys.exit("reward function f: failed for 'a'\n\nValueError: HTTP 413: File too large")
+    assert "HTTP 413" in stop.value.code

@@ -211,3 +211,11 @@ def test_utf8_with_byte_order_mark_and_windows_line_ends(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + first.encode() + b'\r\n{"question": "c", "answer": "2"}\r\n')
     task = MathJsonl(path)
     assert {row.question for row in task.train_rows + task.evaluation_rows} == {"a\u00e9\u2028b", "c"}
+
+
+def test_gsm8k_names_golds_that_are_no_integers(tmp_path, capsys):
+    rows = [{"question": f"q{n}", "answer": f"so\n#### {gold}"} for n, gold in enumerate(["72", "1,234", "$84.00", "-5"])]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    MathJsonl(str(tmp_path / "a.jsonl"), "gsm8k")
+    printed = capsys.readouterr().out
+    assert "3 numbers, 0 expressions, 1 texts" in printed and "a.jsonl, line 3: the answer is no integer" in printed

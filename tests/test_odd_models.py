@@ -80,6 +80,24 @@ def test_a_model_without_any_end_is_refused(odd, monkeypatch):
     assert "has no token that ends a turn" in refusal(grpo, monkeypatch, "--model-name-or-path", path)
 
 
+def test_a_base_model_is_told_what_ends_its_turns(odd, capsys):
+    grpo.load_model(grpo.Args(model_name_or_path=base_model(odd), max_completion_length=80))
+    assert capsys.readouterr().out == "chat template: a turn ends by <|end|>; the tokenizer's end is <|user|>\n"
+
+
+def test_a_template_whose_end_is_no_token_is_told(odd, tmp_path, capsys):
+    (tmp_path / "chatml.jinja").write_text(TEMPLATE.replace("<|end|>", "<|im_end|>"))
+    grpo.load_model(grpo.Args(chat_template_path=str(tmp_path / "chatml.jinja")))
+    assert capsys.readouterr().out.startswith("chat template: a turn ends without a token that ends it; ")
+
+
+@pytest.mark.parametrize("kept, lost", [("message['role'] != 'system'", "system"), ("loop.first", "user")])
+def test_a_template_that_leaves_out_messages(odd, kept, lost, monkeypatch):
+    path = odd(chat_template__jinja=TEMPLATE.replace("{% for message in messages %}", f"{{% for message in messages if {kept} %}}".replace("loop.first", "message == messages[0]")))
+    words = ["--model-name-or-path", path, "--system-prompt", "Be brief.", "--max-completion-length", "80"]
+    assert refusal(grpo, monkeypatch, *words).startswith(f"chat template: leaves out what {lost} says")
+
+
 def test_a_template_that_refuses_a_system_message(odd, monkeypatch):
     path = odd(chat_template__jinja=REFUSES_SYSTEM + TEMPLATE)
     found = refusal(grpo, monkeypatch, "--model-name-or-path", path, "--system-prompt", "Be brief.", "--max-completion-length", "80")

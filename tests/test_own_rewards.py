@@ -131,7 +131,7 @@ def test_an_exception_names_its_text_and_keeps_its_traceback(function, threads):
 def test_what_is_no_number_is_shown(value, shown):
     with pytest.raises(SystemExit) as stop:
         grpo.call_each("reward function f", lambda problem, text: value, INPUTS, args(1))
-    assert stop.value.code == f"reward function f: returned {shown} for 'text 0', expected a number below 1e15"
+    assert stop.value.code == f"reward function f: returned {shown} for 'text 0', expected a number of at most 15 digits"
 
 
 def test_preferences_are_asked_for_at_once():

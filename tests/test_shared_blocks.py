@@ -43,11 +43,12 @@ group_advantages token_weights load_task model_path report load_problems Complet
 check_tags score
 """  # not in nash_preference.py, or with a text of its own there
 TEACHERS = "load_problems log_completions"  # problems are those that the shipped model cannot solve
-CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
+CONTROL = "setup check_least random_seed checkpoints save_checkpoint load_checkpoint open_run log is_due parse_args"
 OFF_POLICY = "ReplayBuffer update_target"
 PPO = """
-load_function Unfinished start_episodes scale_rewards gae random_seed checkpoints save_checkpoint open_run log report
+make_envs load_function Unfinished start_episodes scale_rewards gae report
 """
+TASKS = "make_env check_envs as_actions check_finite is_due one_sentence_for_a_full_disk"
 
 
 def without(others: str, names: str) -> list[str]:
@@ -75,7 +76,8 @@ FAMILIES = [
     (["grpo", "spiral_rae"], without(GAMES, f"{SHARED} {ONE_TURN}")),
     (["unimodal_poisson", "fm3q", "arac"], CONTROL.split()),
     (["fm3q", "arac"], OFF_POLICY.split()),
-    (["unimodal_poisson", "mdpo"], ["setup", *PPO.split()]),
+    (["unimodal_poisson", "mdpo"], f"{CONTROL} {PPO} {TASKS}".split()),
+    (["unimodal_poisson", "stream_x"], TASKS.split()),
     (["fm3q", "mdpo"], ["update_target"]),
     (["grpo", "unimodal_poisson"], ["log"]),
 ]

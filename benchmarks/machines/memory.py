@@ -1,6 +1,6 @@
 """How much memory a large model takes on a GPU, computed from the shape of the model and the flags.
 
-    from benchmarks.memory import memory_model
+    from benchmarks.machines.memory import memory_model
     memory_model("Qwen2.5-1.5B-Instruct", grpo.Args(bf16=True))["peak"]      # GB, 10^9 bytes
 
 count_memory.py counts the bytes of grpo.py's update, tests those of rollouts of small models. vLLM is
