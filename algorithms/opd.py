@@ -52,6 +52,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -63,7 +64,6 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import chain, product
 from pathlib import Path
-from threading import Event, Thread
 from types import MethodType
 from typing import Literal
 
@@ -97,7 +97,7 @@ AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_compl
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads num_minibatches top_k"
 MAY_BE_NEGATIVE = "seed"
-STOP = Event()  # set by SIGTERM: save a checkpoint after this step, and end
+STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -132,7 +132,7 @@ class Args:
     makes. Evaluations report the first function. It may be async; with function.batched = True it
     is called with all problems and all completions of a step, and returns a list"""
     reward_threads: int = 1
-    """answers that a reward function is called for at once"""
+    """answers that a reward function, also an async one, is called for at once"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
     # rollout
@@ -179,7 +179,7 @@ class Args:
     """parts of a batch, of whole groups, with an optimizer step each"""
     # optimizer
     learning_rate: float | None = None
-    """learning rate of AdamW; None is 1e-4 for the tiny model and 1e-6 for others, and ten times
+    """learning rate of AdamW; None is 3e-4 for the tiny model and 1e-6 for others, and ten times
     that with --lora-rank"""
     warmup_steps: int = 5
     """linear warm-up steps"""
@@ -189,7 +189,7 @@ class Args:
     """of AdamW, whose betas are 0.9 and 0.999"""
     max_grad_norm: float = 1.0
     """clip the gradient norm at this value; 0 does not clip"""
-    max_steps: int = 150
+    max_steps: int = 60
     """training steps, one batch of completions each; 0 only evaluates"""
     seed: int = 1
     """seed of training problems and of sampling; evaluations have fixed seeds"""
@@ -220,7 +220,7 @@ class Args:
     lora_rank: int = 0
     """rank of adapters in linear layers but the head (pip install peft); 0 trains all weights"""
     # bookkeeping
-    eval_steps: int = 25
+    eval_steps: int = 10
     """steps between evaluations; 0 disables them"""
     eval_problems: int = 128
     """number of evaluation problems, unless --eval-dataset is given"""
@@ -340,7 +340,7 @@ def token_weights(lengths: Tensor, loss_type: str, num_generations: int, totals:
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     if args.learning_rate is None:
-        rate = 1e-6 if args.model_name_or_path else 1e-4
+        rate = 1e-6 if args.model_name_or_path else 3e-4
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
     if args.max_completion_length is None:
         args = replace(args, max_completion_length=1024 if args.model_name_or_path else 80)
@@ -587,8 +587,8 @@ def evaluate(
         scores[f"eval/mean_at_{k}"] = rewards.mean(1).tolist()
         scores[f"eval/pass_at_{k}"] = rewards.amax(1).tolist()
     answers = []
-    for problem, completion in zip(problems, greedy):
-        prompt = task.prompt(problem)[-1]["content"]
+    for completion in greedy:
+        prompt = tokenizer.decode(completion.prompt)
         answer = {"prompt": prompt, "turns": [completion.text], "reward": completion.rewards[0]}
         answers.append(answer)
     means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
@@ -621,6 +621,8 @@ def check_flags(args: Args) -> None:
             sys.exit(f"{flag}: expected JSON, found {error}")
         if not isinstance(settings, dict):
             sys.exit(f"{flag}: expected JSON in braces, found {settings}")
+    if args.chat_template_path and not os.path.isfile(args.chat_template_path):
+        sys.exit(f"--chat-template-path {args.chat_template_path}: no such file")
     folder = args.output_dir or "runs"
     if Path(folder, "args.json").exists() and not args.resume:
         sys.exit(f"--output-dir {folder}: holds a run; continue it with --resume {folder}")
@@ -707,6 +709,8 @@ def read_rows(name: str, parse_float=float):
     .jsonl, .json (also one array), .parquet, .csv, or hub:NAME:CONFIG:SPLIT of the Hugging Face
     Hub. ValueError of one sentence if something cannot be read.
     """
+    if not str(name).startswith("hub:") and not os.path.isfile(name):
+        raise ValueError(f"{name}: no such file")
     try:
         rows = read_file(str(name), parse_float)
     except ImportError as error:
@@ -818,7 +822,7 @@ def from_file(flag: str, name: str, *words: str):
         sys.modules[title] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[title])
     if not hasattr(sys.modules[title], attribute):
-        sys.exit(f"{flag} {name}: {sys.modules[title]} does not define {attribute!r}")
+        sys.exit(f"{flag} {name}: the file does not define {attribute!r}")
     found = getattr(sys.modules[title], attribute)
     try:
         if words:
@@ -871,7 +875,9 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
         return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
     except Exception as error:  # whatever the code of a template raises
         roles = ", ".join(message["role"] for message in messages)
-        sys.exit(f"chat template: refuses messages of {roles} ({error}), see --chat-template-path")
+        advice = "leave out --system-prompt, or " if args.system_prompt else ""
+        advice += "give --chat-template-path"
+        sys.exit(f"chat template: refuses messages of {roles} ({error}); {advice}")
 
 
 def check_tags(tokenizer, messages: list[dict]) -> None:
@@ -915,13 +921,18 @@ def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[flo
     Exits with the text for which it fails, or returns something else.
     """
 
+    failed = []
+
     def call(given: tuple):
+        if failed:  # what is left would be paid for in vain
+            return None
         try:
             result = function(*given)
             if inspect.isawaitable(result):
                 result = asyncio.run_coroutine_threadsafe(result, event_loop()).result()
             return result
         except Exception as error:
+            failed.append(error)
             return error
 
     # A function may change its copy of a row.
@@ -944,9 +955,11 @@ def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[flo
             numbers.append(float(result) if math.isfinite(result) else math.inf)
         except Exception:  # of what is no number, or has more digits than a float
             numbers.append(math.inf)
-        if not abs(numbers[-1]) < 1e15:  # squares of larger numbers are too large for float32
+        if not abs(numbers[-1]) < 1e15:  # squares of larger ones are too large for float32
             found = "a huge number" if isinstance(result, int) else repr(result)
-            sys.exit(f"{title}: returned {found:.100} {words}, expected a number below 1e15")
+            sys.exit(
+                f"{title}: returned {found:.100} {words}, expected a number of at most 15 digits"
+            )
     if len(results) != len(inputs):
         sys.exit(f"{title}: returned {len(results)} numbers for {len(inputs)} answers")
     return numbers
@@ -956,7 +969,7 @@ def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[flo
 def event_loop() -> asyncio.AbstractEventLoop:
     """One loop for all async functions of a run: clients of servers belong to theirs."""
     loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True).start()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
 
 
@@ -1048,16 +1061,22 @@ def turn_end(tokenizer, args: Args) -> list[int]:
 
     In base models the token that ends a text is often another.
     """
-    chat = [{"role": role, "content": "Xyzzy"} for role in ("user", "assistant")]
+    roles = ["system"] * bool(args.system_prompt) + ["user", "assistant"]
+    chat = [{"role": role, "content": f"Xyzzy {role}"} for role in roles]
     settings = json.loads(args.chat_template_kwargs) | {"tokenize": False}
     try:
         text = tokenizer.apply_chat_template(chat, **settings)
     except Exception:  # if the template is broken, encode says so
         return []
-    if "Xyzzy" not in text:
-        sys.exit("chat template: leaves out messages, see --chat-template-path")
-    rest = tokenizer.encode(text.rpartition("Xyzzy")[2], add_special_tokens=False)
-    return [token for token in rest if token in tokenizer.added_tokens_decoder][:1]
+    for role in roles:
+        if f"Xyzzy {role}" not in text:
+            sys.exit(f"chat template: leaves out what {role} says, see --chat-template-path")
+    rest = tokenizer.encode(text.rpartition("Xyzzy assistant")[2], add_special_tokens=False)
+    end = [token for token in rest if token in tokenizer.added_tokens_decoder][:1]
+    if end != [tokenizer.eos_token_id] and os.environ.get("RANK", "0") == "0":
+        found = f"by {tokenizer.decode(end)}" if end else "without a token that ends it"
+        print(f"chat template: a turn ends {found}; the tokenizer's end is {tokenizer.eos_token}")
+    return end
 
 
 def refuse_unsupported(model) -> None:
@@ -1719,7 +1738,7 @@ def token_logprobs(model, packed: Packed, args: Args, teacher=None) -> Tensor:
             )
         return torch.stack([logprobs, teacher_logprobs, losses], 1)
 
-    hidden = model.hidden_states(packed, args)  # (N,H)
+    hidden = hidden_states(model, packed, args)  # (N,H)
     teacher_hidden = hidden if teacher is None else packed.teacher_hidden
     inputs = (hidden, teacher_hidden, packed.targets)
     with torch.autocast(hidden.device.type, torch.bfloat16, enabled=args.bf16):
@@ -1932,7 +1951,7 @@ def open_run(args: Args, rank: int) -> str:
 
 def open_board(run_dir: str, step: int, args: Args) -> SummaryWriter:
     """TensorBoard's writer, with the flags as text; with --track, wandb sends what it gets."""
-    if step > 0:
+    if args.resume:
         print(f"{run_dir}: continues after step {step}")
     if args.track:
         try:
@@ -1997,13 +2016,17 @@ def one_sentence_for_a_full_disk():
     """Around a run: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
+    except SystemExit:  # with a sentence of its own
+        raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
         reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
         reasons += ["unexpected pos", "failed writing"]  # what torch.save says
         for reason in reasons:
             if reason in text:
-                sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
+                threading.excepthook = lambda _: None  # TensorBoard's thread fails, too
+                advice = "make room; a run that has begun goes on with --resume RUN_DIR"
+                sys.exit(f"the disk is full ({reason}): {advice}")
         raise
 
 
