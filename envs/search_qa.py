@@ -1,9 +1,9 @@
 """Search questions: who is the rival of the teacher of Midra Oslen? The model searches turn by turn, then answers.
 
 A turn is `<think>..</think><search>query</search>` or `<think>..</think><answer>..</answer>`; a search is answered by a
-user message `<result>..</result>`. Questions of 1 to 4 hops come from an invented world, or from a JSON-lines file with
-a retrieval server. Roles: answerer (one agent), router, searcher and responder (a team), examiner (writes questions).
-Rewards compare texts by rule. Every random choice comes from the `random.Random` that is passed in. No dependencies.
+user message `<result>..</result>`. Questions of 1 to 4 hops come from an invented world, or from a data file that
+comes with documents or a retrieval server. Roles: answerer (one agent), router, searcher and responder (a team),
+examiner (writes questions). Rewards compare texts by rule. Every random choice comes from the `random.Random` that is passed in. No dependencies.
 """
 
 import random
@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from envs import search_text
-from envs.retriever import RELATIONS, HttpRetriever, World
+from envs.control_tokens import CONTROL, without_control
+from envs.retriever import RELATIONS, HttpRetriever, World, read_documents
 from envs.search_problems import Problem, Request, read_questions
 from envs.search_text import (
     exact_match,
@@ -26,9 +27,8 @@ from envs.search_text import (
 
 KNOWN = "I know the answer."  # the thought before an answer
 TAGS = ("think", "search", "result", "verify", "question", "answer")
-# What a retrieved text must not contain: our tags, what search_text.balanced counts, control tokens like <|end|>.
-OURS = "|".join((*TAGS, "code", "tool_call"))
-CONTROL = r"<\|[^<>|]*\|>|</?s>|<(?:bos|eos|start_of_turn|end_of_turn)>|\[/?INST\]"
+# What a retrieved text must not contain: our tags, what search_text.balanced counts, control tokens.
+OURS = "|".join((*TAGS, "code", "tool_call", "tool_response"))
 MARKUP = re.compile(rf"</?(?:{OURS})>|{CONTROL}", re.IGNORECASE)
 THINK = "Think inside <think> </think>, then"
 INSTRUCTIONS = {
@@ -75,19 +75,36 @@ class SearchQA:
     """Problems, searches, prompts. The number of hops is drawn uniformly from `hops`; (1, 1, 2) has twice as many of 1.
 
     With `dataset` (lines with `question` and `golden_answers`, `answers` or `answer`) the questions come from a file,
-    and `retriever_url` must name a server to search in.
+    and `documents` must name a file to search in, or `retriever_url` a server.
     """
 
     reward_functions = {"exact_match": exact_match, "f1": f1, "format": format}
     reward_weights = (1.0, 0.0, 0.0)
 
-    def __init__(self, dataset=None, retriever_url=None, hops=(1, 2, 3), top_k: int = 3, max_turns: int = 5):
+    def __init__(
+        self,
+        dataset: str | None = None,
+        retriever_url: str | None = None,
+        documents: str | None = None,
+        top_k: int = 3,
+        timeout: float = 60.0,
+        hops: tuple[int, ...] = (1, 2, 3),
+        max_turns: int = 5,
+    ):
         if not hops or not set(hops) <= {1, 2, 3, 4} or top_k < 1 or max_turns < 1:
             raise ValueError("search_qa needs hops from 1 to 4, top_k >= 1 and max_turns >= 1")
-        if dataset and not retriever_url:
-            raise ValueError(f"{dataset}: questions from a file need a retrieval server, --retriever-url")
+        if documents and retriever_url:
+            raise ValueError("--documents: searched in this process, so not with --retriever-url; give one of them")
+        if (documents or retriever_url) and not dataset:
+            raise ValueError("--documents, --retriever-url: need --dataset, questions that they answer")
+        if dataset and not (documents or retriever_url):
+            expected = "--documents, or a retrieval server, --retriever-url"
+            raise ValueError(f"{dataset}: questions from a file need a file to search in, {expected}")
         self.hops, self.top_k, self.max_turns = tuple(hops), top_k, max_turns
-        self.retriever = HttpRetriever(retriever_url) if retriever_url else world()
+        if documents:
+            self.retriever = read_documents(documents)
+        else:
+            self.retriever = HttpRetriever(retriever_url, timeout) if retriever_url else world()
         self.train_rows, self.evaluation_rows = read_questions(dataset) if dataset else ([], [])
         self._order_of, self._order = None, []
 
@@ -168,7 +185,8 @@ class SearchQA:
     def examined(self, request: Request, texts: list[str]) -> tuple[float, Problem | None]:
         """What an examiner wrote and read, in turn: its format score, and its question with the searches that led to
         it, None where the score is 0."""
-        written, results = texts[::2], [text.removeprefix("<result>").removesuffix("</result>") for text in texts[1::2]]
+        written = [without_control(text) for text in texts[::2]]  # the student reads parts of them
+        results = [text.removeprefix("<result>").removesuffix("</result>") for text in texts[1::2]]
         score = examiner_format(*request, written, results)
         if score == 0:
             return 0.0, None
