@@ -42,6 +42,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import csv
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -1927,6 +1928,17 @@ def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
         adapter = states.get_model_state_dict(model, options=states.StateDictOptions(**whole))
         if rank == 0:
             model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
+
+
+def checksums(args: Args) -> dict[str, str]:
+    """SHA-256 of the files with data, so that a resumed run may find them elsewhere."""
+    found = {}
+    for name in ("dataset", "eval_dataset", "documents"):
+        path = getattr(args, name, None) or ""
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def open_run(args: Args, rank: int) -> str:
