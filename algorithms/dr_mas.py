@@ -95,6 +95,7 @@ ROOT = Path(__file__).resolve().parents[1]  # the repository root
 sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+MOST_CALLS = 1000  # of a team in an episode; one that never ends would write for ever
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env max_rounds missing_verdict dataset eval_dataset"
@@ -631,6 +632,9 @@ def play(players, team, episodes: list, args: Args) -> None:
         waiting = {episode.agent for episode in episodes if episode.agent}
         if not waiting:
             return
+        unknown = waiting - set(team.agents)
+        if unknown:
+            sys.exit(f"advance: set episode.agent to {unknown}, the team has {team.agents}")
         agent = min(waiting, key=team.agents.index)
         player = player_of(players, agent)
         if args.vllm and player is not writing:
@@ -656,7 +660,12 @@ def play(players, team, episodes: list, args: Args) -> None:
             completion.agent = agent
             completion.text = answer_text(player.tokenizer, completion.prompt, completion.ids)
         valid = team.advance(due, [completion.text for completion in completions])
-        for episode, completion, is_valid in zip(due, completions, valid, strict=True):
+        if not hasattr(valid, "__len__") or len(valid) != len(due):
+            words = f"for {len(due)} texts, expected a list with one truth value for each"
+            sys.exit(f"advance: returned {valid!r:.200} {words}")
+        if max(len(episode.completions) for episode in due) >= MOST_CALLS:
+            sys.exit(f"advance: a team still writes after {MOST_CALLS} turns; set agent to None")
+        for episode, completion, is_valid in zip(due, completions, valid):
             completion.valid = bool(is_valid)
             episode.completions.append(completion)
 
@@ -926,7 +935,12 @@ def load_team(args: Args, dataset: str | None):
         team = from_file("--env", args.env, "dataset", "max_rounds", "missing_verdict")
         if not (args.model_name_or_path or args.agent_models):
             sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models")
-        return team(dataset, *options)
+        team = team(dataset, *options)
+        if Path(ROOT, "envs", "checks.py").is_file():  # not where the script was copied alone
+            from envs.checks import check_team
+
+            check_team(team, args, score)
+        return team
     try:
         from envs.countdown import Countdown
         from envs.math_jsonl import MathJsonl
@@ -1567,7 +1581,7 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=not getattr(args, "stop", ()),
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
@@ -1593,7 +1607,9 @@ class VllmSampler:
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        common = {"max_tokens": args.max_completion_length, "detokenize": False, "logprobs": 0}
+        common = {"max_tokens": args.max_completion_length, "logprobs": 0}
+        stop = list(getattr(args, "stop", ()))  # texts that end a turn
+        common |= {"stop": stop, "detokenize": len(stop) > 0}
         common["stop_token_ids"] = self.generation_config.eos_token_id
         common["temperature"] = args.temperature if seeds else 0.0
         row_seeds = seeds or [None] * len(prompts)

@@ -66,6 +66,7 @@ import threading
 import time
 import traceback
 import warnings
+from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -106,6 +107,7 @@ AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_compl
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads max_turns num_minibatches"
 AT_LEAST_ONE += " retriever_top_k retriever_timeout"
+AT_LEAST_ONE += " max_reply_length"
 MAY_BE_NEGATIVE = "seed format_penalty"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
@@ -158,6 +160,10 @@ class Args:
     """G, episodes of each problem"""
     max_turns: int = 5
     """turns of an episode"""
+    stop: tuple[str, ...] = ()
+    """texts that end a turn, such as </search>"""
+    max_reply_length: int | None = None
+    """longest message of a tool in tokens, cut there; None does not cut"""
     max_prompt_length: int = 1024
     """longest context of a turn in tokens: problems of a dataset with a longer prompt are dropped,
     and episodes that would grow over it end"""
@@ -428,6 +434,7 @@ def train(args: Args) -> dict[str, float]:
         share = args.num_prompts_per_step // world_size
         first = progress["num_prompts"] + rank * share
         indices = range(first, first + share)
+        task.tool_seconds = 0.0
         problems = [task.train_problem(i, args.seed) for i in indices]
         seeds = [random_seed(args.seed, i) for i in indices]
         episodes = play(sampler, tokenizer, task, problems, args.num_generations, args, seeds)
@@ -479,6 +486,7 @@ def train(args: Args) -> dict[str, float]:
             "learning_rate": rate,
             "num_tokens": progress["num_tokens"],
             "seconds/rollout": sampled - began,
+            "seconds/tools": task.tool_seconds,
             "seconds/step": time.perf_counter() - began,
         }
         if rank == 0:
@@ -607,8 +615,7 @@ def play(
     size = len(episodes) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
     for first in range(0, len(episodes), size):
         play_turns(sampler, tokenizer, task, episodes[first : first + size], args)
-    inputs = [(episode.problem, "".join(episode.texts)) for episode in episodes]
-    for episode, rewards in zip(episodes, score(task, inputs, args)):
+    for episode, rewards in zip(episodes, score(task, episodes, args)):
         episode.rewards = rewards
     return episodes
 
@@ -621,20 +628,25 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args) -> None:
         seeds = [random_seed(e.seed, turn) for e in episodes if e.seed is not None]
         completions, memory = generate(sampler, contexts, args, seeds, memory)
         for episode, completion in zip(episodes, completions):
+            cut_at_stop(tokenizer, completion, args)
             completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
             episode.write(completion)
-        replies = task.step([completion.text for completion in completions], turn + 1, episodes)
+        replies = ask(task, episodes, turn + 1, tokenizer, args)
+        if turn == args.max_turns - 1:
+            return
 
         # Some episodes go on: those with a reply that fits.
+        encoded = reply_ids(sampler, tokenizer, replies, args)
         rows = []
-        for row, (episode, reply) in enumerate(zip(episodes, replies, strict=True)):
-            if reply is None or not episode.ended or turn == args.max_turns - 1:
+        for row, (episode, ids) in enumerate(zip(episodes, encoded)):
+            if not ids or not episode.ended:
                 continue
-            ids = reply_ids(sampler, tokenizer, reply, args)
+            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # no text of --stop
+            ids = ids if has_end else [tokenizer.eos_token_id, *ids]
             if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
                 episode.ended = False
                 continue
-            episode.read(ids, reply["content"])
+            episode.read(ids, "".join(message["content"] for message in replies[row]))
             rows.append(row)
         if not rows:
             return
@@ -769,7 +781,13 @@ def gather(items: list) -> list:
 def load_problems(args: Args, dataset: str | None):
     """The agent task: an object with what envs/README.md lists."""
     if args.env != "search_qa":
-        return from_file("--env", args.env, "dataset")(dataset)
+        task = from_file("--env", args.env, "dataset")(dataset)
+        task.max_turns = args.max_turns
+        if Path(ROOT, "envs", "checks.py").is_file():  # not where a script was copied alone
+            from envs.checks import check_agent_task
+
+            check_agent_task(task, args, partial(Episode, prompt=[]), ask, score)
+        return task
     try:
         from envs.search_qa import SearchQA, f1
 
@@ -832,8 +850,9 @@ def load_task(args: Args):
         task.reward_functions = {}
         for name, place in zip(names, args.reward):
             task.reward_functions[name] = from_file("--reward", place, "problem", "completion")
-        task.reward_weights = (1.0,) * len(args.reward)
-    task.reward_weights = args.reward_weights or task.reward_weights
+        task.reward_weights = ()
+    ones = (1.0,) * len(task.reward_functions)
+    task.reward_weights = args.reward_weights or getattr(task, "reward_weights", ()) or ones
     finite = [weight for weight in task.reward_weights if math.isfinite(weight)]
     if not len(finite) == len(task.reward_weights) == len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
@@ -889,10 +908,15 @@ def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
     return kept
 
 
-def score(task, inputs: list[tuple], args: Args) -> list[tuple[float, ...]]:
-    """The K rewards of each pair of a problem and a text. B pairs -> B tuples"""
+def score(task, episodes: list[Episode], args: Args) -> list[tuple[float, ...]]:
+    """The K rewards of each episode. B episodes -> B tuples
+
+    A function whose second parameter is named episode gets the episode, others all of its text.
+    """
     columns = []
     for name, function in task.reward_functions.items():
+        whole = list(inspect.signature(function).parameters)[1:2] == ["episode"]
+        inputs = [(e.problem, e if whole else "".join(e.texts)) for e in episodes]
         columns.append(call_each(f"reward function {name}", function, inputs, args))
     return list(zip(*columns))
 
@@ -1228,7 +1252,7 @@ class Completion:
     logprobs: list[float]  # as sampled
     ended: bool
     text: str = ""
-    entropy: float = 0.0  # nats, sum over tokens; with --vllm see measure_entropies
+    entropies: list[float] = field(default_factory=list)  # nats, of each token; not with --vllm
 
 
 @dataclass
@@ -1252,8 +1276,8 @@ class Episode:
         self.turns += [len(self.texts) // 2] * len(completion.ids)
         self.ids += completion.ids
         self.logprobs += completion.logprobs
-        self.entropy += completion.entropy
-        self.entropies.append(completion.entropy / len(completion.ids))
+        self.entropy += sum(completion.entropies)
+        self.entropies.append(sum(completion.entropies) / len(completion.ids))
         self.ended = completion.ended
         self.texts.append(completion.text)
 
@@ -1350,32 +1374,75 @@ def read(
     return memory, hidden
 
 
-def reply_ids(model, tokenizer, reply: dict, args: Args) -> list[int]:
-    """Token ids of a message that answers a turn, up to where the assistant begins again.
+def ask(task, episodes, turn: int, tokenizer, args: Args) -> list[list[dict]]:
+    """What the task replies to each episode: messages, none where it ends."""
+    began = time.perf_counter()
+    replies = task.step([episode.texts[-1] for episode in episodes], turn, episodes)
+    task.tool_seconds = getattr(task, "tool_seconds", 0.0) + time.perf_counter() - began
+    if not isinstance(replies, list | tuple) or len(replies) != len(episodes):
+        words = f"for {len(episodes)} texts, expected a list with one for each"
+        sys.exit(f"step: returned {replies!r:.200} {words}")
+    conversations = []
+    for reply in replies:
+        messages = reply if isinstance(reply, list) else [reply] * (reply is not None)
+        conversations.append([])
+        for message in messages:
+            content = message.get("content") if isinstance(message, dict) else None
+            if not isinstance(content, str) or "role" not in message:
+                words = "expected a message with role and content, a list of them, or None"
+                sys.exit(f"step: replied {reply!r:.200}, {words}")
+            if args.max_reply_length and tokenizer:
+                ids = tokenizer(content, add_special_tokens=False)["input_ids"]
+                if len(ids) > args.max_reply_length:
+                    content = tokenizer.decode(ids[: args.max_reply_length])
+            conversations[-1].append(message | {"content": content})
+    return conversations
 
-    They begin after the end token of the turn, which the model has written.
+
+def cut_at_stop(tokenizer, completion: Completion, args: Args) -> None:
+    """End a turn with the token that completes the first of --stop."""
+
+    def stops(length: int) -> bool:
+        text = tokenizer.decode(completion.ids[:length], skip_special_tokens=True)
+        return any(stop in text for stop in args.stop)
+
+    if args.stop and stops(len(completion.ids)):
+        length = bisect_left(range(len(completion.ids)), True, key=stops)
+        completion.ids = completion.ids[:length]
+        completion.logprobs = completion.logprobs[:length]
+        completion.entropies = completion.entropies[:length]
+        completion.ended = True
+
+
+def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[list[int]]:
+    """Token ids of messages that answer turns, up to where the assistant begins again.
+
+    They begin after the end token of the turn, which the model has written. A reply of no message
+    has none. All are encoded at once, equal ones once, by as many threads as there are processors.
     """
-    chats = []
-    for text in ("b", "c"):  # two chats that differ in the assistant's text alone
-        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
-        encoded = tokenizer.apply_chat_template(
-            turn + [reply],
-            add_generation_prompt=True,
-            return_dict=True,
-            **json.loads(args.chat_template_kwargs),
-        )
-        chats.append(encoded["input_ids"])
-    # Both chats are equal after the assistant's text.
-    length = 0
-    while chats[0][-length - 1] == chats[1][-length - 1]:
-        length += 1
-    rest = chats[0][-length:]
-    ends = [
-        place for place, token in enumerate(rest) if token in model.generation_config.eos_token_id
-    ]
-    if not ends:
-        sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
-    return rest[ends[0] + 1 :]
+    added = tokenizer.added_tokens_decoder
+    ends = [added[end].content for end in model.generation_config.eos_token_id if end in added]
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": False}
+    texts = []
+    for messages in filter(None, replies):
+        chats = []
+        for text in ("b", "c"):  # two chats that differ in the assistant's text alone
+            turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+            chats.append(tokenizer.apply_chat_template(turn + messages, **settings))
+        # Both are equal after the assistant's text. An end token is a token in any context.
+        lengths = range(1, len(chats[0]))
+        same = bisect_left(lengths, True, key=lambda n: chats[0][-n:] != chats[1][-n:])
+        rest = chats[0][len(chats[0]) - same :]
+        places = [rest.find(end) for end in ends if end in rest]
+        if not places:
+            sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
+        texts.append(rest[min(places) :])
+    different = list(dict.fromkeys(texts))
+    encoded = tokenizer(different, add_special_tokens=False)["input_ids"] if texts else []
+    found = dict(zip(different, encoded))
+    remaining = iter(texts)
+    return [found[next(remaining)][1:] if messages else [] for messages in replies]
 
 
 @torch.no_grad()
@@ -1511,7 +1578,7 @@ class Decoder:
         for row in zip(prompts, *columns, lengths, ended):
             prompt, ids, values, entropies, length, has_ended = row
             completion = Completion(prompt, ids[:length], values[:length], has_ended)
-            completion.entropy = sum(entropies[:length])
+            completion.entropies = entropies[:length]
             completions.append(completion)
         return completions
 
@@ -1593,7 +1660,7 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=not getattr(args, "stop", ()),
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
@@ -1619,7 +1686,9 @@ class VllmSampler:
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        common = {"max_tokens": args.max_completion_length, "detokenize": False, "logprobs": 0}
+        common = {"max_tokens": args.max_completion_length, "logprobs": 0}
+        stop = list(getattr(args, "stop", ()))  # texts that end a turn
+        common |= {"stop": stop, "detokenize": len(stop) > 0}
         common["stop_token_ids"] = self.generation_config.eos_token_id
         common["temperature"] = args.temperature if seeds else 0.0
         row_seeds = seeds or [None] * len(prompts)

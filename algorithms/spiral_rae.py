@@ -670,13 +670,23 @@ def first_prompt(tokenizer, args: Args) -> list[int]:
     """The longest first prompt of the games. Exits if one of the games cannot be played."""
     prompts = []
     for name in args.games:
+        by_chance = "random" in (args.opponent, *(args.eval_opponents if args.eval_steps else ()))
         try:
+            if ".py:" in name and Path(ROOT, "envs", "checks.py").is_file():  # a game of one's own
+                from envs.checks import check_game
+
+                options = json.loads(args.game_options).get(name, {})
+                check_game(name, partial(game_maker(name), **options), by_chance)
             match = new_match(name, ("policy", "policy"), "", args)
-            if "random" in (args.opponent, *(args.eval_opponents if args.eval_steps else ())):
+            if by_chance:
                 random_action(match, random.Random(0))  # not possible where moves are free text
         except ModuleNotFoundError as error:
+            if not error.name.startswith("envs"):
+                raise  # in a file of one's own
             sys.exit(f"{error}: needs the folder envs/ of the repository, or --games FILE.py:Game")
         except (TypeError, ValueError, IndexError) as error:
+            if ".py:" in name:
+                raise
             sys.exit(f"--games: {error}; see also --opponent and --eval-opponents")
         game = match.game
         prompts.append(encode(tokenizer, game, game.player, args))
@@ -1443,7 +1453,7 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=not getattr(args, "stop", ()),
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
@@ -1469,7 +1479,9 @@ class VllmSampler:
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        common = {"max_tokens": args.max_completion_length, "detokenize": False, "logprobs": 0}
+        common = {"max_tokens": args.max_completion_length, "logprobs": 0}
+        stop = list(getattr(args, "stop", ()))  # texts that end a turn
+        common |= {"stop": stop, "detokenize": len(stop) > 0}
         common["stop_token_ids"] = self.generation_config.eos_token_id
         common["temperature"] = args.temperature if seeds else 0.0
         row_seeds = seeds or [None] * len(prompts)

@@ -1,0 +1,345 @@
+"""Agent tasks, teams and games of one's own: what mistakes end in, and what their methods may do."""
+
+import random
+import sys
+import traceback
+
+import pytest
+from language_runs import CALCULATOR, SMALL, completions, train
+
+from algorithms import arpo, dr_mas, empg, igpo, spiral_rae
+
+OWN = '''
+import random
+
+from envs.game import Game
+from envs.teams import Episode
+
+
+def one(problem, text):
+    return 1.0
+
+
+class Task:
+    reward_functions = {"one": one}
+
+    def __init__(self, dataset):
+        random.seed(3)
+
+    def train_problem(self, index, seed):
+        return index
+
+    def evaluation_problems(self, count):
+        return list(range(-count, 0))
+
+    def prompt(self, problem):
+        return [{"role": "user", "content": f"What is {problem}?"}]
+
+    def step(self, texts, turn, episodes):
+        random.random()
+        return [None for _ in texts]
+
+    def right_answer(self, problem):
+        return "<answer>", str(problem)
+
+
+class WrongType(Task):
+    def prompt(self, problem):
+        return "What is it?"
+
+
+class NoMethod(Task):
+    step = property()
+
+
+class FewReplies(Task):
+    def step(self, texts, turn, episodes):
+        return [None]
+
+
+class IntAnswer(Task):
+    def right_answer(self, problem):
+        return "<answer>", 84
+
+
+class BrokenTool(Task):
+    def step(self, texts, turn, episodes):
+        raise ValueError("the tool is broken")
+
+
+class NoneInTheMiddle(Task):
+    def step(self, texts, turn, episodes):
+        message = {"role": "tool", "content": "x"}
+        return [[message, None, message] for _ in texts]
+
+
+class NoneLater(Task):
+    def step(self, texts, turn, episodes):
+        return [{"role": "user", "content": "x"} for _ in texts] if turn == 1 else None
+
+
+class Team:
+    agents = ("solver", "judge")
+
+    def __init__(self, dataset, max_rounds, missing_verdict):
+        self.task = Task(dataset)
+
+    def start(self, problem):
+        return Episode(problem, "solver")
+
+    def prompt(self, episode):
+        return self.task.prompt(episode.problem)
+
+    def advance(self, episodes, texts):
+        for episode in episodes:
+            episode.agent = self.after(episode)
+        return [True for _ in texts]
+
+    def after(self, episode):
+        return None
+
+
+class UnknownAgent(Team):
+    def after(self, episode):
+        return "critic"
+
+
+class Endless(Team):
+    def after(self, episode):
+        return "judge"
+
+
+class Coin(Game):
+    """Heads wins."""
+
+    listed = ["[heads]", "[tails]"]
+
+    def start(self, generator):
+        random.random()
+
+    def legal_actions(self):
+        return self.listed
+
+    def observation(self, player):
+        return f"You are Player {player}."
+
+    def play(self, action):
+        self.end(self.player, 1.0, -1.0, "win")
+        return True
+
+
+class NoBrackets(Coin):
+    listed = ["heads", "tails"]
+
+
+class Forbidden(Coin):
+    def play(self, action):
+        return False
+
+
+class BrokenGame(Coin):
+    def play(self, action):
+        raise TypeError("the coin is lost")
+
+
+class NeedsPackage(Coin):
+    def start(self, generator):
+        import no_such_package
+'''
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """The path of a file with tasks, teams and games."""
+    path = tmp_path_factory.mktemp("own") / "tasks_of_my_own.py"
+    path.write_text(OWN)
+    yield path
+    sys.modules.pop(path.stem, None)
+
+
+def begin(script, name: str):
+    """What a run does before it loads a model, or after it has loaded one."""
+    if script is spiral_rae:
+        return script.first_prompt(None, script.Args(games=(name,)))
+    return script.load_task(script.Args(env=name, model_name_or_path="m"))
+
+
+MISTAKES = [
+    (igpo, "WrongType", "prompt: returned 'What is it?', expected a list of messages"),
+    (empg, "NoMethod", "NoMethod: has no step, see envs/README.md"),
+    (arpo, "FewReplies", "step: returned [None] for 2 texts, expected a list with one for each"),
+    (spiral_rae, "NoBrackets", "legal_actions: lists 'tails', which is forfeit, expected actions that play carries out, in square"),
+    (dr_mas, "UnknownAgent", "advance: set 'critic' as episode.agent, expected one of solver, judge, or None"),
+    (dr_mas, "Endless", "advance: the team still writes after 1000 turns; set episode.agent to None"),
+    (igpo, "IntAnswer", "right_answer: returned ('<answer>', 84), expected two texts"),
+    (igpo, "BrokenTool", "the tool is broken"),
+    (igpo, "NoneInTheMiddle", "step: replied [{'role': 'tool', 'content': 'x'}, None, {"),
+    (spiral_rae, "Forbidden", "legal_actions: lists '[tails]', which is rejected"),
+    (spiral_rae, "BrokenGame", "the coin is lost"),
+    (spiral_rae, "NeedsPackage", "No module named 'no_such_package'"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("script, name, words", MISTAKES, ids=[name for _, name, _ in MISTAKES])
+def test_a_mistake_ends_in_a_sentence_or_in_ones_own_traceback(script, name, words, own):
+    with pytest.raises(BaseException) as stop:
+        begin(script, f"{own}:{name}")
+    assert words in str(stop.value)
+    own_frames = [frame for frame in traceback.extract_tb(stop.tb) if frame.filename == str(own)]
+    assert isinstance(stop.value, SystemExit) != bool(own_frames)
+
+
+def test_the_check_leaves_randomness_as_it_was_and_accepts_what_is_right(own):
+    for script, name in ((igpo, "Task"), (arpo, "Task"), (dr_mas, "Team")):
+        begin(script, f"{own}:{name}")
+        assert random.random() == random.Random(3).random(), "only __init__ has touched the generator"
+    random.seed(5)
+    with pytest.raises(SystemExit, match="chat template: refuses"):  # there is no tokenizer: the game itself is right
+        begin(spiral_rae, f"{own}:Coin")
+    generator = random.Random(5)
+    generator.random()
+    assert random.getstate() == generator.getstate(), "the real game draws once, the checked one leaves no trace"
+
+
+def test_weights_are_one_where_a_task_has_none(own):
+    task, _ = begin(igpo, f"{own}:Task")
+    assert task.reward_weights == (1.0,)
+    assert task.max_turns == 5
+
+
+TURNS = ["Let me see <calc>1+1</calc> and more of it", "<calc>2*3</calc>", "<answer>6</answer>"]
+
+
+def spoken(script, task, args, patch, **more):
+    """Episodes of one problem in which the model writes TURNS, and the tokenizer."""
+    model, tokenizer = script.load_model(args)
+    end = model.generation_config.eos_token_id[0]
+
+    def generate(model, contexts, args, seeds=None, memory=None):
+        made = []
+        for context in contexts:
+            turn = tokenizer.decode(context).count("<|assistant|>") - 3  # two are of the example
+            ids = tokenizer(TURNS[turn], add_special_tokens=False)["input_ids"] + [end]
+            made.append(script.Completion(context, ids, [-1.0] * len(ids), True))
+        return made, None
+
+    patch.setattr(script, "generate", generate)
+    problem = {"question": "1+1 * 3", "answer": "6"}
+    return script.play(model, tokenizer, task, [problem], 2, args, [1], **more), tokenizer
+
+
+@pytest.mark.parametrize("script", [igpo, empg, arpo])
+def test_tools_reply_in_several_messages_cut_and_after_a_stop(script, monkeypatch):
+    args = script.Args(**SMALL | CALCULATOR, stop=("</calc>",), max_reply_length=5)
+    task, _ = script.load_task(args)
+    seen = []
+
+    def step(texts, turn, episodes):
+        seen.append((turn, texts[0], task.max_turns))
+        for episode in episodes:
+            episode.notes = getattr(episode, "notes", 0) + 1
+        called = [{"role": "tool", "content": "2"}, {"role": "user", "content": "=".join("123456789")}]
+        return [called if "calc" in text else None for text in texts]
+
+    def counted(problem, episode):
+        return 10 * episode.notes + sum("</calc>" in text for text in episode.texts[::2])
+
+    def length(problem, text):
+        return len(text)
+
+    task.step = step
+    task.reward_functions = {"counted": counted, "length": length}
+    (episode, _), tokenizer = spoken(script, task, args, monkeypatch)
+    assert [text for _, text, _ in seen] == ["Let me see <calc>1+1</calc>", *TURNS[1:]]
+    assert {limit for *_, limit in seen} == {args.max_turns}
+    assert episode.texts[1] == episode.texts[3] == "21=2=3", "the second message has five tokens"
+    assert episode.rewards == (32.0, float(len("".join(episode.texts)))), "three turns, two of them with a call"
+    replies = "<|tool|>2<|end|><|user|>1=2=3<|end|>"
+    chat = "".join(f"{text}<|end|>{replies}<|assistant|>" for text in (seen[0][1], TURNS[1])) + f"{TURNS[2]}<|end|>"
+    assert episode.ids == tokenizer(chat, add_special_tokens=False)["input_ids"]
+    written = [token for token, turn in zip(episode.ids, episode.turns) if turn >= 0]
+    assert len(written) == len(episode.logprobs)
+    # With --stop the end token is the chat's, not the model's; only the last turn has its own.
+    assert tokenizer.decode(written) == "".join([seen[0][1], *TURNS[1:]]) + "<|end|>"
+
+
+def test_rewards_of_turns_take_the_place_of_gains(tmp_path, monkeypatch):
+    Calculator = igpo.from_file("--env", CALCULATOR["env"])
+    given = []
+
+    def turn_rewards(self, problem, episode):
+        given.append(episode.texts)
+        return [0.5 + turn for turn in range(len(episode.texts) // 2)]
+
+    def step(self, texts, turn, episodes):
+        return [{"role": "user", "content": "on"} for _ in texts]
+
+    def never(*_):
+        raise AssertionError("no answer is scored where the task rewards turns")
+
+    monkeypatch.setattr(Calculator, "turn_rewards", turn_rewards, raising=False)
+    monkeypatch.setattr(Calculator, "right_answer", property())  # not needed
+    monkeypatch.setattr(Calculator, "step", step)
+    monkeypatch.setattr(igpo, "answer_logprobs", never)
+    found = train(igpo, tmp_path, **SMALL | CALCULATOR | {"max_turns": 3, "max_completion_length": 40})
+    rows = completions(tmp_path)
+    assert [row["gains"] for row in rows] == [[0.5, 1.5][: len(row["turns"]) // 2] for row in rows]
+    assert {len(row["turns"]) for row in rows} == {3, 5}, "some are cut off"
+    assert found[1, "train/igpo/gain"] == pytest.approx(sum(sum(row["gains"]) for row in rows) / len(rows))
+    episode = igpo.Episode(None, [], texts=["a", "b", "c"])
+    monkeypatch.setattr(Calculator, "turn_rewards", lambda *_: [0.5, 1.0])
+    with pytest.raises(SystemExit, match=r"turn_rewards: returned \[0.5, 1.0\], expected 1 numbers"):
+        igpo.turn_gains(Calculator(), episode, None)
+
+
+def test_a_wrong_reply_in_a_later_turn_is_a_sentence(own, monkeypatch):
+    args = igpo.Args(**SMALL | CALCULATOR)
+    task, _ = begin(igpo, f"{own}:NoneLater")
+    task.prompt = igpo.load_task(args)[0].prompt
+    with pytest.raises(SystemExit, match="step: returned None for 2 texts"):
+        spoken(igpo, task, args, monkeypatch)
+
+
+def test_a_team_that_ends_in_the_check_alone(own, monkeypatch):
+    """What the empty texts of the check do not show is found when the team plays."""
+    args = dr_mas.Args()
+    team, (problem, *_) = begin(dr_mas, f"{own}:Team")
+    player = dr_mas.Player("team", team.agents, args, *[None] * 5)
+    monkeypatch.setattr(dr_mas, "encode", lambda *_: [1])
+    monkeypatch.setattr(dr_mas, "answer_text", lambda *_: "text")
+    monkeypatch.setattr(dr_mas, "generate", lambda _, prompts, *__: [dr_mas.Completion(p, [1], [0.0], True) for p in prompts])
+    for agent, words in (("critic", "advance: set episode.agent to {'critic'}"), ("judge", "still writes after 1000 turns")):
+        team.after = lambda episode, agent=agent: agent
+        with pytest.raises(SystemExit, match=words):
+            dr_mas.play([player], team, [team.start(problem)], args)
+    team.advance = lambda episodes, texts: []
+    with pytest.raises(SystemExit, match=r"advance: returned \[\] for 1 texts"):
+        dr_mas.play([player], team, [team.start(problem)], args)
+
+
+TEMPLATES = [
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content | trim }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "<|system|>You help.<|end|>{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|end|>{% else %}[{{ m.content }}] {% endif %}{% endfor %}",
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|><think></think>{{ m.content }}\n<|end|>{% else %}"
+    "<|user|>{{ '<result>' + m.content + '</result>' if m.role == 'tool' else m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
+]
+
+
+@pytest.mark.parametrize("template", range(len(TEMPLATES)))
+def test_replies_have_the_tokens_that_they_have_in_the_whole_chat(template):
+    args = igpo.Args(**SMALL | CALCULATOR)
+    model, tokenizer = igpo.load_model(args)
+    tokenizer.chat_template = TEMPLATES[template]
+    end = model.generation_config.eos_token_id[0]
+    texts = ["", " ", "b", "c", "\n1+1 = 2\n", "  x", "é 漢字 🙂", "a</result> b<|user|>c", "b"]
+    replies = [[{"role": role, "content": text}] for role in ("user", "tool") for text in texts] + [[]]
+    replies.append([{"role": "tool", "content": "b"}, {"role": "tool", "content": "c"}])
+    found = igpo.reply_ids(model, tokenizer, replies, args)
+    for messages, ids in zip(replies, found, strict=True):
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Zz"}, *messages]
+        whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        before = tokenizer.apply_chat_template(chat[:2], return_dict=True)["input_ids"]
+        start = len(before) - 1 - before[::-1].index(end)  # the end of the assistant's turn
+        assert ids == (whole[start + 1 :] if messages else [])
