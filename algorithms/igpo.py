@@ -100,11 +100,10 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length"
 FIXED += " system_prompt chat_template_path chat_template_kwargs model_name_or_path"
-FIXED += " num_prompts_per_step output_dir lora_rank"
+FIXED += " num_prompts_per_step output_dir lora_rank stop max_reply_length"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
-AT_LEAST_ONE += " eval_problems reward_threads max_turns num_minibatches"
-AT_LEAST_ONE += " max_reply_length"
+AT_LEAST_ONE += " eval_problems reward_threads max_turns num_minibatches max_reply_length"
 MAY_BE_NEGATIVE = "seed format_penalty"
 STOP = Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
