@@ -565,7 +565,7 @@ def check_finite(env_id: str, **arrays) -> None:
 
 
 def load(run_dir, names=("final", "checkpoint")):
-    """Step, agent, statistics of observations and of rewards: those of the latest of these files."""
+    """Step, agent, statistics of observations and of rewards, of the latest of these files."""
     found = []
     for name in names:
         path = Path(run_dir, f"{name}.pt")
