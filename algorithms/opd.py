@@ -502,9 +502,11 @@ def update(model, teacher, tokenizer, optimizer, completions, args: Args) -> dic
                 batch.counted = torch.ones_like(batch.targets, dtype=torch.bool)
                 if masked_ids:
                     order = batch.completion_index.unique_consecutive().tolist()
-                    batch.counted = torch.cat([counted[number] for number in order]).to(device)
+                    masks = [counted[number] for number in order]
+                    batch.counted = torch.cat([*masks, counted[0][:0]]).to(device)
             values = model.token_logprobs(batch, args, teacher)  # (N,3)
             logprobs, taught, losses = values.unbind(1)  # of student and teacher; divergence
+            taught = taught.detach()
             sums[1] += (losses.detach() * batch.counted).sum()
             sums[2] += ((logprobs.detach() - taught) * batch.counted).sum()
             if iteration == 0:
@@ -519,7 +521,8 @@ def update(model, teacher, tokenizer, optimizer, completions, args: Args) -> dic
                 old = batch.old_logprobs
                 advantages = sampled_advantages(old, taught, args.clip_log_ratio)
                 losses = policy_loss(logprobs, old, advantages, args.epsilon)
-            if batch.correction is not None:
+            depends = args.divergence == "sampled" or args.tail  # on the token that was written
+            if batch.correction is not None and depends:
                 losses = losses * batch.correction
             loss = (losses * weights[batch.completion_index] * batch.counted).sum()
             sums[0] += loss.detach()
@@ -562,7 +565,7 @@ def load_teacher(model, tokenizer, prompt: list[int], args: Args):
     teacher, other = load_model(replace(args, model_name_or_path=path))
     if other.get_vocab() != tokenizer.get_vocab():
         sys.exit(f"--teacher {path}: its tokenizer is not that of the student, {model_path(args)}")
-    check_model(teacher, prompt, args)
+    check_model(teacher.to(model.device), prompt, args)
     teacher = copy_model(teacher, torch.bfloat16 if args.bf16 else torch.float32).to(model.device)
     if args.fsdp:  # but its head stays whole: the backward pass, too, computes logits with it
         for layer in teacher.modules():
@@ -1727,13 +1730,14 @@ def token_logprobs(model, packed: Packed, args: Args, teacher=None) -> Tensor:
             taught = teacher.logits_from_hidden(inputs_embeds=teacher_hidden[None]).logits[0]
             size = min(taught.size(1), logits.size(1))  # models pad the vocabulary as they like
             taught = over_temperature(taught[:, :size].float(), args)
-            teacher_logprobs = -F.cross_entropy(taught, targets, reduction="none")
+            written = targets.clamp(max=size - 1)
+            teacher_logprobs = -F.cross_entropy(taught, written, reduction="none")
         losses = torch.zeros_like(logprobs)
         if args.divergence != "sampled":
             losses = topk_losses(
                 logits[:, :size],
                 taught,
-                targets,
+                written,
                 top_k=args.top_k if args.divergence == "top_k" else size,
                 source=args.support,
                 normalize=args.renormalize,
