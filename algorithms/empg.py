@@ -1343,32 +1343,27 @@ def read(
     return memory, hidden
 
 
-def reply_ids(model, tokenizer, reply: dict, args: Args) -> list[int]:
-    """Token ids of a message that answers a turn, up to where the assistant begins again.
+@lru_cache(maxsize=4096)
+def text_ids(tokenizer, text: str) -> list[int]:
+    """Token ids of a text; episodes of a group often read the same."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def reply_ids(model, tokenizer, reply: dict | list[dict], args: Args) -> list[int]:
+    """Token ids of the messages that answer a turn, up to where the assistant begins again.
 
     They begin after the end token of the turn, which the model has written.
     """
-    chats = []
-    for text in ("b", "c"):  # two chats that differ in the assistant's text alone
-        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
-        encoded = tokenizer.apply_chat_template(
-            turn + [reply],
-            add_generation_prompt=True,
-            return_dict=True,
-            **json.loads(args.chat_template_kwargs),
-        )
-        chats.append(encoded["input_ids"])
-    # Both chats are equal after the assistant's text.
-    length = 0
-    while chats[0][-length - 1] == chats[1][-length - 1]:
-        length += 1
-    rest = chats[0][-length:]
-    ends = [
-        place for place, token in enumerate(rest) if token in model.generation_config.eos_token_id
-    ]
-    if not ends:
-        sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
-    return rest[ends[0] + 1 :]
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Xyzzy"}]
+    chat += reply if isinstance(reply, list) else [reply]
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": False}
+    text = tokenizer.apply_chat_template(chat, **settings).partition("Xyzzy")[2]
+    rest = text_ids(tokenizer, text)
+    for place, token in enumerate(rest):
+        if token in model.generation_config.eos_token_id:
+            return rest[place + 1 :]
+    sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ ONE_TURN = "load_problems logprob_gaps Completion read_prompts generate complete
 AGENTS = "group_advantages JsonLines read_file read_rows epoch_order"  # not in igpo.py
 SEVERAL_TURNS = "Memory read generate"
 ENTROPIES = "Decoder"  # keeps them in empg.py and arpo.py
-EPISODES = "logprob_gaps Completion reply_ids Packed pack"  # a row is a conversation of several turns
+EPISODES = "logprob_gaps Completion text_ids reply_ids Packed pack"  # a row is a conversation of several turns
 TREES = "JsonLines read_file read_rows epoch_order VllmSampler Completion Decoder"  # not in arpo.py, or with entropies there
 TEAM = """
 group_advantages JsonLines read_file read_rows epoch_order load_problems load_task encode drop_long_prompts Completion complete
