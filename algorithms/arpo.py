@@ -110,12 +110,13 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 ENTROPY_TOKENS = 20  # of a turn, which its entropy is summed over
 TOP_LOGPROBS = 10  # vLLM returns those of so many likeliest tokens, and of the sampled one
 # Flags that cannot change when a run is resumed.
-FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length"
+FIXED = "seed env dataset eval_dataset hops max_turns max_prompt_length"
 FIXED += " system_prompt chat_template_path chat_template_kwargs model_name_or_path"
-FIXED += " num_prompts_per_step output_dir lora_rank"
+FIXED += " num_prompts_per_step output_dir lora_rank documents retriever_top_k"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads max_turns num_minibatches"
+AT_LEAST_ONE += " retriever_top_k retriever_timeout"
 MAY_BE_NEGATIVE = "seed format_penalty"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
@@ -135,8 +136,14 @@ class Args:
     Face Hub (pip install datasets); for search_qa, questions with golden_answers or answer"""
     eval_dataset: str | None = None
     """the same, evaluated in full; without it, 1 in 16 rows of --dataset is held out"""
+    documents: str | None = None
+    """search_qa: data file to search in by BM25 (pip install bm25s), with title and text a row"""
     retriever_url: str | None = None
     """search_qa: search server with the protocol of Search-R1; None searches an invented world"""
+    retriever_top_k: int = 3
+    """search_qa: documents that a search shows"""
+    retriever_timeout: float = 60.0
+    """search_qa: seconds that a try of --retriever-url may take"""
     hops: tuple[int, ...] = (1, 2)
     """search_qa without --dataset: numbers of searches that a question needs"""
     system_prompt: str | None = None
@@ -869,12 +876,14 @@ def load_problems(args: Args, dataset: str | None):
     """The agent task: an object with what envs/README.md lists."""
     if args.env != "search_qa":
         return from_file("--env", args.env, "dataset")(dataset)
-    if args.retriever_url and not dataset:
-        sys.exit("--retriever-url: needs --dataset, questions that its documents answer")
+    if (args.documents or args.retriever_url) and not dataset:
+        sys.exit("--documents, --retriever-url: need --dataset, questions that they answer")
     try:
         from envs.search_qa import SearchQA, f1
 
-        task = SearchQA(dataset, args.retriever_url, args.hops, max_turns=args.max_turns)
+        options = {"top_k": args.retriever_top_k, "max_turns": args.max_turns}
+        options |= {"documents": args.documents, "timeout": args.retriever_timeout}
+        task = SearchQA(dataset, args.retriever_url, args.hops, **options)
     except ModuleNotFoundError as error:
         sys.exit(f"{error}: needs the folder envs/ of the repository, or --env FILE.py:Task")
     except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken

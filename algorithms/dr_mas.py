@@ -96,13 +96,14 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 # Flags that cannot change when a run is resumed.
-FIXED = "seed env max_rounds missing_verdict dataset eval_dataset retriever_url"
+FIXED = "seed env max_rounds missing_verdict dataset eval_dataset"
 FIXED += " max_prompt_length system_prompt chat_template_path chat_template_kwargs"
 FIXED += " model_name_or_path agent_models share_model num_prompts_per_step output_dir"
-FIXED += " lora_rank"
+FIXED += " lora_rank documents retriever_top_k"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads max_rounds num_minibatches"
+AT_LEAST_ONE += " retriever_top_k retriever_timeout"
 MAY_BE_NEGATIVE = "seed"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
@@ -131,8 +132,14 @@ class Args:
     Face Hub (pip install datasets)"""
     eval_dataset: str | None = None
     """the same, evaluated in full; without it, 1 in 16 rows of --dataset is held out"""
+    documents: str | None = None
+    """search_qa: data file to search in by BM25 (pip install bm25s), with title and text a row"""
     retriever_url: str | None = None
     """search_qa: search server with the protocol of Search-R1; None searches an invented world"""
+    retriever_top_k: int = 3
+    """search_qa: documents that a search shows"""
+    retriever_timeout: float = 60.0
+    """search_qa: seconds that a try of --retriever-url may take"""
     system_prompt: str | None = None
     """put before every prompt as a system message; those of the team stay"""
     chat_template_path: str | None = None
@@ -919,8 +926,8 @@ def load_team(args: Args, dataset: str | None):
         if not (args.model_name_or_path or args.agent_models):
             sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models")
         return team(dataset, *options)
-    if args.retriever_url and not dataset:
-        sys.exit("--retriever-url: needs --dataset, questions that its documents answer")
+    if (args.documents or args.retriever_url) and not dataset:
+        sys.exit("--documents, --retriever-url: need --dataset, questions that they answer")
     try:
         from envs.countdown import Countdown
         from envs.math_jsonl import MathJsonl
@@ -928,7 +935,9 @@ def load_team(args: Args, dataset: str | None):
         from envs.teams import RouterSearcherResponder, SolverVerifier
 
         if args.env == "search_qa":
-            return RouterSearcherResponder(SearchQA(dataset, args.retriever_url), *options)
+            search = {"top_k": args.retriever_top_k, "timeout": args.retriever_timeout}
+            task = SearchQA(dataset, args.retriever_url, documents=args.documents, **search)
+            return RouterSearcherResponder(task, *options)
         return SolverVerifier(MathJsonl(dataset) if dataset else Countdown(), *options)
     except ModuleNotFoundError as error:
         sys.exit(f"{error}: needs the folder envs/ of the repository, or --env FILE.py:Team")

@@ -92,13 +92,14 @@ PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 DRAWS = (1, 2, 4, 8, 16)  # draws for each question that is still missing, at each attempt
 # Flags that cannot change when a run is resumed.
-FIXED = "seed env dataset eval_dataset retriever_url hops max_turns max_prompt_length"
+FIXED = "seed env dataset eval_dataset hops max_turns max_prompt_length"
 FIXED += " system_prompt chat_template_path chat_template_kwargs model_name_or_path"
 FIXED += " num_prompts_per_step num_documents_per_step examiner_steps student_steps"
-FIXED += " privileged_context output_dir lora_rank"
+FIXED += " privileged_context output_dir lora_rank documents retriever_top_k"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads max_turns num_documents_per_step num_answers"
+AT_LEAST_ONE += " retriever_top_k retriever_timeout"
 MAY_BE_NEGATIVE = "seed"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
@@ -117,8 +118,14 @@ class Args:
     """JSON-lines file of questions: they find the examiner's documents and are not trained on"""
     eval_dataset: str | None = None
     """the same, evaluated in full; without it, 1 in 16 rows of --dataset is held out"""
+    documents: str | None = None
+    """search_qa: data file to search in by BM25 (pip install bm25s), with title and text a row"""
     retriever_url: str | None = None
     """search_qa: Search-R1 retrieval server; None searches an invented world"""
+    retriever_top_k: int = 3
+    """search_qa: documents that a search shows"""
+    retriever_timeout: float = 60.0
+    """search_qa: seconds that a try of --retriever-url may take"""
     hops: tuple[int, ...] = (1, 2)
     """search_qa: hops of the questions, drawn evenly; 1 1 2 has twice as many of 1"""
     system_prompt: str | None = None
@@ -947,12 +954,14 @@ def load_problems(args: Args, dataset: str | None):
     """The task: an object with the methods that envs/README.md lists."""
     if args.env != "search_qa":
         return from_file("--env", args.env, "dataset")(dataset)
-    if args.retriever_url and not dataset:
-        sys.exit("--retriever-url: needs --dataset, whose lines find the examiner's documents")
+    if (args.documents or args.retriever_url) and not dataset:
+        sys.exit("--documents, --retriever-url: need --dataset, whose lines find documents")
     try:
         from envs.search_qa import SearchQA
 
-        task = SearchQA(dataset, args.retriever_url, args.hops, max_turns=args.max_turns)
+        options = {"top_k": args.retriever_top_k, "max_turns": args.max_turns}
+        options |= {"documents": args.documents, "timeout": args.retriever_timeout}
+        task = SearchQA(dataset, args.retriever_url, args.hops, **options)
     except ModuleNotFoundError as error:
         sys.exit(f"{error}: needs the folder envs/ of the repository, or --env FILE.py:Task")
     except ValueError as error:  # a file that is missing, or a line that is broken

@@ -1,8 +1,9 @@
-"""Two retrievers with one interface, and a small invented world to search in.
+"""Three retrievers with one interface, and a small invented world to search in.
 
-`search_batch(queries, top_k)` returns the best documents of each query. `Retriever` ranks by BM25 in memory;
-`HttpRetriever` asks a server that speaks the protocol of Search-R1. `World` is drawn from a seed: too large for a tiny
-model to know by heart, so that it has to search. No dependencies, importable alone.
+`search_batch(queries, top_k)` returns the best documents of each query. `Retriever` ranks by BM25 in memory, fast for
+short documents whose rare words say what they are about; `Documents` ranks a file of yours by BM25, exactly, with the
+package bm25s; `HttpRetriever` asks a server that speaks the protocol of Search-R1. `World` is drawn from a seed: too
+large for a tiny model to know by heart, so that it has to search. No other dependencies, importable alone.
 """
 
 import heapq
@@ -12,12 +13,15 @@ import math
 import random
 import re
 import time
+import urllib.error
 import urllib.request
+from functools import lru_cache
 
 RELATIONS = ("mother", "teacher", "rival", "neighbour", "doctor", "friend")
 FIRST_NAMES = [a + b for a in "Al Be Cor Da El Fa Jo Mi".split() for b in "dra do nan vi ko lis men tta".split()]
 LAST_NAMES = [a + b for a in "Bru Hol Kres Os Pel Tam Var Wes".split() for b in "by ton len ard ik way um er".split()]
 MAX_QUERY_WORDS = 64
+MAX_DOCUMENT_CHARS = 1000  # of a document that is shown
 
 
 class Retriever:
@@ -57,6 +61,47 @@ class Retriever:
         return [self.search(query, top_k) for query in queries]
 
 
+class Documents:
+    """BM25 over the rows of a data file, `title` and `text` (or `contents`, as in Search-R1): the exact best `top_k`.
+
+    Equal scores keep the order of the rows; a document without any word of the query is never found.
+    """
+
+    def __init__(self, path: str):
+        from envs.data_files import read_rows
+
+        try:
+            import bm25s
+        except ImportError as error:
+            raise ValueError(f"--documents: {error}; pip install bm25s") from None
+        self.texts = [document_text(row, place) for place, row in read_rows(path)]
+        if not any(map(split, self.texts)):
+            raise ValueError(f"{path}: found no words, expected rows with title and text")
+        self.index = bm25s.BM25(method="lucene", k1=1.2, b=0.75)
+        self.index.index([split(text) for text in self.texts], show_progress=False)
+
+    def search(self, query: str, top_k: int = 3) -> list[str]:
+        words = dict.fromkeys(split(query[: 32 * MAX_QUERY_WORDS])[:MAX_QUERY_WORDS])
+        known = [word for word in words if word in self.index.vocab_dict]
+        if not known:
+            return []
+        scores = self.index.get_scores(known)
+        last = max(len(scores) - top_k, 0)
+        least = scores[scores.argpartition(last)[last]]  # the score of the last that may be shown
+        found = ((scores >= least) & (scores > 0)).nonzero()[0].tolist()
+        best = sorted(found, key=lambda document: (-scores[document], document))[:top_k]
+        return [self.texts[document][:MAX_DOCUMENT_CHARS] for document in best]
+
+    def search_batch(self, queries: list[str], top_k: int = 3) -> list[list[str]]:
+        return [self.search(query, top_k) for query in queries]
+
+
+@lru_cache(maxsize=1)
+def read_documents(path: str) -> Documents:
+    """Those of a file, which is read once for training and evaluation."""
+    return Documents(path)
+
+
 class World(Retriever):
     """4,096 people with two-word names and six relations, each of which leads from everybody to one other person."""
 
@@ -89,10 +134,10 @@ class HttpRetriever:
     ConnectionError when there is no answer, ValueError when the answer is none of that protocol.
     """
 
-    def __init__(self, url: str, timeout: float = 60.0, pause: float = 1.0, max_chars: int = 1000):
+    def __init__(self, url: str, timeout: float = 60.0, pause: float = 1.0):
         if not re.fullmatch(r"https?://([\w.%@-]+|\[[\da-fA-F:.]+\])(:\d+)?([/?][!-~]*)?", url, re.ASCII):
             raise ValueError(f"retriever url {url!r}: expected something like http://127.0.0.1:8000/retrieve")
-        self.url, self.timeout, self.pause, self.max_chars = url, timeout, pause, max_chars
+        self.url, self.timeout, self.pause = url, timeout, pause
 
     def search_batch(self, queries: list[str], top_k: int = 3) -> list[list[str]]:
         if not queries:
@@ -107,12 +152,14 @@ class HttpRetriever:
                 break
             except (OSError, http.client.HTTPException) as error:
                 reason = error
-                if getattr(error, "code", 500) in range(400, 408):  # a wrong address, not a busy server
-                    raise ConnectionError(f"retriever {self.url}: {error}") from None
+                code = getattr(error, "code", 500)
+                if code // 100 == 4 and code not in (408, 429):  # a wrong request, not a busy server
+                    raise ConnectionError(f"retriever {self.url}: {error} {start_of(error)}".rstrip()) from None
         else:
             raise ConnectionError(f"retriever {self.url}: no answer in eight attempts ({reason})") from None
         try:
-            found = [[self.read(item["document"]["contents"]) for item in row] for row in json.loads(answer)["result"]]
+            rows = json.loads(answer)["result"]
+            found = [[one_line(item["document"]["contents"])[:MAX_DOCUMENT_CHARS] for item in row] for row in rows]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             found = None
         if found is None or len(found) != len(queries):
@@ -120,11 +167,32 @@ class HttpRetriever:
             raise ValueError(f"retriever {self.url}: answered {answer[:80]!r}, expected {expected}")
         return [row[:top_k] for row in found]
 
-    def read(self, contents: str) -> str:
-        """A document as one line, with its title in front unless the text begins with it."""
-        title, _, text = contents.encode("utf-8", "replace").decode().partition("\n")
-        title, text = title.strip().strip('"'), " ".join(text.split())
-        return (text if text.startswith(title) else f"{title}: {text}" if text else title)[: self.max_chars]
+
+def one_line(contents: str) -> str:
+    """A title in quotes, a line break and a text as one line, without the title if the text begins with it."""
+    title, _, text = contents.encode("utf-8", "replace").decode().partition("\n")
+    title, text = title.strip().strip('"'), " ".join(text.split())
+    return text if text.startswith(title) else f"{title}: {text}" if text else title
+
+
+def document_text(row: dict, where: str) -> str:
+    """One row of a file of documents as one line; a ValueError of one sentence if it is broken."""
+    contents = row.get("contents")
+    if contents is None:
+        title, contents = row.get("title") or "", row.get("text")
+        if isinstance(title, str) and isinstance(contents, str):
+            contents = f"{' '.join(title.split())}\n{contents}"
+    if not isinstance(contents, str) or not isinstance(row.get("title") or "", str):
+        raise ValueError(f"{where}: found {row!r:.60}, expected title and text")
+    return one_line(contents)
+
+
+def start_of(error: urllib.error.HTTPError) -> str:
+    """The first 200 characters of what a server says beside its code, as one line."""
+    try:
+        return " ".join(error.read(800).decode("utf-8", "replace").split())[:200]
+    except (OSError, http.client.HTTPException):
+        return ""
 
 
 def split(text: str) -> list[str]:

@@ -1,9 +1,9 @@
 """Search questions: who is the rival of the teacher of Midra Oslen? The model searches turn by turn, then answers.
 
 A turn is `<think>..</think><search>query</search>` or `<think>..</think><answer>..</answer>`; a search is answered by a
-user message `<result>..</result>`. Questions of 1 to 4 hops come from an invented world, or from a JSON-lines file with
-a retrieval server. Roles: answerer (one agent), router, searcher and responder (a team), examiner (writes questions).
-Rewards compare texts by rule. Every random choice comes from the `random.Random` that is passed in. No dependencies.
+user message `<result>..</result>`. Questions of 1 to 4 hops come from an invented world, or from a data file that
+comes with documents or a retrieval server. Roles: answerer (one agent), router, searcher and responder (a team),
+examiner (writes questions). Rewards compare texts by rule. Every random choice comes from the `random.Random` that is passed in. No dependencies.
 """
 
 import random
@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from envs import search_text
-from envs.retriever import RELATIONS, HttpRetriever, World
+from envs.retriever import RELATIONS, HttpRetriever, World, read_documents
 from envs.search_problems import Problem, Request, read_questions
 from envs.search_text import (
     exact_match,
@@ -75,19 +75,34 @@ class SearchQA:
     """Problems, searches, prompts. The number of hops is drawn uniformly from `hops`; (1, 1, 2) has twice as many of 1.
 
     With `dataset` (lines with `question` and `golden_answers`, `answers` or `answer`) the questions come from a file,
-    and `retriever_url` must name a server to search in.
+    and `documents` must name a file to search in, or `retriever_url` a server.
     """
 
     reward_functions = {"exact_match": exact_match, "f1": f1, "format": format}
     reward_weights = (1.0, 0.0, 0.0)
 
-    def __init__(self, dataset=None, retriever_url=None, hops=(1, 2, 3), top_k: int = 3, max_turns: int = 5):
+    def __init__(
+        self,
+        dataset: str | None = None,
+        retriever_url: str | None = None,
+        hops: tuple[int, ...] = (1, 2, 3),
+        top_k: int = 3,
+        max_turns: int = 5,
+        documents: str | None = None,
+        timeout: float = 60.0,
+    ):
         if not hops or not set(hops) <= {1, 2, 3, 4} or top_k < 1 or max_turns < 1:
             raise ValueError("search_qa needs hops from 1 to 4, top_k >= 1 and max_turns >= 1")
-        if dataset and not retriever_url:
-            raise ValueError(f"{dataset}: questions from a file need a retrieval server, --retriever-url")
+        if documents and retriever_url:
+            raise ValueError("--documents: searched in this process, so not with --retriever-url; give one of them")
+        if dataset and not (documents or retriever_url):
+            expected = "--documents, or a retrieval server, --retriever-url"
+            raise ValueError(f"{dataset}: questions from a file need a file to search in, {expected}")
         self.hops, self.top_k, self.max_turns = tuple(hops), top_k, max_turns
-        self.retriever = HttpRetriever(retriever_url) if retriever_url else world()
+        if documents:
+            self.retriever = read_documents(documents)
+        else:
+            self.retriever = HttpRetriever(retriever_url, timeout) if retriever_url else world()
         self.train_rows, self.evaluation_rows = read_questions(dataset) if dataset else ([], [])
         self._order_of, self._order = None, []
 

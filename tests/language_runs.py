@@ -79,7 +79,7 @@ def two_processes_equal_one(script, folder, kinds=("plain", "fsdp"), **values) -
 
 def question_files(folder, monkeypatch) -> dict[str, str]:
     """Flags for twelve questions to train on, five to evaluate on, and a server that searches the invented world."""
-    monkeypatch.setattr(search_qa, "HttpRetriever", lambda url: search_qa.world())
+    monkeypatch.setattr(search_qa, "HttpRetriever", lambda url, timeout: search_qa.world())
     task = search_qa.SearchQA(hops=(1,))
     for name, problems in (("train", range(12)), ("test", range(20, 25))):
         rows = [task.train_problem(index, 1) for index in problems]

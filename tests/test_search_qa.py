@@ -178,10 +178,18 @@ def test_a_server_that_is_broken_or_down_is_one_sentence(server):
     server.status = 500
     with pytest.raises(ConnectionError, match=r"no answer in eight attempts \(HTTP Error 500: .+\)$"):
         client.search_batch(["q"])
-    server.status = 404
-    with pytest.raises(ConnectionError, match=r"^retriever http://.+: HTTP Error 404: .+$"):
-        client.search_batch(["q"])
-    assert len(server.requests) == 1 + 8 + 1
+    for code in (408, 429):  # a busy server
+        server.status = code
+        with pytest.raises(ConnectionError, match=rf"no answer in eight attempts \(HTTP Error {code}: .+\)$"):
+            client.search_batch(["q"])
+    assert len(server.requests) == 1 + 8 + 16
+    server.answer = b"no key\nof yours " + 300 * b"x"
+    for code in (400, 401, 404, 413, 422, 451):
+        server.status = code
+        with pytest.raises(ConnectionError, match=rf"^retriever http://.+: HTTP Error {code}: .*no key of yours x+$") as stop:
+            client.search_batch(["q"])
+        assert str(stop.value).count("x") == 200 - len("no key of yours ")
+    assert len(server.requests) == 1 + 8 + 16 + 6, "no second attempt"
     server.shutdown()
     server.server_close()
     with pytest.raises(ConnectionError, match=r"^retriever http://.+: no answer in eight attempts \(.+refused.*\)$"):
