@@ -49,6 +49,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -926,8 +927,6 @@ def load_team(args: Args, dataset: str | None):
         if not (args.model_name_or_path or args.agent_models):
             sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models")
         return team(dataset, *options)
-    if (args.documents or args.retriever_url) and not dataset:
-        sys.exit("--documents, --retriever-url: need --dataset, questions that they answer")
     try:
         from envs.countdown import Countdown
         from envs.math_jsonl import MathJsonl
@@ -935,8 +934,8 @@ def load_team(args: Args, dataset: str | None):
         from envs.teams import RouterSearcherResponder, SolverVerifier
 
         if args.env == "search_qa":
-            search = {"top_k": args.retriever_top_k, "timeout": args.retriever_timeout}
-            task = SearchQA(dataset, args.retriever_url, documents=args.documents, **search)
+            search = (args.retriever_url, args.documents, args.retriever_top_k)
+            task = SearchQA(dataset, *search, args.retriever_timeout)
             return RouterSearcherResponder(task, *options)
         return SolverVerifier(MathJsonl(dataset) if dataset else Countdown(), *options)
     except ModuleNotFoundError as error:
@@ -1970,6 +1969,17 @@ def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
             model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
 
 
+def checksums(args: Args) -> dict[str, str]:
+    """SHA-256 of the files with data, so that a resumed run may find them elsewhere."""
+    found = {}
+    for name in ("dataset", "eval_dataset", "documents"):
+        path = getattr(args, name, None) or ""
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
 def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
     run_dir = args.resume or args.output_dir
@@ -1981,7 +1991,8 @@ def open_run(args: Args, rank: int) -> str:
         steps = [int(path.name.removeprefix("step_")) for path in checkpoints(run_dir)]
         if args.max_steps > max(steps, default=-1):  # else nothing is trained, and they stay
             unfinished = Path(run_dir, "args.tmp")
-            unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            flags = asdict(replace(args, resume=None)) | {"checksums": checksums(args)}
+            unfinished.write_text(json.dumps(flags, indent=1))
             os.replace(unfinished, f"{run_dir}/args.json")
         for name in ("metrics.csv", "completions.jsonl"):  # a last row may be cut off
             path = Path(run_dir, name)
@@ -2095,15 +2106,20 @@ def parse_args() -> Args:
         sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
     try:
         saved = json.loads(path.read_text())
+        known = saved.pop("checksums", {})
         lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
         saved = Args(**(saved | lists))  # JSON has no tuples
     except (ValueError, TypeError, AttributeError) as error:
         sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
     args = tyro.cli(Args, args=words, default=saved)
+    found = checksums(args)
     for name, before in asdict(replace(saved, resume=args.resume)).items():
         now = getattr(args, name)
         change = f"--{name.replace('_', '-')} {now}: the run began with {before}"
-        if now != before and name in FIXED.split():
+        is_file = name in known and name in found
+        if is_file and found[name] != known[name]:
+            sys.exit(f"{change}, which had other contents")
+        if now != before and name in FIXED.split() and not is_file:
             sys.exit(f"{change}, which cannot change")
         if now != before and os.environ.get("RANK", "0") == "0":
             print(change, flush=True)

@@ -39,6 +39,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import csv
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -1845,6 +1846,17 @@ def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
             model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
 
 
+def checksums(args: Args) -> dict[str, str]:
+    """SHA-256 of the files with data, so that a resumed run may find them elsewhere."""
+    found = {}
+    for name in ("dataset", "eval_dataset", "documents"):
+        path = getattr(args, name, None) or ""
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
 def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
     run_dir = args.resume or args.output_dir
@@ -1856,7 +1868,8 @@ def open_run(args: Args, rank: int) -> str:
         steps = [int(path.name.removeprefix("step_")) for path in checkpoints(run_dir)]
         if args.max_steps > max(steps, default=-1):  # else nothing is trained, and they stay
             unfinished = Path(run_dir, "args.tmp")
-            unfinished.write_text(json.dumps(asdict(replace(args, resume=None)), indent=1))
+            flags = asdict(replace(args, resume=None)) | {"checksums": checksums(args)}
+            unfinished.write_text(json.dumps(flags, indent=1))
             os.replace(unfinished, f"{run_dir}/args.json")
         for name in ("metrics.csv", "completions.jsonl"):  # a last row may be cut off
             path = Path(run_dir, name)
@@ -1960,15 +1973,20 @@ def parse_args() -> Args:
         sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
     try:
         saved = json.loads(path.read_text())
+        known = saved.pop("checksums", {})
         lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
         saved = Args(**(saved | lists))  # JSON has no tuples
     except (ValueError, TypeError, AttributeError) as error:
         sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
     args = tyro.cli(Args, args=words, default=saved)
+    found = checksums(args)
     for name, before in asdict(replace(saved, resume=args.resume)).items():
         now = getattr(args, name)
         change = f"--{name.replace('_', '-')} {now}: the run began with {before}"
-        if now != before and name in FIXED.split():
+        is_file = name in known and name in found
+        if is_file and found[name] != known[name]:
+            sys.exit(f"{change}, which had other contents")
+        if now != before and name in FIXED.split() and not is_file:
             sys.exit(f"{change}, which cannot change")
         if now != before and os.environ.get("RANK", "0") == "0":
             print(change, flush=True)

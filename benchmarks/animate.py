@@ -215,6 +215,7 @@ DRAWERS = {  # by a flag that only this script has; with the size of the picture
 def main(args: Args) -> None:
     path = Path(args.run, "args.json")
     saved = json.loads(path.read_text()) if path.is_file() else {}
+    saved.pop("checksums", None)  # no flag
     known = [drawer for flag, drawer in DRAWERS.items() if flag in saved]
     checkpoints = sorted(Path(args.run).glob("checkpoints/step_*"))
     if not known or not checkpoints:

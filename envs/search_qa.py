@@ -85,16 +85,18 @@ class SearchQA:
         self,
         dataset: str | None = None,
         retriever_url: str | None = None,
-        hops: tuple[int, ...] = (1, 2, 3),
-        top_k: int = 3,
-        max_turns: int = 5,
         documents: str | None = None,
+        top_k: int = 3,
         timeout: float = 60.0,
+        hops: tuple[int, ...] = (1, 2, 3),
+        max_turns: int = 5,
     ):
         if not hops or not set(hops) <= {1, 2, 3, 4} or top_k < 1 or max_turns < 1:
             raise ValueError("search_qa needs hops from 1 to 4, top_k >= 1 and max_turns >= 1")
         if documents and retriever_url:
             raise ValueError("--documents: searched in this process, so not with --retriever-url; give one of them")
+        if (documents or retriever_url) and not dataset:
+            raise ValueError("--documents, --retriever-url: need --dataset, questions that they answer")
         if dataset and not (documents or retriever_url):
             expected = "--documents, or a retrieval server, --retriever-url"
             raise ValueError(f"{dataset}: questions from a file need a file to search in, {expected}")

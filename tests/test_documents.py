@@ -118,6 +118,55 @@ def test_a_script_searches_them_without_a_server(name, tmp_path, monkeypatch, ca
         load()
 
 
+def test_a_resumed_run_finds_its_files_elsewhere_and_another_server(tmp_path, monkeypatch, capsys):
+    """The same contents under another name, in all twelve scripts; other contents are refused."""
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "train.jsonl", ROWS)
+    write_lines(tmp_path / "moved.jsonl", ROWS)
+    write_lines(tmp_path / "other.jsonl", ROWS[:2])
+
+    def resume(script, words: str = ""):
+        monkeypatch.setattr(sys, "argv", ["x", "--resume", script.__name__, *words.split()])
+        return script.parse_args()
+
+    for name in (*SCRIPTS, "grpo", "dapo", "gdpo", "hpt", "ampo", "nash_preference", "spiral_rae"):
+        script = importlib.import_module(f"algorithms.{name}")
+        files = {flag: "train.jsonl" for flag in ("dataset", "eval_dataset") if hasattr(script.Args, flag)}
+        server = {"retriever_url": "http://a:1/x"} if name in SCRIPTS else {}
+        script.open_run(script.Args(**files, **server, output_dir=script.__name__), rank=0)
+        assert resume(script).output_dir == script.__name__
+        for flag in files:
+            word = f"--{flag.replace('_', '-')}"
+            assert getattr(resume(script, f"{word} moved.jsonl"), flag) == "moved.jsonl"
+            sentence = f"^{word} other.jsonl: the run began with train.jsonl, which had other contents$"
+            with pytest.raises(SystemExit, match=sentence):
+                resume(script, f"{word} other.jsonl")
+        if server:
+            assert resume(script, "--retriever-url http://b:2/x").retriever_url == "http://b:2/x"
+            assert "--retriever-url http://b:2/x: the run began with http://a:1/x" in capsys.readouterr().out
+            with pytest.raises(SystemExit, match="^--documents moved.jsonl: the run began with None, which cannot"):
+                resume(script, "--documents moved.jsonl")
+            with pytest.raises(SystemExit, match="^--retriever-top-k 4: the run began with 3, which cannot change"):
+                resume(script, "--retriever-top-k 4")
+
+    script = importlib.import_module("algorithms.igpo")
+    script.open_run(script.Args(dataset="train.jsonl", documents="train.jsonl", output_dir="own"), rank=0)
+    monkeypatch.setattr(sys, "argv", "igpo --resume own --documents moved.jsonl --dataset moved.jsonl".split())
+    script.open_run(script.parse_args(), rank=0)
+    monkeypatch.setattr(sys, "argv", "igpo --resume own".split())
+    assert script.parse_args().documents == "moved.jsonl", "a second resume knows the new place"
+    write_lines(tmp_path / "moved.jsonl", ROWS[1:])  # the same name
+    with pytest.raises(SystemExit, match="the run began with moved.jsonl, which had other contents"):
+        script.parse_args()
+    saved = json.loads((tmp_path / "own" / "args.json").read_text())
+    del saved["checksums"]  # a run of an older version
+    (tmp_path / "own" / "args.json").write_text(json.dumps(saved))
+    assert script.parse_args().documents == "moved.jsonl"
+    monkeypatch.setattr(sys, "argv", "igpo --resume own --documents train.jsonl".split())
+    with pytest.raises(SystemExit, match="the run began with moved.jsonl, which cannot change"):
+        script.parse_args()
+
+
 def test_questions_from_a_file_need_something_to_search_in(tmp_path):
     with pytest.raises(ValueError, match="need a file to search in, --documents, or a retrieval server"):
         SearchQA(write_lines(tmp_path / "train.jsonl", [{"question": "Who?", "answer": "Ann"}]))

@@ -97,7 +97,8 @@ def test_the_last_answer_of_an_episode_counts_everywhere():
 
 
 def test_an_empty_query_is_answered_here(server):
-    task = SearchQA(retriever_url=server.url)
+    task = SearchQA()
+    task.retriever = HttpRetriever(server.url)
     texts = ["<search></search>", "<search>friend of Aldra Bruby</search>", "<search>  </search>"]
     replies = [reply["content"] for reply in task.step(texts, turn=1)]
     assert replies[0] == replies[2] == "<result>nothing found</result>"
@@ -164,7 +165,8 @@ def test_http_client_gives_what_the_local_retriever_gives(server):
     assert client.search_batch(queries, 2) == world().search_batch(queries, 2)
     assert server.requests == [{"queries": queries, "topk": 2, "return_scores": True}]  # one batch
     assert client.search_batch([]) == [] and len(server.requests) == 1
-    task = SearchQA(retriever_url=server.url)
+    task = SearchQA()
+    task.retriever = HttpRetriever(server.url)
     assert task.search(queries) == SearchQA().search(queries)
 
 

@@ -14,7 +14,7 @@ refuse_unsupported longest_text attention_masks Hidden ReturnHidden add_methods 
 Decoder Buffers recorded over_temperature packed_length tokens_at_once divide warn_of_slow_bfloat16
 sample_tokens VllmSampler repack_head random_seed token_logprobs micro_batches sampling_metrics
 add_adapters adapters_off shard copy_model whole_weights refresh
-checkpoints trained_state save_checkpoint load_checkpoint save_final open_run log report parse_args
+checkpoints trained_state save_checkpoint load_checkpoint save_final checksums open_run log report parse_args
 join_repeated one_sentence_for_a_full_disk is_due scheduled_rate log_answers open_board
 """
 ONE_TURN = "load_problems logprob_gaps Completion read_prompts generate complete Packed pack log_completions"
