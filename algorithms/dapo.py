@@ -873,7 +873,8 @@ def load_task(args: Args):
         for name, place in zip(names, args.reward):
             task.reward_functions[name] = from_file("--reward", place, "problem", "completion")
         task.reward_weights = (1.0,) * len(args.reward)
-    task.reward_weights = args.reward_weights or task.reward_weights
+    weights = args.reward_weights or getattr(task, "reward_weights", ())
+    task.reward_weights = weights or (1.0,) * len(task.reward_functions)
     finite = [weight for weight in task.reward_weights if math.isfinite(weight)]
     if not len(finite) == len(task.reward_weights) == len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")

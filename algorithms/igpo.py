@@ -49,6 +49,7 @@ size, K reward functions; R packed rows of L tokens, N predicted tokens; A rows 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import copy
 import hashlib
 import importlib.util
@@ -97,6 +98,7 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+METHODS = "train_problem evaluation_problems prompt step reward_functions"  # of a task
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset hops max_turns max_prompt_length"
 FIXED += " system_prompt chat_template_path chat_template_kwargs model_name_or_path"
@@ -104,7 +106,7 @@ FIXED += " num_prompts_per_step output_dir lora_rank documents retriever_top_k"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads max_turns num_minibatches"
-AT_LEAST_ONE += " retriever_top_k retriever_timeout"
+AT_LEAST_ONE += " retriever_top_k retriever_timeout max_reply_length"
 MAY_BE_NEGATIVE = "seed format_penalty"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
@@ -162,6 +164,10 @@ class Args:
     and episodes that would grow over it end"""
     max_completion_length: int | None = None
     """longest turn in tokens; None is 64 for the tiny model and 1024 for others"""
+    max_reply_length: int | None = None
+    """longest text of a message that the task replies, in tokens; what is longer is cut"""
+    stop: tuple[str, ...] = ()
+    """texts that end a turn, such as '</search>'"""
     temperature: float = 1.0
     """sampling temperature, also applied to all log-probabilities"""
     # method
@@ -378,7 +384,9 @@ def train(args: Args) -> dict[str, float]:
     warn_of_slow_bfloat16(args, rank, device)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)
+    model.tokenizer = tokenizer  # for --stop
     model.to(device)
+    check_task(task, eval_problems[0], tokenizer, args)
     eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
     if getattr(task, "train_rows", None):  # problems of a file, not generated ones
         task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
@@ -439,6 +447,8 @@ def train(args: Args) -> dict[str, float]:
         problems = [task.train_problem(i, args.seed) for i in indices]
         seeds = [random_seed(args.seed, i) for i in indices]
         scorer = model if args.vllm else sampler
+        if hasattr(task, "turn_rewards"):  # in place of the right answer
+            scorer = None
         episodes = play(
             sampler, tokenizer, task, problems, args.num_generations, args, seeds, scorer
         )
@@ -446,17 +456,13 @@ def train(args: Args) -> dict[str, float]:
         sampled = time.perf_counter()
 
         # 2. compare each turn with its group; B counts the episodes of all processes
-        table = [
-            (e.rewards, len(e.logprobs), e.ended, sum(e.logprobs), e.answer_logprobs)
-            for e in episodes
-        ]
-        rewards, lengths, ended, logprobs, answer_scores = zip(*gather(table))
+        for episode in episodes:
+            episode.gains = turn_gains(task, episode, args)
+        table = [(e.rewards, len(e.logprobs), e.ended, sum(e.logprobs), e.gains) for e in episodes]
+        rewards, lengths, ended, logprobs, gains = zip(*gather(table))
         rewards = torch.tensor(rewards)  # (B,K)
         totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
-        gains = [
-            information_gains(torch.tensor(values), args.information_gain)
-            for values in answer_scores
-        ]
+        gains = [torch.tensor(values, dtype=torch.float32) for values in gains]
         group_ids = torch.arange(len(totals)) // args.num_generations  # (B,)
         advantages = turn_advantages(
             gains, totals, group_ids, args.gamma, args.normalization, args.advantage
@@ -490,6 +496,7 @@ def train(args: Args) -> dict[str, float]:
             "completions/clipped_ratio": 1 - sum(ended) / len(ended),
             "learning_rate": rate,
             "num_tokens": progress["num_tokens"],
+            "seconds/tools": sum(episode.tool_seconds for episode in episodes),
             "seconds/rollout": sampled - began,
             "seconds/step": time.perf_counter() - began,
         }
@@ -622,8 +629,7 @@ def play(
     size = len(episodes) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
     for first in range(0, len(episodes), size):
         play_turns(sampler, tokenizer, task, episodes[first : first + size], args, scorer)
-    inputs = [(episode.problem, "".join(episode.texts)) for episode in episodes]
-    for episode, rewards in zip(episodes, score(task, inputs, args)):
+    for episode, rewards in zip(episodes, score(task, episodes, args)):
         episode.rewards = rewards
     return episodes
 
@@ -642,24 +648,40 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, scorer) -> None:
         for episode, completion in zip(episodes, completions):
             completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
             episode.write(completion)
-        replies = task.step([completion.text for completion in completions], turn + 1, episodes)
+        texts = [completion.text for completion in completions]
+        replies = ask_task(task, texts, turn + 1, episodes, tokenizer, args)
 
         # Some episodes go on: those with a reply that fits.
         rows = []
-        for row, (episode, reply) in enumerate(zip(episodes, replies, strict=True)):
+        ends = sampler.generation_config.eos_token_id
+        for row, (episode, reply) in enumerate(zip(episodes, replies)):
             if reply is None or not episode.ended or turn == args.max_turns - 1:
                 continue
             ids = reply_ids(sampler, tokenizer, reply, args)
+            if episode.ids[-1] not in ends:  # --stop ended the turn
+                ids = [ends[0], *ids]
             if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
                 episode.ended = False
                 continue
-            episode.read(ids, reply["content"])
+            episode.read(ids, "\n".join(message["content"] for message in reply))
             rows.append(row)
         if not rows:
             return
         if memory is not None:
             memory = memory.select(rows)
         episodes = [episodes[row] for row in rows]
+
+
+def turn_gains(task, episode: Episode, args: Args) -> list[float]:
+    """What each turn but the last adds to the right answer, or what task.turn_rewards says."""
+    if not hasattr(task, "turn_rewards"):
+        scores = torch.tensor(episode.answer_logprobs)
+        return information_gains(scores, args.information_gain).tolist()
+    rewards = task.turn_rewards(episode.problem, episode)
+    turns = len(episode.texts) // 2
+    good = isinstance(rewards, list) and len(rewards) == turns
+    expect(good, "turn_rewards", rewards, f"{turns} numbers, none for the last turn", args)
+    return rewards
 
 
 @torch.no_grad()
@@ -823,7 +845,12 @@ def gather(items: list) -> list:
 def load_problems(args: Args, dataset: str | None):
     """The agent task: an object with what envs/README.md lists."""
     if args.env != "search_qa":
-        return from_file("--env", args.env, "dataset")(dataset)
+        task = from_file("--env", args.env, "dataset")(dataset)
+        for name in METHODS.split():
+            if not hasattr(task, name):
+                sys.exit(f"--env {args.env}: has no {name}, see envs/README.md")
+        task.max_turns = args.max_turns  # it may spare what the last turn would not read
+        return task
     try:
         from envs.search_qa import SearchQA, f1
 
@@ -887,7 +914,8 @@ def load_task(args: Args):
         for name, place in zip(names, args.reward):
             task.reward_functions[name] = from_file("--reward", place, "problem", "completion")
         task.reward_weights = (1.0,) * len(args.reward)
-    task.reward_weights = args.reward_weights or task.reward_weights
+    weights = args.reward_weights or getattr(task, "reward_weights", ())
+    task.reward_weights = weights or (1.0,) * len(task.reward_functions)
     finite = [weight for weight in task.reward_weights if math.isfinite(weight)]
     if not len(finite) == len(task.reward_weights) == len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
@@ -943,10 +971,66 @@ def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
     return kept
 
 
-def score(task, inputs: list[tuple], args: Args) -> list[tuple[float, ...]]:
-    """The K rewards of each pair of a problem and a text. B pairs -> B tuples"""
+def check_task(task, problem, tokenizer, args: Args) -> None:
+    """Call the task's methods once, on one problem; exit if one returns what it should not."""
+    texts = ["", ""]
+    if hasattr(task, "right_answer"):
+        answer = task.right_answer(problem)
+        good = isinstance(answer, tuple) and [type(text) for text in answer] == [str, str]
+        expect(good, "right_answer", answer, "a text before the answer and the answer", args)
+        texts = ["", "".join(answer)]
+    expect_messages("prompt", task.prompt(problem), args)
+    episodes = [Episode(problem, [], texts=[text]) for text in texts]
+    ask_task(task, texts, 1, episodes, tokenizer, args)
+    score(task, episodes, args)
+
+
+def expect(good: bool, method: str, found, expected: str, args: Args) -> None:
+    """Exit with what a method of the task returned if it is not good."""
+    if not good:
+        sys.exit(f"--env {args.env}: {method} returned {found!r:.200}, expected {expected}")
+
+
+def expect_messages(method: str, found, args: Args) -> None:
+    """Exit unless a method of the task returned messages."""
+    rows = found if isinstance(found, list) and found else [None]
+    rows = [row if isinstance(row, dict) else {} for row in rows]
+    good = {type(row.get(key)) for row in rows for key in ("role", "content")} == {str}
+    expect(good, method, found, 'a list of {"role": ..., "content": ...} with texts', args)
+
+
+def ask_task(task, texts: list[str], turn: int, episodes, tokenizer, args: Args) -> list:
+    """By task.step, the messages that answer each text, or None where the episode ends."""
+    began = time.perf_counter()
+    replies = task.step(texts, turn, episodes)
+    for episode in episodes:
+        episode.tool_seconds += (time.perf_counter() - began) / len(episodes)
+    good = isinstance(replies, list) and len(replies) == len(texts)
+    expect(good, "step", replies, f"a list of {len(texts)} replies", args)
+    answers = []
+    for reply in replies:
+        if reply is not None:
+            reply = [reply] if isinstance(reply, dict) else reply
+            expect_messages("step", reply, args)
+            reply = [shorten(message, tokenizer, args) for message in reply]
+        answers.append(reply)
+    return answers
+
+
+def shorten(message: dict, tokenizer, args: Args) -> dict:
+    """The message with at most --max-reply-length tokens of text."""
+    ids = text_ids(tokenizer, message["content"]) if args.max_reply_length else []
+    kept = ids[: args.max_reply_length]
+    return message if kept == ids else message | {"content": tokenizer.decode(kept)}
+
+
+def score(task, episodes: list[Episode], args: Args) -> list[tuple[float, ...]]:
+    """The K rewards of each episode. A function gets it whole if that is what its parameter is
+    called, else its text. B episodes -> B tuples"""
     columns = []
     for name, function in task.reward_functions.items():
+        whole = "episode" in list(inspect.signature(function).parameters)[:2]
+        inputs = [(e.problem, e if whole else "".join(e.texts)) for e in episodes]
         columns.append(call_each(f"reward function {name}", function, inputs, args))
     return list(zip(*columns))
 
@@ -1289,15 +1373,18 @@ class Episode:
     """A conversation. In the batch, the G episodes of a problem are neighbours."""
 
     problem: object
-    prompt: list[int]
+    prompt: list[int] = field(repr=False)
     seed: int | None = None
-    ids: list[int] = field(default_factory=list)  # all tokens after the prompt
+    ids: list[int] = field(default_factory=list, repr=False)  # all tokens after the prompt
     turns: list[int] = field(default_factory=list)  # turn of each token; -1 if it was read
     logprobs: list[float] = field(default_factory=list)  # of the written tokens, as sampled
     ended: bool = True  # every turn has its end token, and no context is over the limit
     texts: list[str] = field(default_factory=list)  # written, read, written ...
+    notes: object = None  # what the task keeps here
+    tool_seconds: float = 0.0  # its share of the time that task.step took
     rewards: tuple[float, ...] = ()
     answer_logprobs: list[float] = field(default_factory=list)  # at the start of each turn
+    gains: list[float] = field(default_factory=list)  # of each turn but the last
 
     def write(self, completion: Completion) -> None:
         """Add a turn of the model."""
@@ -1406,13 +1493,13 @@ def text_ids(tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def reply_ids(model, tokenizer, reply: dict | list[dict], args: Args) -> list[int]:
+def reply_ids(model, tokenizer, reply: list[dict], args: Args) -> list[int]:
     """Token ids of the messages that answer a turn, up to where the assistant begins again.
 
     They begin after the end token of the turn, which the model has written.
     """
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Xyzzy"}]
-    chat += reply if isinstance(reply, list) else [reply]
+    chat += reply
     settings = json.loads(args.chat_template_kwargs)
     settings |= {"add_generation_prompt": True, "tokenize": False}
     text = tokenizer.apply_chat_template(chat, **settings).partition("Xyzzy")[2]
@@ -1495,8 +1582,13 @@ class Decoder:
             self.rows = self.rows[places]
 
     def live(self, t: int) -> Tensor:
-        """Which rows have no end token among their first t. (A,)"""
-        return ~self.is_end[self.ids[self.rows, :t]].any(1)
+        """Which rows have no end token and no text of --stop among their first t. (A,)"""
+        ids = self.ids[self.rows, :t]
+        live = ~self.is_end[ids].any(1)
+        if self.args.stop:
+            ended = [turn_length(self.model, row, False, self.args)[1] for row in ids.tolist()]
+            live &= ~torch.tensor(ended, dtype=torch.bool, device=live.device)
+        return live
 
     def allocate(self, places: Tensor, width: int) -> None:
         """Buffers of this width for some rows of the cache; they replace it layer by layer."""
@@ -1550,8 +1642,21 @@ class Decoder:
         completions = []
         for row in zip(prompts, self.ids.tolist(), self.logprobs.tolist(), lengths, ended):
             prompt, ids, values, length, has_ended = row
+            length, has_ended = turn_length(self.model, ids[:length], has_ended, self.args)
             completions.append(Completion(prompt, ids[:length], values[:length], has_ended))
         return completions
+
+
+def turn_length(model, ids: list[int], ended: bool, args: Args) -> tuple[int, bool]:
+    """Tokens of a turn, up to one that completes a text of --stop, and whether it has ended."""
+
+    def has_stop(length: int) -> bool:
+        text = model.tokenizer.decode(ids[:length])
+        return any(stop in text for stop in args.stop)
+
+    if not args.stop or not has_stop(len(ids)):
+        return len(ids), ended
+    return bisect.bisect_left(range(len(ids)), True, key=has_stop), True
 
 
 class Buffers(StaticLayer):
@@ -1631,7 +1736,7 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=not args.stop,
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
@@ -1657,7 +1762,9 @@ class VllmSampler:
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        common = {"max_tokens": args.max_completion_length, "detokenize": False, "logprobs": 0}
+        common = {"max_tokens": args.max_completion_length, "logprobs": 0}
+        common |= {"detokenize": bool(args.stop), "stop": list(args.stop)}
+        common["skip_special_tokens"] = False
         common["stop_token_ids"] = self.generation_config.eos_token_id
         common["temperature"] = args.temperature if seeds else 0.0
         row_seeds = seeds or [None] * len(prompts)
@@ -2101,14 +2208,13 @@ def log_completions(run_dir: str, step: int, episodes, advantages, tokenizer, ta
     shown = episodes[: 2 * args.num_generations]
     with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
         for episode, values in zip(shown, advantages.tolist()):
-            scores = torch.tensor(episode.answer_logprobs)
             row = {
                 "step": step,
                 "prompt": tokenizer.decode(episode.prompt),
                 "turns": episode.texts,
                 "rewards": dict(zip(task.reward_functions, episode.rewards)),
-                "gains": information_gains(scores, args.information_gain).tolist(),
-                "advantages": values[: len(scores)],
+                "gains": episode.gains,
+                "advantages": values[: len(episode.gains) + 1],
             }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
