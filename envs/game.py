@@ -11,7 +11,8 @@ Game and has four methods:
                          when the game is over. Return True, or False to reject the action; reject
                          "", which stands for an empty text
 
-Where any text is a move, override parse(text), as envs/negotiation.py does.
+Where any text is a move, override parse(text), as envs/negotiation.py does, and take out control
+tokens (envs/control_tokens.py), which the other player must not read.
 Without Game, a class needs reset(generator), step(text), prompt(player), legal_actions() and the
 attributes player, turns, done, rewards, reason, handicap, all as they are here.
 

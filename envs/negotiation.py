@@ -3,11 +3,11 @@
 import random
 import re
 
+from envs.control_tokens import CONTROL
 from envs.game import Game, boxed
 
 # What a message must not bring into the other player's prompt: tags of thoughts, control tokens of chat templates.
-CONTROL = r"<\|[^<>|]*\|>|</?s>|<(?:bos|eos|start_of_turn|end_of_turn)>|\[/?INST\]"
-MARKUP = re.compile(rf"</?think>|{CONTROL}")
+MARKUP = re.compile(rf"</?think>|{CONTROL}", re.IGNORECASE)
 MAX_MESSAGE_CHARS = 200  # of a message that is shown: nobody may flood the other player's context
 
 

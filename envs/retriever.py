@@ -64,7 +64,8 @@ class Retriever:
 class Documents:
     """BM25 over the rows of a data file, `title` and `text` (or `contents`, as in Search-R1): the exact best `top_k`.
 
-    Equal scores keep the order of the rows; a document without any word of the query is never found.
+    Words of a title count as words of the text do. Equal scores keep the order of the rows; a document without any word
+    of the query is never found.
     """
 
     def __init__(self, path: str):
@@ -74,11 +75,15 @@ class Documents:
             import bm25s
         except ImportError as error:
             raise ValueError(f"--documents: {error}; pip install bm25s") from None
-        self.texts = [document_text(row, place) for place, row in read_rows(path)]
-        if not any(map(split, self.texts)):
+        self.texts, words = [], []
+        for place, row in read_rows(path):
+            contents = read_document(row, place)
+            self.texts.append(one_line(contents)[:MAX_DOCUMENT_CHARS])
+            words.append(split(contents))
+        if not any(words):
             raise ValueError(f"{path}: found no words, expected rows with title and text")
         self.index = bm25s.BM25(method="lucene", k1=1.2, b=0.75)
-        self.index.index([split(text) for text in self.texts], show_progress=False)
+        self.index.index(words, show_progress=False)
 
     def search(self, query: str, top_k: int = 3) -> list[str]:
         words = dict.fromkeys(split(query[: 32 * MAX_QUERY_WORDS])[:MAX_QUERY_WORDS])
@@ -90,7 +95,7 @@ class Documents:
         least = scores[scores.argpartition(last)[last]]  # the score of the last that may be shown
         found = ((scores >= least) & (scores > 0)).nonzero()[0].tolist()
         best = sorted(found, key=lambda document: (-scores[document], document))[:top_k]
-        return [self.texts[document][:MAX_DOCUMENT_CHARS] for document in best]
+        return [self.texts[document] for document in best]
 
     def search_batch(self, queries: list[str], top_k: int = 3) -> list[list[str]]:
         return [self.search(query, top_k) for query in queries]
@@ -175,16 +180,12 @@ def one_line(contents: str) -> str:
     return text if text.startswith(title) else f"{title}: {text}" if text else title
 
 
-def document_text(row: dict, where: str) -> str:
-    """One row of a file of documents as one line; a ValueError of one sentence if it is broken."""
-    contents = row.get("contents")
-    if contents is None:
-        title, contents = row.get("title") or "", row.get("text")
-        if isinstance(title, str) and isinstance(contents, str):
-            contents = f"{' '.join(title.split())}\n{contents}"
-    if not isinstance(contents, str) or not isinstance(row.get("title") or "", str):
+def read_document(row: dict, where: str) -> str:
+    """Title, line break and text of a row of a file of documents; a ValueError of one sentence if it is broken."""
+    title, text = row.get("title") or "", row.get("contents", row.get("text"))
+    if not isinstance(title, str) or not isinstance(text, str):
         raise ValueError(f"{where}: found {row!r:.60}, expected title and text")
-    return one_line(contents)
+    return text if "contents" in row else f"{' '.join(title.split())}\n{text}"
 
 
 def start_of(error: urllib.error.HTTPError) -> str:

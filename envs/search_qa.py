@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from envs import search_text
+from envs.control_tokens import CONTROL, without_control
 from envs.retriever import RELATIONS, HttpRetriever, World, read_documents
 from envs.search_problems import Problem, Request, read_questions
 from envs.search_text import (
@@ -26,9 +27,8 @@ from envs.search_text import (
 
 KNOWN = "I know the answer."  # the thought before an answer
 TAGS = ("think", "search", "result", "verify", "question", "answer")
-# What a retrieved text must not contain: our tags, what search_text.balanced counts, control tokens like <|end|>.
-OURS = "|".join((*TAGS, "code", "tool_call"))
-CONTROL = r"<\|[^<>|]*\|>|</?s>|<(?:bos|eos|start_of_turn|end_of_turn)>|\[/?INST\]"
+# What a retrieved text must not contain: our tags, what search_text.balanced counts, control tokens.
+OURS = "|".join((*TAGS, "code", "tool_call", "tool_response"))
 MARKUP = re.compile(rf"</?(?:{OURS})>|{CONTROL}", re.IGNORECASE)
 THINK = "Think inside <think> </think>, then"
 INSTRUCTIONS = {
@@ -185,7 +185,8 @@ class SearchQA:
     def examined(self, request: Request, texts: list[str]) -> tuple[float, Problem | None]:
         """What an examiner wrote and read, in turn: its format score, and its question with the searches that led to
         it, None where the score is 0."""
-        written, results = texts[::2], [text.removeprefix("<result>").removesuffix("</result>") for text in texts[1::2]]
+        written = [without_control(text) for text in texts[::2]]  # the student reads parts of them
+        results = [text.removeprefix("<result>").removesuffix("</result>") for text in texts[1::2]]
         score = examiner_format(*request, written, results)
         if score == 0:
             return 0.0, None

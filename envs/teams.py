@@ -15,10 +15,13 @@ A team of your own is a class for `--env FILE.py:ClassName`. It is called with -
                        enter what each agent wrote: set episode.agent, None at the end, and
                        episode.answer; return which texts have the tags of their role; the others
                        cost --invalid-penalty
+
+In `prompt`, pass what agents wrote through envs.control_tokens.without_control, as here.
 """
 
 from dataclasses import dataclass, field
 
+from envs.control_tokens import without_control
 from envs.search_text import project_action, project_verdict
 
 
@@ -62,7 +65,7 @@ class SolverVerifier:
         return Episode(problem, "solver")
 
     def prompt(self, episode: Episode) -> list[dict]:
-        teammates = tuple((name.capitalize(), text) for name, text in episode.calls)
+        teammates = tuple((name.capitalize(), without_control(text)) for name, text in episode.calls)
         return self.task.prompt(episode.problem, episode.agent, teammates=teammates)
 
     def advance(self, episodes: list[Episode], texts: list[str]) -> list[bool]:
@@ -102,7 +105,7 @@ class RouterSearcherResponder:
     def prompt(self, episode: Episode) -> list[dict]:
         teammates = ()
         if episode.agent == "searcher":
-            teammates = (("Router", episode.calls[-1][1]),)
+            teammates = (("Router", without_control(episode.calls[-1][1])),)
         return self.task.prompt(
             episode.problem, episode.agent, history=episode.history, teammates=teammates
         )
@@ -139,5 +142,5 @@ class RouterSearcherResponder:
         if queries:
             results = self.task.search(queries)
             for episode, query, result in zip(searching, queries, results):
-                episode.history += ((query, result),)
+                episode.history += ((without_control(query), result),)
         return valid

@@ -70,6 +70,8 @@ def test_formats_equal_scores_and_broken_rows(tmp_path):
     contents = [{"id": "1", "contents": f'"{row["title"]}"\n{row["text"]}'} for row in ROWS]  # of Search-R1
     for path in (*map(str, paths), write_lines(tmp_path / "contents.jsonl", contents)):
         assert Documents(path).texts == SHOWN, path
+    titled = Documents(write_lines(tmp_path / "titled.jsonl", [{"text": "Ann knows Bo."}, {"title": "Bo", "text": "Bo knows Ann."}]))
+    assert titled.search("Bo", 1) == ["Bo knows Ann."], "a title counts, also where the text begins with it"
     same = [{"title": "A", "text": f"twin {n}"} for n in "dcab"] + [{"text": "x " * 600}]
     twins = Documents(write_lines(tmp_path / "same.jsonl", same))
     assert twins.search("twin", 3) == ["A: twin d", "A: twin c", "A: twin a"]

@@ -5,6 +5,7 @@ python algorithms/dr_mas.py --env envs/examples/retry.py:Retry --model-name-or-p
 The right answer decides whether they write, also in evaluations. Needs the package reasoning-gym.
 """
 
+from envs.control_tokens import without_control
 from envs.reasoning_gym import ReasoningGym
 from envs.teams import Episode
 
@@ -22,11 +23,12 @@ class Retry:
 
     def prompt(self, episode: Episode) -> list[dict]:
         messages = self.task.prompt(episode.problem)
-        said = [{"role": "assistant", "content": text} for _, text in episode.calls]
+        texts = [without_control(text) for _, text in episode.calls]
+        said = [{"role": "assistant", "content": text} for text in texts]
         if episode.agent == "critic":
             messages += [said[0], {"role": "user", "content": "This is wrong. Why?"}]
         if episode.agent == "refiner":
-            messages += [said[0], {"role": "user", "content": f"This is wrong: {episode.calls[1][1]} Try again."}]
+            messages += [said[0], {"role": "user", "content": f"This is wrong: {texts[1]} Try again."}]
         return messages
 
     def advance(self, episodes: list[Episode], texts: list[str]) -> list[bool]:
