@@ -157,8 +157,8 @@ class Args:
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
     """one or more FILE.py:function, called as function(problem, text) -> float, in place of the
-    rewards of --env; text is all that was written and read in the episode. It may be async; with
-    function.batched = True it is called with lists of both, and returns a list"""
+    rewards of --env; text is all that was written and read, and a parameter named episode gets the
+    whole episode. It may be async; with function.batched = True it takes and returns lists"""
     reward_threads: int = 1
     """answers that a reward function, also an async one, is called for at once"""
     reward_weights: tuple[float, ...] = ()
