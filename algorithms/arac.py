@@ -208,7 +208,7 @@ def soft_value(log_probs: Tensor, q1: Tensor, q2: Tensor, alpha: Tensor | float)
     value1 = (probs * q1).sum((1, 2))  # (B,)
     value2 = (probs * q2).sum((1, 2))  # (B,)
     negative_entropy = (probs * log_probs).sum((1, 2))  # (B,)
-    return torch.min(value1, value2) - alpha * negative_entropy
+    return torch.min(value1, value2) - alpha * negative_entropy  # eq. 1 of arac.md
 
 
 def actor_loss(
@@ -226,7 +226,7 @@ def actor_loss(
     """
     loss = -soft_value(log_probs, q1, q2, alpha).mean()
     if reference is not None:
-        loss = loss + beta * forward_kl(log_probs, reference).mean()
+        loss = loss + beta * forward_kl(log_probs, reference).mean()  # eq. 2 of arac.md
     return loss
 
 
@@ -249,12 +249,12 @@ def critic_targets(
 
 def temperature_loss(log_alpha: Tensor, entropy: Tensor, target: Tensor | float) -> Tensor:
     """Its gradient is entropy - target: alpha rises while the entropy (B,) is below. -> scalar"""
-    return (log_alpha * (entropy.detach() - target)).mean()
+    return (log_alpha * (entropy.detach() - target)).mean()  # eq. 3 of arac.md
 
 
 def coefficient_loss(log_beta: Tensor, kl: Tensor, target: Tensor | float) -> Tensor:
     """Its gradient is target - kl: beta rises while the divergence (B,) is above. -> scalar"""
-    return -(log_beta * (kl.detach() - target)).mean()
+    return -(log_beta * (kl.detach() - target)).mean()  # eq. 3 of arac.md
 
 
 # --- Training -----------------------------------------------------------------------------------
@@ -262,6 +262,7 @@ def coefficient_loss(log_beta: Tensor, kl: Tensor, target: Tensor | float) -> Te
 
 def train(args: Args) -> dict:
     """Train as the flags say. Returns the scores of the last evaluation."""
+    check_least(args, num_agents=1, num_envs=1, horizon=1, batch_size=1, buffer_size=1)
     if args.embed_dim % NUM_HEADS:
         sys.exit(f"--embed-dim {args.embed_dim}: must be a multiple of {NUM_HEADS}")
     if args.beta <= 0:
@@ -296,6 +297,7 @@ def train(args: Args) -> dict:
             for replay, content in zip(learner.replays, state["replays"][number]):
                 vars(replay).update(content)
     board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+    board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     print(f"{run_dir}: {args.env_id} on {' '.join(args.graph)}, {args.num_envs} games, {device}")
     if args.total_timesteps <= args.learning_starts:
         print(
@@ -303,8 +305,7 @@ def train(args: Args) -> dict:
         )
 
     scores = {}
-    # A round is a step of E games. A row counts those that began in it: won, ended, their steps.
-    tally = torch.zeros(args.total_timesteps // args.num_envs + 2, 3, device=device)
+    tally = Tally(args.total_timesteps // args.num_envs + 2, args.horizon, len(games), device)
     logged = progress["step"]
     began = time.perf_counter()
     starting = True
@@ -314,10 +315,10 @@ def train(args: Args) -> dict:
             torch.manual_seed(random_seed(args.seed, step))
             for game in games:
                 game.reset(args.num_envs, random_seed(args.seed, step, game.graph.name))
-            counted = step // args.num_envs  # games that began in earlier rounds are logged or lost
+            tally.counted = step // args.num_envs  # games of earlier rounds are logged or lost
             starting = False
         last = step >= args.total_timesteps
-        if last or due(step, args.eval_steps, args.num_envs):
+        if last or is_due(args.eval_steps, step, args.num_envs):
             paused = time.perf_counter()
             scores = evaluate(learners[0].policy, games, args)
             if unseen:
@@ -347,10 +348,7 @@ def train(args: Args) -> dict:
             if learner.has_reference:
                 rows["reference"] = game.scripted(args.reference, before, side)
             learner.replays[turn].add(**rows)
-        ended = terminated | truncated
-        first_rounds = step // args.num_envs - (lengths - 1) * len(games)  # (E,)
-        outcomes = torch.stack([rewards > 0, ended, lengths * ended], 1)  # (E,3)
-        tally.index_add_(0, first_rounds, outcomes.float())
+        tally.add(step // args.num_envs, rewards > 0, terminated | truncated, lengths)
 
         # 2. learn from the same graph
         metrics = {}
@@ -369,18 +367,14 @@ def train(args: Args) -> dict:
         # 3. log and save
         step += args.num_envs
         progress["step"] = step
-        saving = due(step, args.save_steps, args.num_envs) or step >= args.total_timesteps
-        if saving or due(step, args.total_timesteps // LOGS, args.num_envs):
+        saving = is_due(args.save_steps, step, args.num_envs) or step >= args.total_timesteps
+        if saving or is_due(args.total_timesteps // LOGS, step, args.num_envs):
             if metrics:
                 values = torch.stack([value.float() for value in metrics.values()]).tolist()
                 metrics = dict(zip(metrics, values))
             if not all(map(math.isfinite, metrics.values())):
                 sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
-            # Count games whose time limit has passed; of younger ones only early ends are known. A
-            # graph has its turn once in len(games) rounds.
-            known = step // args.num_envs - (args.horizon - 1) * len(games)
-            won, num_games, num_steps = tally[counted : max(counted, known)].sum(0).tolist()
-            counted = max(counted, known)
+            won, num_games, num_steps = tally.take(step // args.num_envs)
             if num_games:
                 metrics["charts/success"] = won / num_games
                 metrics["charts/episodic_length"] = num_steps / num_games
@@ -463,6 +457,34 @@ def update(
     learner.optimizer.step()
     learner.log_beta.data.clamp_(max=math.log(args.beta))  # never above --beta
     return {tag: value.detach() for tag, value in metrics.items()}
+
+
+class Tally:
+    """Games won, games ended and their steps, by the round in which they began.
+
+    A round is a step of E games; graphs take turns. Games that are won end early, so those that
+    ended lately are a biased choice: a round counts when all of its games must be over. With one
+    graph and a horizon of 6, games that began in round 10 end in round 15 at the latest, so after
+    16 rounds (0 to 15) those up to round 10 are known; with two graphs those up to round 5.
+    """
+
+    def __init__(self, num_rounds: int, horizon: int, num_graphs: int, device):
+        self.rows = torch.zeros(num_rounds, 3, device=device)
+        self.num_graphs = num_graphs
+        self.longest = (horizon - 1) * num_graphs  # rounds from the first to the last of a game
+        self.counted = 0  # rounds that were taken
+
+    def add(self, now: int, won: Tensor, ended: Tensor, lengths: Tensor) -> None:
+        """What happened in round `now`, (E,) each."""
+        began = now - (lengths - 1) * self.num_graphs
+        self.rows.index_add_(0, began, torch.stack([won, ended, lengths * ended], 1).float())
+
+    def take(self, num_rounds: int) -> list[float]:
+        """Sums over the rounds that became known, when so many have been played."""
+        known = max(self.counted, num_rounds - self.longest)
+        sums = self.rows[self.counted : known].sum(0).tolist()
+        self.counted = known
+        return sums
 
 
 class Learner(nn.Module):
@@ -573,8 +595,7 @@ def score_run(args: Args, device: torch.device) -> dict[str, dict[str, float]]:
     except RuntimeError:
         sys.exit(f"{args.evaluate}: its policy is for other teams or of another size")
     scores = {}
-    for game in games:
-        name = game.graph.name
+    for name, game in zip(args.graph + args.eval_graphs, games):  # two files may have one stem
         scores[name] = evaluate(policy, [game], args)
         print(name, *(f"{tag} {value:.3f}" for tag, value in scores[name].items()), sep="  ")
     return scores
@@ -825,7 +846,10 @@ def read_graphml(path: str) -> tuple[Tensor, Tensor | None]:
     edges = torch.tensor([[number[a], number[b]] for a, b in graph.edges(nodes)])  # (M,2)
     if not all("x" in graph.nodes[node] and "y" in graph.nodes[node] for node in nodes):
         return edges, None
-    spots = [[float(graph.nodes[node][axis]) for axis in "xy"] for node in nodes]
+    try:
+        spots = [[float(graph.nodes[node][axis]) for axis in "xy"] for node in nodes]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: x and y of a node are no numbers ({error})") from None
     return edges, torch.tensor(spots, dtype=torch.float64) * torch.tensor([1.0, -1.0])
 
 
@@ -1122,6 +1146,14 @@ def setup(args: Args) -> torch.device:
     return torch.device("cuda" if use_cuda else "cpu")
 
 
+def check_least(args: Args, **lowest: int) -> None:
+    """Exit if one of these flags is below its lowest value."""
+    for name, least in lowest.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+
+
 def random_seed(*names) -> int:
     """A seed made of names: the same in a run that was stopped and continued."""
     return random.Random(" ".join(map(str, names))).getrandbits(63)
@@ -1192,9 +1224,9 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
     board.flush()
 
 
-def due(step: int, every: int, num_envs: int) -> bool:
-    """Whether the last step of all games reached or passed a multiple of `every`; 0 is never."""
-    return every > 0 and step // every > (step - num_envs) // every
+def is_due(every: int, step: int, size: int) -> bool:
+    """Whether a multiple of `every`, also 0, lies in the last `size` steps; 0 is never."""
+    return every > 0 and step // every > (step - size) // every
 
 
 def report(step: int, metrics: dict[str, float], args: Args) -> None:

@@ -37,6 +37,7 @@ state (in games of tables, states).
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import math
@@ -67,6 +68,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 MATRIX_GAMES = "additive product climbing pennies rock_paper_scissors saddle".split()
 SOLVED_GAMES = ["arat", "arat_large", "arat_random", *MATRIX_GAMES]  # by tables
 LOGS = 50  # log points of a run
+MOST_STEPS = 10_000  # of a game in an evaluation; it may have no end
 EXPLOITER_EVALUATIONS = 8  # evaluations during an exploiter's training
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env_id num_pro num_ant num_states game_seed learner mixer hidden_size embed_dim"
@@ -214,7 +216,7 @@ class Mixer(nn.Module):
         w_1 = self.hyper_w_1(state).abs().view(*signed.shape, self.embed_dim)  # (B,N,embed)
         w_final = self.hyper_w_final(state).abs()  # (B,embed)
         hidden = F.elu((signed[:, :, None] * w_1).sum(1) + self.hyper_b_1(state))  # (B,embed)
-        return (hidden * w_final).sum(1) + self.V(state).squeeze(1)
+        return (hidden * w_final).sum(1) + self.V(state).squeeze(1)  # eq. 1 of fm3q.md
 
 
 def minimax_targets(
@@ -231,8 +233,8 @@ def minimax_targets(
     (B,), (B,), (B,n,A), (B,m,A), (B,S). Antagonists take their maximum, too: the sign is in the
     mixer.
     """
-    values = mixer(next_pro_q.amax(-1), next_ant_q.amax(-1), next_state)
-    return rewards + gamma * (1 - dones.to(values.dtype)) * values
+    values = mixer(next_pro_q.amax(-1), next_ant_q.amax(-1), next_state)  # eq. 2 of fm3q.md
+    return rewards + gamma * (1 - dones.to(values.dtype)) * values  # eq. 3 of fm3q.md
 
 
 def pairwise_targets(
@@ -276,6 +278,7 @@ def nash_conv(
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     device = setup(args)
+    check_least(args, num_envs=1, num_pro=1, num_ant=1, batch_size=1, buffer_size=1, eval_games=1)
     if args.env_id in [*SOLVED_GAMES, "pong"] and find_spec("envs") is None:
         sys.exit(
             f"--env-id {args.env_id}: needs the folder envs/ of the repository beside this script; "
@@ -307,6 +310,7 @@ def train(args: Args) -> dict[str, float]:
         learner.buffer.count = state["count"]
         step = state["step"]
     board = SummaryWriter(run_dir, purge_step=step + 1)
+    board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     ratio = args.updates_per_step * args.batch_size / args.num_envs
     print(f"{run_dir}: {args.learner}, {args.num_envs} games on {device}, replay ratio {ratio:.2g}")
 
@@ -637,6 +641,7 @@ class PettingZooGame:
         pro, ant = find_teams(env)
         self.teams = (len(pro), len(ant))
         self.weights = dict.fromkeys(pro, 1 / len(pro)) | dict.fromkeys(ant, -1 / len(ant))
+        atexit.register(self.close)
         self.sizes = {}  # number of actions of each agent, in the order of all tensors
         for agent in pro + ant:
             space = env.action_space(agent)
@@ -644,11 +649,19 @@ class PettingZooGame:
                 sys.exit(f"--env-id {env_id}: {agent} has actions {space}; expected Discrete(A)")
             self.sizes[agent] = int(space.n)
         self.num_actions = max(self.sizes.values())
-        observations, infos = env.reset(seed=seed % 2**31)
+        begun = env.reset(seed=seed % 2**31)
+        if not isinstance(begun, tuple) or len(begun) != 2:
+            sys.exit(f"--env-id {env_id}: reset() must return observations and infos, two dicts")
+        observations, infos = begun
         lengths = [len(observed(agent, observations, infos)[0]) for agent in self.sizes]
         self.observation_dim = max(lengths) + self.num_actions
         self.state_dim = len(self.sizes) * self.observation_dim
         self.reset(seed)
+
+    def close(self) -> None:
+        for env in self.envs:
+            if hasattr(env, "close"):
+                env.close()
 
     def reset(self, seed: int) -> None:
         """New games."""
@@ -698,12 +711,15 @@ class PettingZooGame:
             action_of = dict(zip(self.sizes, row))
             chosen = {agent: action_of[agent] for agent in env.agents}
             observations, gains, terminated, truncated, infos = env.step(chosen)
-            rewards[game] = sum(self.weights[agent] * gain for agent, gain in gains.items())
+            for agent, gain in gains.items():
+                rewards[game] += self.weights[agent] * np.float64(gain).sum()  # None is NaN
             dones[game] = all(terminated[agent] for agent in chosen)
             over[game] = all(terminated[agent] or truncated[agent] for agent in chosen)
             present = {agent: observations[agent] for agent in chosen if not terminated[agent]}
             following[game] = self.describe(present, infos)
             now[game] = self.begin(env) if over[game] else following[game]
+        if not np.isfinite(rewards).all() or not np.isfinite(following).all():
+            sys.exit("a reward or an observation is not a finite number: mend the environment")
         self.now = now
         self.state = self.to_device(now).flatten(1)
         next_state = self.to_device(following).flatten(1)
@@ -744,9 +760,18 @@ def find_teams(env) -> tuple[list[str], list[str]]:
 def observed(agent: str, observations: dict, infos: dict) -> tuple[np.ndarray, np.ndarray | int]:
     """The numbers that an agent observes, and which of its actions are legal; 1 is all."""
     observation = observations[agent]
+    if isinstance(observation, dict) and "action_mask" in observation:
+        return as_vector(observation["observation"]), observation["action_mask"]
+    return as_vector(observation), infos.get(agent, {}).get("action_mask", 1)
+
+
+def as_vector(observation) -> np.ndarray:
+    """All numbers of an observation: of a dictionary in the order of its names."""
     if isinstance(observation, dict):
-        return np.ravel(observation["observation"]), observation["action_mask"]
-    return np.ravel(observation), infos.get(agent, {}).get("action_mask", 1)
+        observation = tuple(observation[name] for name in sorted(observation))
+    if isinstance(observation, tuple):
+        return np.concatenate([as_vector(part) for part in observation])
+    return np.ravel(observation)
 
 
 # --- Evaluation ---------------------------------------------------------------------------------
@@ -783,15 +808,25 @@ def player(networks):
 @torch.no_grad()
 def play_games(pro, ant, args: Args, seed: int, device) -> Tensor:
     """Rewards that protagonists `pro` get from antagonists `ant` in a game each. (eval_games,)"""
-    game = make_game(args, args.eval_games, seed, device)
+    game = evaluation_game(args, device)
+    game.reset(seed)
     returns = torch.zeros(args.eval_games, device=device)
     playing = torch.ones(args.eval_games, dtype=torch.bool, device=device)
-    while playing.any():
+    for _ in range(MOST_STEPS):
         actions = both_teams(game, pro(game), ant(game))
         rewards, _, over, _ = game.step(actions)
         returns += rewards * playing
         playing &= ~over
+        if not playing.any():
+            return returns
+    print(f"{playing.sum()} games did not end in {MOST_STEPS} steps, and count so far", flush=True)
     return returns
+
+
+@cache
+def evaluation_game(args: Args, device):
+    """Games for all evaluations: hundreds of environments take long to make."""
+    return make_game(args, args.eval_games, 0, device)
 
 
 def both_teams(game, pro_actions: Tensor, ant_actions: Tensor) -> Tensor:
@@ -844,7 +879,6 @@ def train_exploiter(frozen: Networks, side: int, args: Args, device) -> float:
     as a team can always play as the frozen one; where there is nothing to gain, the noise of the
     games makes it slightly positive.
     """
-    args = replace(args, learning_rate=args.exploiter_learning_rate)
     seed = random_seed(args.seed, "exploiter", side)
     torch.manual_seed(seed)
     game = make_game(args, args.num_envs, seed, device)
@@ -867,7 +901,7 @@ def train_exploiter(frozen: Networks, side: int, args: Args, device) -> float:
     rounds = math.ceil(args.exploiter_steps / args.num_envs)
     for number in range(rounds):
         step = number * args.num_envs
-        rate = linear_schedule(args.learning_rate, 0.0, args.exploiter_steps, step)
+        rate = linear_schedule(args.exploiter_learning_rate, 0.0, args.exploiter_steps, step)
         learner.optimizer.param_groups[0]["lr"] = rate
         teams = [frozen.greedy(game.state)] * 2
         teams[side] = act(learner.online, game, args.end_e)
@@ -940,6 +974,14 @@ def setup(args: Args) -> torch.device:
     torch.set_num_threads(1)
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
+
+
+def check_least(args: Args, **lowest: int) -> None:
+    """Exit if one of these flags is below its lowest value."""
+    for name, least in lowest.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
 
 
 def linear_schedule(start: float, end: float, duration: float, t: float) -> float:
@@ -1018,7 +1060,7 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
 
 
 def is_due(every: int, step: int, size: int) -> bool:
-    """Whether a multiple of `every`, also 0, lies in the last `size` steps."""
+    """Whether a multiple of `every`, also 0, lies in the last `size` steps; 0 is never."""
     return every > 0 and step // every > (step - size) // every
 
 

@@ -24,7 +24,8 @@ Differs from the authors' code:
 4. N is 8. Off-policy, T steps of all N are followed by N T gradient steps.
 5. Off-policy networks begin with orthogonal weights, and the first 10,240 actions are those of the
    first policy, tanh of nearly a standard normal. Theirs are uniform.
-6. On-policy, Adam begins at 3e-3, not 3e-4. mdpo.md lists smaller differences.
+6. On-policy, Adam begins at 3e-3, not 3e-4, and where an action is bounded, -1 and 1 of the
+   Gaussian are its ends. mdpo.md lists smaller differences.
 The rollout and its normalization are those of unimodal_poisson.py, our PPO.
 
     python algorithms/mdpo.py                                # HalfCheetah-v5, CPU, 1 minute
@@ -50,6 +51,7 @@ import time
 import traceback
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -57,7 +59,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers.utils import RunningMeanStd
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -70,11 +72,19 @@ with contextlib.suppress(ImportError):  # models in gymnasium make MuJoCo print 
     )
 
 
+# Flags that cannot change when a run is resumed.
+FIXED = "env_id env_kwargs method num_envs num_steps seed save_steps output_dir"
+SPACES = (gym.spaces.Box,)  # of actions
+MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time limit, it may not end
+
+
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v5"
     """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment as in
-    envs/examples/carts.py"""
+    envs/examples/carts.py, or an AsyncVectorEnv"""
+    env_kwargs: str = "{}"
+    """what gymnasium.make passes on to the task, as JSON"""
     method: Literal["on_policy", "off_policy"] = "on_policy"
     """learn from the newest rollout, or as SAC does (bounded actions only)"""
     sgd_steps: int | None = None
@@ -108,15 +118,20 @@ class Args:
     """seed of environments, networks and sampling"""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """device of the networks and the replay buffer; auto takes a GPU if there is one"""
+    eval_steps: int = 0
+    """environment steps between evaluations; 0 evaluates at the end only"""
     eval_episodes: int = 10
-    """episodes of the evaluation at the end, with the likeliest actions; 0 leaves it out"""
+    """episodes of an evaluation, with the likeliest and with sampled actions; 0 disables them"""
     save_steps: int = 5_120
     """steps of each environment between checkpoints, 0 disables them; at each of them all episodes
     start anew, so let it be several times the length of an episode"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>_<process>"""
     resume: str | None = None
-    """run folder to continue, with the flags of that run"""
+    """run folder to continue; its flags are used unless given anew. A larger --total-timesteps
+    extends it, and the step size t then follows the new length"""
+    evaluate: str | None = None
+    """run folder to score instead of training; its flags are used unless given anew"""
 
 
 # --- The method ---------------------------------------------------------------------------------
@@ -128,7 +143,7 @@ def mdpo_loss(ratio, advantages, kl, step_size):
     ratio is the action's probability, new over old; kl is KL(new || old). At the old policy the
     ratio is 1 and the gradient of a KL is 0: the first step follows the policy gradient.
     """
-    return kl.mean() / step_size - (ratio * advantages).mean()
+    return kl.mean() / step_size - (ratio * advantages).mean()  # eq. 1 of mdpo.md
 
 
 def gaussian_kl(mean, log_std, old_mean, old_log_std):
@@ -153,7 +168,7 @@ def actor_loss(log_probs, old_log_probs, q_values, kl_coef, ent_coef, tsallis_q)
     authors' code also multiplies the old policy's term by tsallis_q.
     """
     penalty = kl_coef * log_probs + tsallis_q * (ent_coef - kl_coef) * old_log_probs
-    return (penalty - q_values).mean()
+    return (penalty - q_values).mean()  # eq. 2 of mdpo.md
 
 
 def log_density(x, mean, log_std):
@@ -169,14 +184,7 @@ def squashed_log(x, mean, log_std, tsallis_q):
     return tsallis_log(density, 2 - tsallis_q).sum(-1)
 
 
-def gae(
-    rewards: Tensor,
-    dones: Tensor,
-    values: Tensor,
-    last_values: Tensor,
-    gamma: float,
-    gae_lambda: float,
-) -> tuple[Tensor, Tensor]:
+def gae(rewards, dones, values, last_values, gamma, gae_lambda) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation, arXiv 1506.02438 eq. 16. -> advantages and returns (T,N)
 
     rewards, dones, values (T,N), last_values (N,). dones[t] says that step t ended an episode, so
@@ -200,10 +208,12 @@ def gae(
 def train(args):
     """Train as the flags say."""
     device = setup(args)
+    check_least(args, num_envs=1, num_steps=1, sgd_steps=1)
     off_policy = args.method == "off_policy"
     args.sgd_steps = args.sgd_steps or (1000 if off_policy else 10)
     args.num_steps = args.num_steps or (16 if off_policy else 256)
-    args.learning_rate = args.learning_rate or (3e-4 if off_policy else 3e-3)
+    if args.learning_rate is None:
+        args.learning_rate = 3e-4 if off_policy else 3e-3
     rollout_size = args.num_envs * args.num_steps
     last_step = args.total_timesteps // rollout_size * rollout_size
     if last_step == 0:
@@ -211,24 +221,33 @@ def train(args):
     torch.manual_seed(args.seed)
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
+    if args.evaluate:
+        state = load_checkpoint(args.evaluate, device)
+        if state is None:
+            sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or too early")
+        agent.load_state_dict(state["agent"])
+        return evaluate(agent, args)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
     step = 0
-    found = checkpoints(run_dir)  # none in a new run
-    if found:
-        try:
-            state = torch.load(found[-1], map_location="cpu")
-        except Exception as error:  # of the disk, of zip files, of pickle
-            rest = f"goes on from {found[-2].name}" if len(found) > 1 else "begins anew"
-            sys.exit(f"{found[-1]}: damaged; delete it, and the run {rest} ({error!s:.200})")
+    replay = {}  # off-policy: columns (total_timesteps,...), filled up to the step
+    state = load_checkpoint(run_dir, device)  # None in a new run
+    if state is not None:
         step = state["step"]
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
+        store(replay, 0, state["replay"], args)
     board = SummaryWriter(run_dir, purge_step=step + 1)
+    board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     print(f"{run_dir}: {args.method}, {args.num_envs} x {args.num_steps} steps, {device}")
 
     unfinished = None
-    while step < last_step:
+    while True:
+        due = step > 0 and is_due(args.eval_steps, step, rollout_size)
+        if args.eval_episodes and (step >= last_step or due):
+            log(run_dir, board, step, evaluate(agent, args))
+        if step >= last_step:
+            break
         if not unfinished:  # at the beginning and after each checkpoint, see save_checkpoint
             torch.manual_seed(random_seed(args.seed, step))
             unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step) % 2**31)
@@ -250,11 +269,12 @@ def train(args):
         # 3. or off-policy from all transitions so far, with a gradient step for each new one
         else:
             num_filled = step + rollout_size
-            agent.transitions[step:num_filled] = transitions(rollout)
+            store(replay, step, transitions(rollout, device), args)
             for i in range(step, num_filled):
                 if step >= args.learning_starts:
-                    rows = agent.transitions[torch.randint(num_filled, (256,), device=device)]
-                    losses = update_off_policy(agent, optimizer, rows, args)
+                    rows = torch.randint(num_filled, (256,), device=device)
+                    batch = {name: column[rows] for name, column in replay.items()}
+                    losses = update_off_policy(agent, optimizer, batch, args)
                 if i % args.sgd_steps == 0:
                     update_target(agent.old_actor, agent.actor, 1.0)
 
@@ -270,14 +290,12 @@ def train(args):
         metrics["charts/SPS"] = rollout_size / (time.perf_counter() - began)
         log(run_dir, board, step, metrics)
         report(step, last_step, metrics)
-        interval = args.save_steps * args.num_envs
-        if interval and (step == last_step or step % interval < rollout_size):
+        due = is_due(args.save_steps * args.num_envs, step, rollout_size)
+        if args.save_steps and (step == last_step or due):
             state = {"step": step, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+            state["replay"] = {name: column[:step].clone() for name, column in replay.items()}
             save_checkpoint(run_dir, step, state)
             unfinished = None
-
-    if args.eval_episodes:
-        log(run_dir, board, step, evaluate(agent, args))
 
 
 def rollout_loss(agent, batch, step_size, args):
@@ -329,9 +347,9 @@ def update_target(target: nn.Module, online: nn.Module, tau: float) -> None:
     torch._foreach_lerp_([*target.parameters()], [*online.parameters()], tau)
 
 
-def update_off_policy(agent, optimizer, rows, args):
+def update_off_policy(agent, optimizer, batch, args):
     """One gradient step of all networks with rows of the replay buffer. -> metrics"""
-    observations, actions, rewards, terminated, next_observations = rows.split(agent.widths, -1)
+    observations = batch["observations"]
 
     # the policy, with one Q; gradients also reach the actions through Q and the old policy
     mean, log_std = agent.gaussian(observations)
@@ -348,10 +366,10 @@ def update_off_policy(agent, optimizer, rows, args):
 
     # the values
     with torch.no_grad():
-        next_values = agent.target_critic(next_observations)
-        q_targets = (rewards + args.gamma * (1 - terminated) * next_values)[:, 0]  # (B,)
+        next_values = agent.target_critic(batch["next_observations"])[..., 0]
+        q_targets = batch["rewards"] + args.gamma * (1 - batch["terminated"]) * next_values  # (B,)
         value_targets = torch.minimum(*q_values) - args.ent_coef * log_probs
-    q_errors = torch.stack(agent.q_values(observations, actions)) - q_targets  # (2,B)
+    q_errors = torch.stack(agent.q_values(observations, batch["actions"])) - q_targets  # (2,B)
     v_errors = agent.values(observations) - value_targets  # (B,)
     value_loss = 0.5 * (q_errors.square().sum(0) + v_errors.square()).mean()
 
@@ -368,18 +386,32 @@ def update_off_policy(agent, optimizer, rows, args):
 
 
 def evaluate(agent, args):
-    """Returns of whole episodes with the likeliest actions, in the task's own unit."""
+    """Returns of whole episodes in the task's own unit, one in each environment."""
     envs = make_envs(args, args.eval_episodes)
-    observations, _ = envs.reset(seed=args.seed + 10_000)
-    returns = np.zeros(envs.num_envs)
-    running = np.full(envs.num_envs, True)
-    while running.any():
-        actions = agent.to_env(agent.choose(observations, False))
-        observations, rewards, terminated, truncated, _ = envs.step(actions)
-        returns += rewards * running
-        running &= ~(terminated | truncated)
-    print(f"mean return of an evaluation with the likeliest actions {returns.mean():.1f}")
-    return {"eval/deterministic/return_mean": returns.mean()}
+    scores = {}
+    devices = [agent.device] if agent.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # evaluations do not change the training
+        for name, is_sampled in (("deterministic", False), ("sampled", True)):
+            torch.manual_seed(args.seed)
+            observations, _ = envs.reset(seed=args.seed + 10_000)
+            returns = np.zeros(envs.num_envs)
+            running = np.full(envs.num_envs, True)
+            for _ in range(MOST_STEPS):
+                actions = agent.to_env(agent.choose(observations, is_sampled))
+                observations, rewards, terminated, truncated, _ = envs.step(actions)
+                returns += rewards * running
+                running &= ~(terminated | truncated)
+                if not running.any():
+                    break
+            else:
+                print(
+                    f"{running.sum()} episodes did not end in {MOST_STEPS} steps, and count so far"
+                )
+            scores[f"eval/{name}/return_mean"] = returns.mean()
+            scores[f"eval/{name}/return_std"] = returns.std()
+    envs.close()
+    print("  ".join(f"{tag} {value:.1f}" for tag, value in scores.items()), flush=True)
+    return scores
 
 
 # ================================================================================================
@@ -411,15 +443,18 @@ def mlp(inputs, outputs, off_policy, last_gain=1.0):
 class Agent(nn.Module):
     """Policy, value networks, and the statistics that normalize observations and rewards.
 
-    On-policy, an action is a sample of a Gaussian, clipped to the task's range. Off-policy it is
-    tanh of such a sample, stretched to that range.
+    An action is a sample of a Gaussian, off-policy tanh of it. From -1 and 1 it is stretched to the
+    task's range, where there is one, and clipped to it.
     """
 
     def __init__(self, envs, args):
         super().__init__()
-        self.low = torch.from_numpy(envs.single_action_space.low)  # (A,)
-        self.high = torch.from_numpy(envs.single_action_space.high)
+        self.space = envs.single_action_space
+        self.low = torch.from_numpy(np.float32(self.space.low).ravel())  # (A,)
+        self.width = torch.from_numpy(np.float32(self.space.high).ravel()) - self.low
         self.off_policy = args.method == "off_policy"
+        if self.off_policy and not self.space.is_bounded():
+            sys.exit(f"--method off_policy: actions are unbounded, {self.space}; use on_policy")
         seen = envs.single_observation_space.shape[0]
         size = len(self.low)
         self.statistics = RunningMeanStd(shape=seen), RunningMeanStd()
@@ -430,8 +465,6 @@ class Agent(nn.Module):
             self.q_networks = nn.ModuleList(mlp(seen + size, 1, True) for _ in range(2))
             self.old_actor = copy.deepcopy(self.actor)
             self.target_critic = copy.deepcopy(self.critic)
-            self.widths = [seen, size, 1, 1, seen]  # see transitions()
-            self.register_buffer("transitions", torch.zeros(args.total_timesteps, sum(self.widths)))
         else:
             self.log_std = nn.Parameter(torch.zeros(size))
 
@@ -476,58 +509,95 @@ class Agent(nn.Module):
     def to_env(self, actions):
         """(N,A) -> what the environments' step() takes"""
         if self.off_policy:
-            actions = self.low + (self.high - self.low) * (actions.tanh() + 1) / 2
-        return actions.clamp(self.low, self.high).numpy()
+            actions = self.low + self.width * (actions.tanh() + 1) / 2
+        else:
+            stretched = self.low + self.width / 2 + self.width / 2 * actions
+            actions = stretched.where(self.width.isfinite(), actions)
+        return as_actions(actions.numpy(), self.space)
 
     def get_extra_state(self):
-        """The part of state_dict() that holds the statistics."""
-        return [[np.float64(x).tolist() for x in vars(stats).values()] for stats in self.statistics]
+        """The part of state_dict() that holds the statistics: mean, var, count of each by name."""
+        return [
+            {name: np.float64(value).tolist() for name, value in vars(stats).items()}
+            for stats in self.statistics
+        ]
 
     def set_extra_state(self, state):
         for stats, saved in zip(self.statistics, state):
-            stats.mean, stats.var, stats.count = map(np.array, saved)
+            for name, value in saved.items():
+                setattr(stats, name, np.array(value))
 
 
 # --- Environments and rollout -------------------------------------------------------------------
 
 
-def make_envs(args, num_envs):
+def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
     """Copies of the task in this process: pipes between processes cost more than MuJoCo's steps."""
     if ".py:" in args.env_id:
         envs = load_function(args.env_id)(num_envs)
+        if not isinstance(envs, VectorEnv) or envs.num_envs != num_envs:
+            sys.exit(f"--env-id {args.env_id}: expected a VectorEnv of {num_envs}, not {envs}")
     else:
-        try:
-            envs = gym.make_vec(
-                args.env_id,
-                num_envs,
-                vectorization_mode="sync",
-                vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
-                wrappers=[gym.wrappers.FlattenObservation],
-            )
-        except (gym.error.Error, ImportError) as error:
-            sys.exit(f"--env-id {args.env_id}: {error}")
+        makers = [partial(make_env, args, **options)] * num_envs
+        envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id {args.env_id}: its metadata needs autoreset_mode SAME_STEP")
-    space = envs.single_action_space
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-        sys.exit(f"--env-id {args.env_id}: actions must be a Box of one dimension, not {space}")
-    if args.method == "off_policy" and not space.is_bounded():
-        sys.exit(f"--env-id {args.env_id}: actions are unbounded, {space}; use --method on_policy")
-    if ".py:" not in args.env_id:
-        try_envs(envs, args.env_id)
+    check_envs(envs, args.env_id)
     return envs
 
 
-def try_envs(envs: VectorEnv, env_id: str) -> None:
-    """Exit if a first step with random actions fails, or its rewards are not numbers."""
+def check_envs(envs: VectorEnv, env_id: str) -> None:
+    """Exit if nobody can act in these spaces, or learn from what a first random step gives."""
+    space, seen = envs.single_action_space, envs.single_observation_space
+    if not isinstance(space, SPACES) or (
+        isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
+    ):
+        names = " or ".join(kind.__name__ for kind in SPACES)
+        sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
+    if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
+        sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
-        envs.reset(seed=0)
-        rewards = envs.step(envs.action_space.sample())[1]
+        observations, _ = envs.reset(seed=0)
+        actions = [space.sample() for _ in range(envs.num_envs)]
+        _, rewards, *_ = envs.step(np.array(actions))
     except Exception as error:
-        reason = "".join(traceback.format_exception(error))
-        sys.exit(f"--env-id {env_id}: its reset or its first step fails\n\n{reason}")
-    if not np.isfinite(rewards).all():
-        sys.exit(f"--env-id {env_id}: its first rewards are {rewards}, expected numbers")
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if any("site-packages" not in file for file in files[1:]):
+            raise  # an error in the task
+        sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
+    found = np.shape(observations), np.shape(rewards)
+    expected = (envs.num_envs, *seen.shape), (envs.num_envs,)
+    if found != expected:
+        sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
+    check_finite(env_id, observations=observations, rewards=rewards)
+
+
+def make_env(args: Args, **options) -> gym.Env:
+    """The task, whose observations become vectors."""
+    try:
+        options |= json.loads(args.env_kwargs)
+        env = gym.make(args.env_id, disable_env_checker=True, **options)
+    except (gym.error.Error, ImportError, ValueError, TypeError) as error:
+        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}":
+            raise  # an error in the task
+        sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
+    is_picture = len(env.observation_space.shape or ()) > 2
+    return env if is_picture else gym.wrappers.FlattenObservation(env)
+
+
+def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:
+    """Rows (N,A) in the shape and type of the space, clipped to it. Discrete ones count from 0."""
+    values = values.reshape(len(values), *space.shape).astype(space.dtype, copy=False)
+    if isinstance(space, gym.spaces.Box):
+        return np.minimum(np.maximum(values, space.low), space.high)
+    return values + getattr(space, "start", 0)
+
+
+def check_finite(env_id: str, **arrays) -> None:
+    """Exit if a task gives NaN, infinity or None."""
+    for name, values in arrays.items():
+        if not np.isfinite(np.asarray(values, np.float64)).all():
+            sys.exit(f"--env-id {env_id}: its {name} are not finite numbers; mend the task")
 
 
 def load_function(path: str):
@@ -571,12 +641,15 @@ def act(envs, agent, unfinished, args):
         observations = unfinished.observations
         actions = agent.choose(observations)
         following, rewards, terminated, truncated, info = envs.step(agent.to_env(actions))
+        check_finite(args.env_id, observations=following)
         dones = terminated | truncated
         # Copies, because a simulator may use its arrays again.
         next_observations = np.array(following)
         unfinished.observations = np.array(following)
         unfinished.returns += rewards
         unfinished.lengths += 1
+        if dones.any() and "final_obs" not in info:
+            sys.exit(f"--env-id {args.env_id}: an episode ended without info['final_obs']")
         for n in np.flatnonzero(dones):
             next_observations[n] = info["final_obs"][n]
             episodes.append((unfinished.returns[n], unfinished.lengths[n]))
@@ -584,7 +657,9 @@ def act(envs, agent, unfinished, args):
         unfinished.lengths *= ~dones
         happened = observations, actions.numpy(), rewards, terminated, dones, next_observations
         steps.append([np.array(values) for values in happened])
-    return [np.stack(values) for values in zip(*steps)], episodes
+    rollout = [np.stack(values) for values in zip(*steps)]
+    check_finite(args.env_id, rewards=rollout[2])
+    return rollout, episodes
 
 
 def scale_rewards(rewards: np.ndarray, dones: np.ndarray, agent, unfinished, args: Args):
@@ -630,11 +705,27 @@ def learning_batch(rollout, agent, unfinished, args):
     return {name: values.flatten(0, 1).to(agent.device) for name, values in rows.items()}
 
 
-def transitions(rollout):
-    """Rows of the replay buffer: (T N, O + A + 2 + O)"""
+def transitions(rollout, device):
+    """Rows of the replay buffer, (T N,...) each."""
     observations, actions, rewards, terminated, _, next_observations = rollout
-    columns = [observations, np.tanh(actions), rewards, terminated, next_observations]
-    return torch.from_numpy(np.dstack(columns)).flatten(0, 1)
+    rows = {
+        "observations": observations,
+        "actions": np.tanh(actions),
+        "rewards": rewards,
+        "terminated": terminated,
+        "next_observations": next_observations,
+    }
+    rows = {name: torch.from_numpy(np.float32(values)) for name, values in rows.items()}
+    return {name: values.flatten(0, 1).to(device) for name, values in rows.items()}
+
+
+def store(replay, first, rows, args):
+    """Put rows (B,...) into the columns (total_timesteps,...) of the replay buffer."""
+    for name, values in rows.items():
+        if name not in replay:
+            size = max(args.total_timesteps, len(values))
+            replay[name] = values.new_zeros(size, *values.shape[1:])
+        replay[name][first : first + len(values)] = values
 
 
 # --- Processes, checkpoints, logs ---------------------------------------------------------------
@@ -647,6 +738,14 @@ def setup(args: Args) -> torch.device:
     torch.set_num_threads(1)
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
+
+
+def check_least(args: Args, **lowest: int) -> None:
+    """Exit if one of these flags is below its lowest value."""
+    for name, least in lowest.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
 
 
 def random_seed(*names) -> int:
@@ -672,6 +771,18 @@ def save_checkpoint(run_dir: str, step: int, state: dict) -> None:
     os.replace(unfinished, path)
     for old in checkpoints(run_dir)[:-2]:
         old.unlink()
+
+
+def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
+    """The newest checkpoint, or None if the run was stopped before its first."""
+    found = checkpoints(run_dir)
+    if not found:
+        return None
+    try:
+        return torch.load(found[-1], map_location=device, weights_only=True)
+    except Exception as error:  # of the disk, of zip files, of pickle
+        rest = f"goes on from {found[-2].name}" if len(found) > 1 else "begins anew"
+        sys.exit(f"{found[-1]}: damaged; delete it, and the run {rest} ({error!s:.200})")
 
 
 def open_run(args: Args, game: str) -> str:
@@ -707,6 +818,11 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
     board.flush()
 
 
+def is_due(every: int, step: int, size: int) -> bool:
+    """Whether a multiple of `every`, also 0, lies in the last `size` steps; 0 is never."""
+    return every > 0 and step // every > (step - size) // every
+
+
 def report(step: int, last_step: int, metrics: dict[str, float]) -> None:
     """Print a summary of under 80 columns."""
     episodes = "no episode ended"
@@ -736,22 +852,29 @@ def one_sentence_for_a_full_disk():
 # --- Command line -------------------------------------------------------------------------------
 
 
-def parse_args():
-    """The command line; with --resume, the flags of that run."""
+def parse_args() -> Args:
+    """The command line; with --resume or --evaluate, the flags of that run are its defaults."""
     args = tyro.cli(Args)
-    if args.resume:
-        path = Path(args.resume, "args.json")
-        if not path.is_file():
-            sys.exit(f"{args.resume}: no args.json, so not a run folder")
-        try:
-            saved = Args(**json.loads(path.read_text()))
-        except (ValueError, TypeError) as error:
-            sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
-        args = tyro.cli(Args, default=saved)
-        if replace(args, resume=None, device=saved.device) != saved:
-            sys.exit(
-                f"--resume {args.resume}: flags cannot change but for --device; leave out others"
-            )
+    run_dir = args.resume or args.evaluate
+    if not run_dir:
+        return args
+    path = Path(run_dir, "args.json")
+    if not path.is_file():
+        sys.exit(f"{run_dir}: no args.json, so not a run folder")
+    try:
+        saved = Args(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
+    args = tyro.cli(Args, default=saved)
+    for name, before in asdict(saved).items():
+        now = getattr(args, name)
+        if now == before:
+            continue
+        flag = "--" + name.replace("_", "-")
+        if args.resume and name in FIXED.split():
+            sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
+        if name not in ("resume", "evaluate", "opponent", "video"):
+            print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 
 

@@ -12,12 +12,12 @@ Elsayed, Vasan & Mahmood, Streaming Deep Reinforcement Learning Finally Works, a
 
 Four parts are meant to keep this from diverging: an optimizer that bounds its step (ObGD), sparse
 initial weights (sparse_init_), layer normalization (Network), and running normalization of
-observations and rewards (Stream). There is no loss: Agent.learn gives gradients of objectives, and
-ObGD.step multiplies them by the TD error.
+observations and rewards (Stream). There is no loss: Agent.learn raises an objective, whose gradient
+ObGD.step multiplies by the TD error. For another distribution of actions change Agent.policy.
 
 Differs from the authors' code:
 1. The policy acts and learns with one forward pass, and both values of a transition are computed
-   in one. The policy's gradients with respect to its network's outputs are written by hand.
+   in one. In a bounded Box, -1 and 1 of the Gaussian are the ends of an action.
 2. Each episode starts from a seed made of --seed and the step, so that a resumed run is the same.
 3. At the end, the policy is evaluated with frozen statistics of observations.
 4. Discrete tasks keep their own time limit (authors: 10,000 steps).
@@ -49,17 +49,23 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from gymnasium.vector import SyncVectorEnv, VectorEnv
 from torch import nn
+from torch.distributions import Categorical, Normal
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 
-FREE = ("total_timesteps", "save_steps", "eval_episodes")  # flags that can change on resume
+FREE = ("total_timesteps", "save_steps", "eval_steps", "eval_episodes")  # can change on resume
+SPACES = (gym.spaces.Box, gym.spaces.Discrete)  # of actions
+MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time limit, it may not end
 
 
 @dataclass
 class Args:
     env_id: str = "Hopper-v5"
     """gymnasium task, with a time limit; my_tasks:Reach-v0 imports my_tasks first"""
+    env_kwargs: str = "{}"
+    """what gymnasium.make passes on to the task, as JSON"""
     algorithm: Literal["ac", "q"] = "ac"
     """ac: stream AC(lambda), Box or discrete actions; q: stream Q(lambda), discrete ones only"""
     total_timesteps: int = 50_000
@@ -92,13 +98,17 @@ class Args:
     """seed of environment, networks and sampling"""
     save_steps: int = 2_000
     """steps between rows of metrics and checkpoints, at ends of episodes; 0: no checkpoints"""
+    eval_steps: int = 0
+    """steps between evaluations, at ends of episodes; 0 evaluates at the end only"""
     eval_episodes: int = 10
-    """episodes of the evaluation at the end, which acts as in training; 0 disables it"""
+    """episodes of an evaluation, with the likeliest and with sampled actions; 0 disables them"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>"""
     resume: str | None = None
-    """run folder to continue; --total-timesteps, --save-steps and --eval-episodes can be given
-    anew, and the schedule of --end-e stretches with --total-timesteps"""
+    """run folder to continue; --total-timesteps, --save-steps, --eval-steps and --eval-episodes can
+    be given anew, and the schedule of --end-e stretches with --total-timesteps"""
+    evaluate: str | None = None
+    """run folder to score instead of training, with the flags of that run"""
 
 
 # --- The method ---------------------------------------------------------------------------------
@@ -115,14 +125,14 @@ class ObGD:
     """
 
     adaptive = False
-    trace = 0  # z, the eligibility trace; 0 while empty, else a vector as long as the weights
-    square = 0  # v of AdaptiveObGD
     power = 1.0  # 0.999 to the power of the number of steps
 
     def __init__(self, params, lr=1.0, gamma=0.99, lamda=0.8, kappa=2.0):
         self.params = list(params)
         self.weights = parameters_to_vector(self.params).detach()
         vector_to_parameters(self.weights, self.params)  # from now on, they are views of it
+        self.trace = torch.zeros_like(self.weights)  # z, the eligibility trace
+        self.square = torch.zeros_like(self.weights)  # v of AdaptiveObGD
         self.lr = lr
         self.decay = gamma * lamda
         self.kappa = kappa
@@ -138,9 +148,9 @@ class ObGD:
             direction = self.trace / (self.square / (1 - self.power) + 1e-8) ** 0.5
         bound = self.lr * self.kappa * max(abs(delta), 1) * direction.abs().sum().item()
         step_size = self.lr / max(bound, 1)
-        self.weights.add_(direction, alpha=step_size * delta)
+        self.weights.add_(direction, alpha=step_size * delta)  # eq. 2 of stream_x.md
         if reset:
-            self.trace = 0
+            self.trace.zero_()
         return step_size
 
 
@@ -209,13 +219,13 @@ def train(args):
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     stream = Stream(args)
-    stream.try_once(args.env_id)
+    check_envs(SyncVectorEnv([lambda: stream.env]), args.env_id)
     agent = Agent(stream, args)
-    run_dir = (
-        args.resume
-        or args.output_dir
-        or f"runs/stream_x__{args.env_id}__{args.seed}__{time.time():.3f}"
-    )
+    if args.evaluate:
+        agent, stream.stats = load(args.evaluate)[1:3]
+        return evaluate(stream, agent, args)
+    new_dir = f"runs/stream_x__{args.env_id}__{args.seed}__{time.time():.3f}"
+    run_dir = args.resume or args.output_dir or new_dir
     if os.path.exists(f"{run_dir}/args.json") and not args.resume:
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
     try:
@@ -227,14 +237,9 @@ def train(args):
         os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
     step = 0
     if os.path.exists(f"{run_dir}/checkpoint.pt"):
-        try:
-            step, agent, stream.stats, stream.scale_reward = torch.load(
-                f"{run_dir}/checkpoint.pt", weights_only=False
-            )
-        except Exception as error:  # of the disk, of zip files, of pickle
-            reason = f"damaged ({error!s:.200}); delete it, and the run begins anew"
-            sys.exit(f"{run_dir}/checkpoint.pt: {reason}")
+        step, agent, stream.stats, stream.scale_reward = load(run_dir, ["checkpoint"])
     board = SummaryWriter(run_dir, purge_step=step + 1)
+    board.add_text("hyperparameters", f"```\n{json.dumps(vars(args), indent=1)}\n```")
     Path(run_dir, "args.tmp").write_text(json.dumps(vars(args) | {"resume": None}))
     os.replace(f"{run_dir}/args.tmp", f"{run_dir}/args.json")
     print(f"{run_dir}: stream {args.algorithm}, {args.optimizer}")
@@ -253,7 +258,10 @@ def train(args):
             torch.save((step, agent, stream.stats, stream.scale_reward), f"{path}.tmp")
             os.replace(f"{path}.tmp", f"{path}.pt")
 
+    if stream.time_limit == math.inf:
+        print("no time limit: rows and checkpoints are written where episodes end, if they end")
     done = is_window_over = True
+    evaluated = step
     while step < args.total_timesteps:
         if is_window_over:
             sums = Counter()
@@ -276,9 +284,14 @@ def train(args):
         if not math.isfinite(sum(sums.values())):
             sys.exit(f"step {step}: error or step size not finite; the last checkpoint is kept")
 
-        # 3. log and save
+        # 3. evaluate, log and save where an episode has ended
         if done:
             returns.append(stream.episodic_return)
+        if done and step < args.total_timesteps and is_due(args.eval_steps, step, step - evaluated):
+            paused = time.perf_counter()
+            log(evaluate(stream, agent, args))
+            began += time.perf_counter() - paused
+            evaluated = step
         is_window_over = done and window >= (args.save_steps or 2_000)
         if is_window_over:
             metrics = {tag: value / window for tag, value in sums.items()}
@@ -294,17 +307,32 @@ def train(args):
     save(f"{run_dir}/final")
 
     # 4. evaluate
-    stream.frozen = True
-    returns = []
-    for episode in range(args.eval_episodes):
-        observation = stream.reset(10_000 + episode)
-        done = False
-        while not done:
-            observation, _, done = stream.step(agent.act(observation, args.end_e))
-        returns.append(stream.episodic_return)
-    if returns:
-        print(f"{len(returns)} episodes: return {np.mean(returns):.1f} +- {np.std(returns):.1f}")
-        log({"eval/sampled/return_mean": np.mean(returns)})
+    log(evaluate(stream, agent, args))
+
+
+def evaluate(stream, agent, args):
+    """Returns of whole episodes with the likeliest actions, and with actions as in training."""
+    stream.frozen = True  # a step of training changes nothing of an evaluation, and vice versa
+    scores = {}
+    for name, is_sampled in (("deterministic", False), ("sampled", True)):
+        returns = []
+        for episode in range(args.eval_episodes):
+            observation = stream.reset(10_000 + episode)
+            done = False
+            while not done and stream.length < MOST_STEPS:
+                action = agent.act(observation, args.end_e * is_sampled, is_sampled)
+                observation, _, done = stream.step(action)
+            if not done:
+                print(f"an episode did not end in {MOST_STEPS} steps, and counts so far")
+            returns.append(stream.episodic_return)
+        if returns:
+            print(
+                f"{len(returns)} episodes, {name}: {np.mean(returns):.1f} +- {np.std(returns):.1f}"
+            )
+            scores[f"eval/{name}/return_mean"] = np.mean(returns)
+            scores[f"eval/{name}/return_std"] = np.std(returns)
+    stream.frozen = False
+    return scores
 
 
 # ================================================================================================
@@ -343,33 +371,6 @@ class Network(nn.Module):
         return output(x)
 
 
-def sample_softmax(outputs):
-    """-> action, d log-probability / d outputs, d entropy / d outputs, entropy
-
-    Arrays are NumPy's, which on so few numbers is several times as fast as PyTorch.
-    """
-    logprobs = outputs - np.logaddexp.reduce(outputs)
-    probs = np.exp(logprobs)
-    entropy = -probs @ logprobs
-    noise = torch.empty(probs.size).exponential_().numpy()
-    action = np.argmax(probs / noise)  # a sample from probs
-    by_logprob = -probs
-    by_logprob[action] += 1
-    return action, by_logprob, -probs * (logprobs + entropy), entropy
-
-
-def sample_gaussian(outputs):
-    """The same for a Gaussian. Half of the outputs are means, softplus of the others are stds."""
-    mean, spread = outputs.reshape(2, -1)
-    std = np.logaddexp(spread, 0)
-    noise = torch.randn(mean.size).numpy()
-    slope = -np.expm1(-std) / std  # d ln std / d spread
-    by_logprob = np.append(noise / std, (noise**2 - 1) * slope)
-    by_entropy = np.append(0 * mean, slope)
-    entropy = np.sum(np.log(std) + 1.4189)  # 1.4189 is that of a standard normal
-    return mean + std * noise, by_logprob, by_entropy, entropy
-
-
 class Agent:
     """Stream AC(lambda); or stream Q(lambda), with a value for each action and an unused actor."""
 
@@ -379,57 +380,76 @@ class Agent:
         self.args = args
         self.is_q = args.algorithm == "q"
         space = stream.env.action_space
-        if self.is_q and not stream.is_discrete:
+        self.is_discrete = isinstance(space, gym.spaces.Discrete)
+        if self.is_q and not self.is_discrete:
             sys.exit(f"--algorithm q: the actions of {args.env_id} are not discrete: {space}")
         num_inputs = stream.env.observation_space.shape[0] + 1
-        self.num_values = space.n if self.is_q else 1
-        num_outputs = space.n if stream.is_discrete else 2 * space.shape[0]
+        self.num_values = int(space.n) if self.is_q else 1
+        num_outputs = int(space.n) if self.is_discrete else 2 * math.prod(space.shape)
         self.critic = Network(num_inputs, self.num_values, args.kappa_value, args)
         self.actor = Network(num_inputs, num_outputs, args.kappa_policy, args)
-        self.sample = sample_softmax if stream.is_discrete else sample_gaussian
 
-    def act(self, observation, epsilon):
-        """(1,O) -> an action for the environment"""
+    def policy(self, observation):
+        """Distribution of actions. (1,O) -> of a number, or of A numbers
+
+        Of a Gaussian's outputs half are means, softplus of the others are stds.
+        """
+        outputs = self.actor(observation)[0]
+        if not outputs.isfinite().all():
+            sys.exit("the policy is not finite; the last checkpoint is kept")
+        if self.is_discrete:
+            return Categorical(logits=outputs, validate_args=False)
+        mean, spread = outputs.chunk(2)
+        return Normal(mean, nn.functional.softplus(spread), validate_args=False)
+
+    def act(self, observation, epsilon, is_sampled=True):
+        """(1,O) -> action (), or (A,): sampled, or the likeliest"""
         self.observation = observation
         if not self.is_q:
-            self.outputs = self.actor(observation)
-            action, *self.derivatives = self.sample(self.outputs.detach().numpy()[0])
-            return action
+            self.distribution = self.policy(observation)
+            self.action = self.distribution.sample() if is_sampled else self.distribution.mode
+            return self.action.detach().numpy()
         if torch.rand(1) < epsilon:
             self.chosen = torch.randint(self.num_values, ()).item()
         else:
             self.chosen = self.critic(observation).argmax().item()
-        return self.chosen
+        return np.array(self.chosen)
+
+    def td_error(self, values, reward, done):
+        """delta, of the values of this and of the next state (2,num_values)"""
+        now, then = values.tolist()  # stream AC has one value each
+        target = reward + self.args.gamma * (1 - done) * max(then)
+        return target - now[self.chosen]  # eq. 1 of stream_x.md
 
     def learn(self, reward, next_observation, done):
         """One step of each network, for the last action. -> metrics
 
-        The critic's objective is V(s) or Q(s, a), the actor's ln pi(a|s) + c sign(delta) H(s)
-        with the entropy H and c = --entropy-coef; ObGD multiplies their gradients by delta.
+        The critic's objective is V(s) or Q(s, a), the actor's ln pi(a|s) + c sign(delta) H(s) with
+        the entropy H and c = --entropy-coef. ObGD multiplies their gradients by delta: with its
+        sign, the factor is |delta|, so that good and bad surprises alike raise the entropy.
         """
-        values = self.critic(torch.cat([self.observation, next_observation]))
-        now, then = values.tolist()  # of this and of the next state; stream AC has one value each
-        delta = reward + self.args.gamma * (1 - done) * max(then) - now[self.chosen]
-        # Stream Q also empties its trace after an action that was not the best one.
-        reset = done or (self.is_q and now.index(max(now)) != self.chosen)
-        value = values[0, self.chosen]  # next values get no gradient
-        for param in self.critic.optimizer.params + self.actor.optimizer.params:
-            param.grad = None
+        both = torch.cat([self.observation, next_observation])
+        values = self.critic(both)
+        delta = self.td_error(values, reward, done)
         metrics = {"losses/td_error": abs(delta)}
-        if self.is_q:
-            value.backward()
-        else:
-            # ObGD multiplies by delta. With its sign, the factor is |delta|, so this step's term
-            # raises the entropy after good and bad surprises alike.
-            by_logprob, by_entropy, entropy = self.derivatives
+        # Stream Q also empties its trace after an action that was not the best one.
+        reset = done or (self.is_q and values[0].argmax().item() != self.chosen)
+        objective = values[0, self.chosen]  # next values get no gradient
+        if not self.is_q:
+            log_prob = self.distribution.log_prob(self.action).sum()
+            entropy = self.distribution.entropy().sum()
             metrics["losses/entropy"] = entropy.item()
             sign = float(np.sign(delta))
-            by_outputs = by_logprob + sign * self.args.entropy_coef * by_entropy
-            torch.autograd.backward(
-                [value, self.outputs], [None, torch.from_numpy(by_outputs[None])]
-            )
+            objective = objective + log_prob + sign * self.args.entropy_coef * entropy  # eq. 3
+        for param in self.critic.optimizer.params + self.actor.optimizer.params:
+            param.grad = None
+        objective.backward()  # the two networks share no weights
+        if not self.is_q:
             metrics["train/step_size_policy"] = self.actor.optimizer.step(delta, done)
         metrics["train/step_size_value"] = self.critic.optimizer.step(delta, reset)
+        with torch.no_grad():  # did the step go too far, so that the error changed its sign?
+            after = self.td_error(self.critic(both), reward, done)
+        metrics["train/overshoot"] = float(after * delta < 0)
         return metrics
 
 
@@ -442,33 +462,18 @@ class Stream:
     frozen = False  # True stops the statistics of observations
 
     def __init__(self, args):
-        try:
-            env = gym.make(args.env_id, disable_env_checker=True)
-        except (gym.error.Error, ImportError) as error:
-            sys.exit(f"--env-id {args.env_id}: {error}")
-        space = env.action_space
-        self.is_discrete = isinstance(space, gym.spaces.Discrete)
-        self.first_action = space.start if self.is_discrete else 0
-        if not self.is_discrete:
-            if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-                sys.exit(f"--env-id {args.env_id}: actions must be Discrete or a Box of 1-D")
-            env = gym.wrappers.ClipAction(env)  # log-probabilities are those before clipping
-        self.env = gym.wrappers.FlattenObservation(env)
-        self.time_limit = env.spec.max_episode_steps or math.inf
+        self.args = args
+        self.env = make_env(args)
+        space = self.env.action_space
+        if isinstance(space, gym.spaces.Box):  # -1 and 1 stand for the ends of a bounded action
+            bounded = np.isfinite(space.low) & np.isfinite(space.high)
+            low = np.where(bounded, space.low, -1).ravel()
+            high = np.where(bounded, space.high, 1).ravel()
+            self.middle = (low + high) / 2
+            self.half_width = (high - low) / 2
+        self.time_limit = self.env.spec.max_episode_steps or math.inf
         self.stats = RunningMeanVar()
         self.scale_reward = ScaleReward(args.gamma)
-
-    def try_once(self, env_id):
-        """Exit if the first step of an episode fails, or its reward is not a number."""
-        try:
-            observation, _ = self.env.reset(seed=0)
-            reward = float(self.env.step(self.env.action_space.sample())[1])
-            assert observation.shape == self.env.observation_space.shape, observation
-        except Exception as error:
-            reason = "".join(traceback.format_exception(error))
-            sys.exit(f"--env-id {env_id}: its reset or its first step fails\n\n{reason}")
-        if not math.isfinite(reward):
-            sys.exit(f"--env-id {env_id}: its first reward is {reward}, expected a number")
 
     def observe(self, observation):
         """(O-1,) -> tensor (1,O)"""
@@ -488,16 +493,93 @@ class Stream:
 
     def step(self, action):
         """-> next observation (1,O), scaled reward, whether the episode ended"""
-        action = action + self.first_action
+        if isinstance(self.env.action_space, gym.spaces.Box):
+            action = self.middle + self.half_width * action
+        (action,) = as_actions(action.reshape(1, -1), self.env.action_space)
         observation, reward, terminated, truncated, _ = self.env.step(action)
+        check_finite(self.args.env_id, observations=observation, rewards=reward)
         reward = float(reward)
         done = terminated or truncated  # the time is observed, so its limit is an end like others
         self.length += 1
         self.episodic_return += reward
-        return self.observe(observation), self.scale_reward(reward, done), done
+        if not self.frozen:
+            reward = self.scale_reward(reward, done)
+        return self.observe(observation), reward, done
+
+
+def make_env(args: Args, **options) -> gym.Env:
+    """The task, whose observations become vectors."""
+    try:
+        options |= json.loads(args.env_kwargs)
+        env = gym.make(args.env_id, disable_env_checker=True, **options)
+    except (gym.error.Error, ImportError, ValueError, TypeError) as error:
+        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}":
+            raise  # an error in the task
+        sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
+    is_picture = len(env.observation_space.shape or ()) > 2
+    return env if is_picture else gym.wrappers.FlattenObservation(env)
+
+
+def check_envs(envs: VectorEnv, env_id: str) -> None:
+    """Exit if nobody can act in these spaces, or learn from what a first random step gives."""
+    space, seen = envs.single_action_space, envs.single_observation_space
+    if not isinstance(space, SPACES) or (
+        isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
+    ):
+        names = " or ".join(kind.__name__ for kind in SPACES)
+        sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
+    if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
+        sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
+    try:
+        observations, _ = envs.reset(seed=0)
+        actions = [space.sample() for _ in range(envs.num_envs)]
+        _, rewards, *_ = envs.step(np.array(actions))
+    except Exception as error:
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if any("site-packages" not in file for file in files[1:]):
+            raise  # an error in the task
+        sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
+    found = np.shape(observations), np.shape(rewards)
+    expected = (envs.num_envs, *seen.shape), (envs.num_envs,)
+    if found != expected:
+        sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
+    check_finite(env_id, observations=observations, rewards=rewards)
+
+
+def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:
+    """Rows (N,A) in the shape and type of the space, clipped to it. Discrete ones count from 0."""
+    values = values.reshape(len(values), *space.shape).astype(space.dtype, copy=False)
+    if isinstance(space, gym.spaces.Box):
+        return np.minimum(np.maximum(values, space.low), space.high)
+    return values + getattr(space, "start", 0)
+
+
+def check_finite(env_id: str, **arrays) -> None:
+    """Exit if a task gives NaN, infinity or None."""
+    for name, values in arrays.items():
+        if not np.isfinite(np.asarray(values, np.float64)).all():
+            sys.exit(f"--env-id {env_id}: its {name} are not finite numbers; mend the task")
 
 
 # --- Processes, checkpoints, logs ---------------------------------------------------------------
+
+
+def load(run_dir, names=("final", "checkpoint")):
+    """Step, agent, statistics of observations and of rewards, from the first of these files."""
+    for name in names:
+        path = Path(run_dir, f"{name}.pt")
+        if path.exists():
+            try:
+                return torch.load(path, weights_only=False)
+            except Exception as error:  # of the disk, of zip files, of pickle
+                reason = f"damaged ({error!s:.200}); delete it, and the run begins anew"
+                sys.exit(f"{path}: {reason}")
+    sys.exit(f"{run_dir}: no checkpoint; --save-steps 0 keeps none, or it is too early")
+
+
+def is_due(every: int, step: int, size: int) -> bool:
+    """Whether a multiple of `every`, also 0, lies in the last `size` steps; 0 is never."""
+    return every > 0 and step // every > (step - size) // every
 
 
 @contextmanager
@@ -518,10 +600,11 @@ def one_sentence_for_a_full_disk():
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
     args = tyro.cli(Args)
-    if args.resume:  # the flags of that run are the defaults
-        path = Path(args.resume, "args.json")
+    run_dir = args.resume or args.evaluate
+    if run_dir:  # the flags of that run are the defaults
+        path = Path(run_dir, "args.json")
         if not path.is_file():
-            sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+            sys.exit(f"{run_dir}: no args.json, so not a run folder")
         try:
             saved = json.loads(path.read_text())
             defaults = Args(**saved)
@@ -530,7 +613,7 @@ if __name__ == "__main__":
         args = tyro.cli(Args, default=defaults)
         for name, before in saved.items():
             now = getattr(args, name)
-            if now != before and name not in ("resume", *FREE):
+            if now != before and name not in ("resume", "evaluate", *FREE):
                 flag = "--" + name.replace("_", "-")
                 sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
     with one_sentence_for_a_full_disk():

@@ -23,8 +23,9 @@ Differs from the authors' released code (of the paper we could read only the abs
    the code's 2.5 and ln 2, this policy starts near the lowest atom.
 3. Network and learning rate are the same for all policies, and are CleanRL's.
 4. The value of the last state is added where the time limit cut off an episode.
-Differs from CleanRL: this value, 8 environments, statistics that are updated after each rollout,
-and advantages that are divided by the population's standard deviation.
+Differs from CleanRL: this value, 8 environments, statistics that are updated after each rollout, a
+sum of rewards that begins anew also at time limits, advantages divided by the population's standard
+deviation, and a Gaussian whose -1 and 1 are the ends of a bounded action.
 
     python algorithms/unimodal_poisson.py                           # HalfCheetah-v5, CPU, 1 minute
     python algorithms/unimodal_poisson.py --env-id Humanoid-v5 --total-timesteps 3000000
@@ -48,6 +49,7 @@ import time
 import traceback
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -69,31 +71,25 @@ with contextlib.suppress(ImportError):  # models in gymnasium make MuJoCo print 
     )
 
 # Flags that cannot change when a run is resumed.
-FIXED = "env_id policy num_atoms rate_link second_activation hidden_size num_envs num_steps"
-FIXED += " rate_init total_timesteps norm_obs norm_reward seed save_steps output_dir"
+FIXED = "env_id env_kwargs policy num_atoms rate_link second_activation hidden_size num_envs"
+FIXED += " num_steps rate_init norm_obs norm_reward seed save_steps output_dir"
+POLICIES = Literal["poisson", "poisson_repo", "categorical", "ordinal", "gaussian", "beta"]
+SPACES = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
+MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time limit, it may not end
 
 
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v5"
     """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment as in
-    envs/examples/carts.py"""
-    policy: (
-        Literal[
-            "poisson",
-            "poisson_repo",
-            "categorical",
-            "ordinal",
-            "gaussian",
-            "beta",
-        ]
-        | None
-    ) = None
+    envs/examples/carts.py, or an AsyncVectorEnv"""
+    env_kwargs: str = "{}"
+    """what gymnasium.make passes on to the task, as JSON"""
+    policy: POLICIES | None = None
     """distribution of actions: the method, the released code's version of it, or a control; None is
     poisson, or categorical where actions are discrete"""
     num_atoms: int = 11
-    """K, values of each action dimension; categorical with 2 is a bang-bang policy. Discrete
-    actions are atoms themselves"""
+    """K, values of each continuous dimension; categorical with 2 is a bang-bang policy"""
     temperature: float | None = None
     """poisson: divides the log-PMF; None is 1, or 2.5 for poisson_repo"""
     rate_init: float | None = None
@@ -133,6 +129,8 @@ class Args:
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
+    target_kl: float | None = None
+    """end an update after the epoch whose last minibatch has a larger approx_kl"""
     max_grad_norm: float = 0.5
     """clip the gradient norm at this value; 0 does not clip"""
     norm_obs: bool = True
@@ -147,7 +145,7 @@ class Args:
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """device of the networks, which are too small to gain from a GPU; auto takes one if it can"""
     compile: bool = False
-    """compile the loss and its gradient; takes a minute to start and needs a C++ compiler"""
+    """compile the loss and its gradient; CPU only, takes a minute and needs a C++ compiler"""
     eval_steps: int = 0
     """environment steps between evaluations; 0 evaluates at the end only"""
     eval_episodes: int = 10
@@ -158,7 +156,8 @@ class Args:
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>_<process>"""
     resume: str | None = None
-    """run folder to continue; its flags are used unless given anew"""
+    """run folder to continue; its flags are used unless given anew. A larger --total-timesteps
+    extends it, and the learning rate then follows the new length"""
     evaluate: str | None = None
     """run folder to score instead of training; its flags are used unless given anew"""
     video: bool = False
@@ -168,27 +167,29 @@ class Args:
 # --- The method ---------------------------------------------------------------------------------
 
 
-def poisson_logits(rate: Tensor, num_atoms: int, temperature: float) -> Tensor:
+def poisson_logits(rate: Tensor, num_atoms: int, temperature: float, is_log=False) -> Tensor:
     """Unimodal policy: log-PMF of a Poisson distribution over temperature. (B,A) -> (B,A,K)
 
-    Atom i stands for the count k = i + 1. The softmax over K atoms truncates the distribution, and
-    cancels the PMF's constant term -rate, which is left out. The ratio of neighbouring
-    probabilities P(k) / P(k - 1) is (rate / k) ** (1 / temperature). It falls with k, so there is
-    one mode, floor(rate) clipped to 1..K; at a whole rate the count below it is as likely.
+    With is_log, the first argument is the logarithm of the rate. Atom i stands for the count
+    k = i + 1. The softmax over K atoms truncates the distribution, and cancels the PMF's constant
+    term -rate, which is left out. The ratio of neighbouring probabilities P(k) / P(k - 1) is
+    (rate / k) ** (1 / temperature). It falls with k, so there is one mode, floor(rate) clipped to
+    1..K; at a whole rate the count below it is as likely.
     """
     counts = torch.arange(1, num_atoms + 1, device=rate.device, dtype=rate.dtype)  # (K,)
-    log_rate = rate.clamp(min=1e-30).log()  # softplus underflows to 0
-    return (counts * log_rate[..., None] - torch.lgamma(counts + 1)) / temperature
+    log_rate = rate if is_log else rate.clamp(min=1e-30).log()  # softplus underflows to 0
+    log_pmf = counts * log_rate[..., None] - torch.lgamma(counts + 1)
+    return log_pmf / temperature  # eq. 1 of unimodal_poisson.md
 
 
-def poisson_repo_logits(rate: Tensor, num_atoms: int, temperature: float) -> Tensor:
+def poisson_repo_logits(rate: Tensor, num_atoms: int, temperature: float, is_log=False) -> Tensor:
     """Policy of the released code, which is not unimodal. (B,A) -> (B,A,K)
 
     With the probabilities p of poisson_logits it is (K - i) ln(p_i + 1e-8) + i ln(1 - p_i + 1e-8)
     for atoms i = 0..K-1. It looks like ordinal_logits with two axes swapped. At rate ln 2 nearly
     all mass is at the two ends.
     """
-    probabilities = poisson_logits(rate, num_atoms, temperature).softmax(-1)
+    probabilities = poisson_logits(rate, num_atoms, temperature, is_log).softmax(-1)
     rest = (1 - probabilities).clamp(min=0)  # a softmax in float32 may exceed 1
     index = torch.arange(num_atoms, device=rate.device, dtype=rate.dtype)
     return (num_atoms - index) * (probabilities + 1e-8).log() + index * (rest + 1e-8).log()
@@ -210,93 +211,93 @@ class Head(nn.Module):
     The network gives num_outputs numbers for each action dimension, and first_bias is its last bias
     before training. mode and sample turn these outputs (B,A,num_outputs) into actions (B,A);
     log_prob and entropy are summed over dimensions, (B,). to_env gives the environment's units.
+    Dimensions of discrete actions have so many atoms, sizes (A,), K at most.
     """
 
     num_outputs = 1  # for each action dimension
 
-    def __init__(self, low: Tensor, high: Tensor, args: Args):
+    def __init__(self, low: Tensor, high: Tensor, args: Args, sizes=None):
         super().__init__()
         self.args = args
         self.register_buffer("low", low, persistent=False)
         self.register_buffer("high", high, persistent=False)
         self.register_buffer("width", high - low, persistent=False)
+        if sizes is None:
+            sizes = torch.full_like(low, args.num_atoms)
+        missing = torch.arange(args.num_atoms) >= sizes[:, None].cpu()  # (A,K)
+        self.register_buffer("missing", missing if missing.any() else None, persistent=False)
 
-    def first_bias(self) -> float:
-        """Bias of the network's last layer before training."""
+    def first_bias(self, num_atoms: int) -> float:
         return 0.0
 
 
 class CategoricalHead(Head):
     """A softmax over K atoms for each action dimension; an action is an atom's number."""
 
-    def __init__(self, low: Tensor, high: Tensor, args: Args):
-        super().__init__(low, high, args)
-        self.num_outputs = args.num_atoms
+    @property
+    def num_outputs(self) -> int:
+        return self.args.num_atoms
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def all_logits(self, outputs: Tensor) -> Tensor:
         """-> (B,A,K)"""
         return outputs
 
+    def logits(self, outputs: Tensor) -> Tensor:
+        """The same without the atoms that a dimension lacks. -> (B,A,K)"""
+        logits = self.all_logits(outputs)
+        return logits if self.missing is None else logits.masked_fill(self.missing, -1e8)
+
     def mode(self, outputs: Tensor) -> Tensor:
-        """The likeliest action. -> (B,A)"""
         return self.logits(outputs).argmax(-1)
 
     def sample(self, outputs: Tensor) -> Tensor:
-        """-> (B,A), by the Gumbel trick: -log of exponential noise is Gumbel noise."""
-        logits = self.logits(outputs)
+        logits = self.logits(outputs)  # the Gumbel trick: -log of exponential noise is Gumbel noise
         return (logits - torch.empty_like(logits).exponential_().log_()).argmax(-1)
 
     def log_prob(self, outputs: Tensor, actions: Tensor) -> Tensor:
-        """Summed over action dimensions. -> (B,)"""
         logprobs = self.logits(outputs).log_softmax(-1)
         return logprobs.gather(-1, actions[..., None]).sum((-2, -1))
 
     def entropy(self, outputs: Tensor) -> Tensor:
-        """Summed over action dimensions. -> (B,)"""
         logprobs = self.logits(outputs).log_softmax(-1)
         return -(logprobs.exp() * logprobs).sum((-2, -1))
 
     def to_env(self, actions: Tensor) -> Tensor:
         """Atoms are evenly spaced from the lowest to the highest value. (B,A) -> (B,A)"""
-        values = self.low + self.width * actions / (self.args.num_atoms - 1)
-        return torch.minimum(values, self.high)  # rounding may pass it
+        return self.low + self.width * actions / (self.args.num_atoms - 1)
 
 
 class OrdinalHead(CategoricalHead):
     """One score for each atom."""
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def all_logits(self, outputs: Tensor) -> Tensor:
         return ordinal_logits(outputs)
 
 
 class PoissonHead(CategoricalHead):
     """The method: one number for each action dimension, which becomes the rate."""
 
+    num_outputs = 1
     first_rate = None  # the middle of the range
     temperature = 1.0  # the Poisson distribution itself
+    from_rate = staticmethod(poisson_logits)
 
-    def __init__(self, low: Tensor, high: Tensor, args: Args):
-        super().__init__(low, high, args)
-        self.num_outputs = 1
-        if args.temperature is not None:
-            self.temperature = args.temperature
-        if args.rate_init is not None:
-            self.first_rate = args.rate_init
+    def __init__(self, low: Tensor, high: Tensor, args: Args, sizes=None):
+        super().__init__(low, high, args, sizes)
+        self.temperature = args.temperature or self.temperature
+        self.first_rate = args.rate_init or self.first_rate
 
-    def first_bias(self) -> float:
-        """The network's output at the first rate."""
-        rate = self.first_rate or (self.args.num_atoms + 1) / 2
+    def first_bias(self, num_atoms: int) -> float:
+        rate = self.first_rate or (num_atoms + 1) / 2
         if self.args.rate_link == "exp":
             return math.log(rate)
         return rate + math.log(-math.expm1(-rate))  # the inverse of softplus
 
-    def rate(self, outputs: Tensor) -> Tensor:
-        """-> (B,A)"""
+    def all_logits(self, outputs: Tensor) -> Tensor:
         u = outputs[..., 0]
-        return u.exp() if self.args.rate_link == "exp" else F.softplus(u)
-
-    def logits(self, outputs: Tensor) -> Tensor:
-        return poisson_logits(self.rate(outputs), self.args.num_atoms, self.temperature)
+        is_log = self.args.rate_link == "exp"
+        rate = u if is_log else F.softplus(u)
+        return self.from_rate(rate, self.args.num_atoms, self.temperature, is_log)
 
 
 class PoissonRepoHead(PoissonHead):
@@ -304,17 +305,19 @@ class PoissonRepoHead(PoissonHead):
 
     first_rate = math.log(2)
     temperature = 2.5
-
-    def logits(self, outputs: Tensor) -> Tensor:
-        return poisson_repo_logits(self.rate(outputs), self.args.num_atoms, self.temperature)
+    from_rate = staticmethod(poisson_repo_logits)
 
 
 class GaussianHead(Head):
-    """A Gaussian in the environment's units; its std does not depend on the state."""
+    """A Gaussian with std 1 at first, which does not depend on the state. Where an action is
+    bounded, -1 and 1 stand for its ends, else it has the environment's units."""
 
-    def __init__(self, low: Tensor, high: Tensor, args: Args):
+    def __init__(self, low: Tensor, high: Tensor, args: Args, sizes=None):
         super().__init__(low, high, args)
         self.log_std = nn.Parameter(torch.zeros(len(low)))
+        bounded = self.width.isfinite()
+        self.register_buffer("middle", ((low + high) / 2).where(bounded, 0.0), persistent=False)
+        self.register_buffer("half_width", (self.width / 2).where(bounded, 1.0), persistent=False)
 
     def mode(self, outputs: Tensor) -> Tensor:
         return outputs[..., 0]
@@ -332,7 +335,7 @@ class GaussianHead(Head):
         return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand(len(outputs))
 
     def to_env(self, actions: Tensor) -> Tensor:
-        return actions.clamp(self.low, self.high)
+        return torch.addcmul(self.middle, self.half_width, actions)
 
 
 class BetaHead(Head):
@@ -345,7 +348,7 @@ class BetaHead(Head):
         return torch.distributions.Beta(alpha, beta, validate_args=False)
 
     def mode(self, outputs: Tensor) -> Tensor:
-        return self.distribution(outputs).mode
+        return self.distribution(outputs).mode.nan_to_num(0.5)  # where both are 1
 
     def sample(self, outputs: Tensor) -> Tensor:
         return self.distribution(outputs).sample()
@@ -370,14 +373,7 @@ HEADS = {
 }
 
 
-def gae(
-    rewards: Tensor,
-    dones: Tensor,
-    values: Tensor,
-    last_values: Tensor,
-    gamma: float,
-    gae_lambda: float,
-) -> tuple[Tensor, Tensor]:
+def gae(rewards, dones, values, last_values, gamma, gae_lambda) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation, arXiv 1506.02438 eq. 16. -> advantages and returns (T,N)
 
     rewards, dones, values (T,N), last_values (N,). dones[t] says that step t ended an episode, so
@@ -410,24 +406,26 @@ def ppo_loss(
     norm_adv: bool = True,
     clip_vloss: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of a minibatch, arXiv 1707.06347 eq. 7 and 9, and metrics. All (B,) -> scalar
+    """Loss of a minibatch, and metrics. All (B,) -> scalar
 
     Advantages are normalized by the population's std. A clipped value moves by clip_coef at most.
+    The 37 implementation details of PPO, most of which are in this file, are explained at
+    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
     """
     if norm_adv:
         std, mean = torch.std_mean(advantages, correction=0)
         advantages = (advantages - mean) / (std + 1e-8)
     log_ratio = logprobs - old_logprobs
-    ratio = log_ratio.exp()
+    ratio = log_ratio.exp()  # arXiv 1707.06347 eq. 6
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()
+    policy_loss = -torch.min(advantages * ratio, advantages * clipped_ratio).mean()  # eq. 7
     value_errors = (values - returns).square()
     if clip_vloss:
         clipped_values = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
         value_errors = torch.max(value_errors, (clipped_values - returns).square())
     value_loss = 0.5 * value_errors.mean()
     entropy = entropy.mean()
-    loss = policy_loss - ent_coef * entropy + vf_coef * value_loss
+    loss = policy_loss - ent_coef * entropy + vf_coef * value_loss  # eq. 9
     with torch.no_grad():
         metrics = {
             "policy_loss": policy_loss.detach(),
@@ -445,13 +443,12 @@ def ppo_loss(
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     device = setup(args)
+    check_least(args, num_atoms=2, num_envs=1, num_steps=1, num_minibatches=1, update_epochs=1)
+    check_least(args, temperature=1e-3, rate_init=1e-3)
     if args.evaluate:
         return score_run(args, device)
-    if args.num_atoms < 2:
-        sys.exit("--num-atoms: must be at least 2")
-    for name in ("temperature", "rate_init"):
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
-            sys.exit(f"--{name.replace('_', '-')}: must be above 0")
+    if args.video:
+        sys.exit("--video: goes with --evaluate RUN, the folder of a run")
     rollout_size = args.num_envs * args.num_steps
     if rollout_size % args.num_minibatches:
         sys.exit(f"--num-minibatches: does not divide {rollout_size}, the steps of a rollout")
@@ -460,12 +457,10 @@ def train(args: Args) -> dict[str, float]:
         sys.exit(f"--total-timesteps: fewer than the {rollout_size} steps of one rollout")
     torch.manual_seed(args.seed)
     envs = make_envs(args, args.num_envs)
-    if args.policy is None:
-        args.policy = "categorical" if is_discrete(envs) else "poisson"
     agent = Agent(envs, args).to(device)
     if args.policy == "poisson" and args.rate_init:
         rate = torch.tensor(args.rate_init)
-        logits = poisson_logits(rate, agent.args.num_atoms, args.temperature or 1)
+        logits = poisson_logits(rate, agent.head.args.num_atoms, args.temperature or 1)
         mass = logits.softmax(-1).max().item()
         if mass > 0.9:
             sys.exit(
@@ -485,13 +480,14 @@ def train(args: Args) -> dict[str, float]:
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
     board = SummaryWriter(run_dir, purge_step=step + 1)
+    board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     print(f"{run_dir}: {args.policy}, {args.num_envs} x {args.num_steps} steps, {device}")
 
     scores = {}
     start_anew = True
     while True:
-        last = step == last_step
-        due = step > 0 and is_due(args.eval_steps, step - rollout_size, step)
+        last = step >= last_step
+        due = step > 0 and is_due(args.eval_steps, step, rollout_size)
         if args.eval_episodes and (last or due):
             scores = evaluate(agent, args)
             log(run_dir, board, step, scores)
@@ -540,10 +536,9 @@ def train(args: Args) -> dict[str, float]:
         metrics["seconds/update"] = now - acted
         log(run_dir, board, step, metrics)
         report(step, last_step, metrics)
-        due = is_due(args.save_steps * args.num_envs, step - rollout_size, step)
+        due = is_due(args.save_steps * args.num_envs, step, rollout_size)
         if args.save_steps and (step == last_step or due):
-            state = {"step": step, "agent": agent.state_dict()}
-            state["optimizer"] = optimizer.state_dict()
+            state = {"step": step, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             save_checkpoint(run_dir, step, state)
             start_anew = True
     board.close()
@@ -558,6 +553,7 @@ def update(agent: Agent, vector: Tensor, optimizer, batch: dict, args: Args, los
     """
     num_rows = len(batch["actions"])
     largest = args.max_grad_norm or math.inf
+    first = next(agent.parameters())
     history = []
     for _ in range(args.update_epochs):
         order = torch.randperm(num_rows, device=agent.device).view(args.num_minibatches, -1)
@@ -567,11 +563,14 @@ def update(agent: Agent, vector: Tensor, optimizer, batch: dict, args: Args, los
             loss, metrics = loss_function(agent, minibatch, args)
             vector.grad.zero_()
             loss.backward()
+            assert first.grad.data_ptr() == vector.grad.data_ptr(), "see as_vector: no zero_grad()"
             grad_norm = vector.grad.norm()
             vector.grad.mul_((largest / (grad_norm + 1e-6)).clamp(max=1))
             optimizer.step()
             metrics["grad_norm"] = grad_norm
             history.append(torch.stack(list(metrics.values())))
+        if args.target_kl is not None and metrics["approx_kl"] > args.target_kl:
+            break
     return dict(zip(metrics, torch.stack(history).mean(0).tolist()))
 
 
@@ -599,7 +598,8 @@ def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args):
 
 def as_vector(agent: Agent) -> Tensor:
     """All parameters (P,). They and their gradients become views of this vector and of its .grad,
-    so that clipping and Adam are single operations and not one for each layer."""
+    so that clipping and Adam are single operations and not one for each layer. zero_grad() would
+    part them, and nothing would be learned: zero vector.grad instead."""
     parameters = list(agent.parameters())
     vector = torch.cat([parameter.detach().flatten() for parameter in parameters])
     vector.grad = torch.zeros_like(vector)
@@ -648,13 +648,17 @@ def play(envs: VectorEnv, agent: Agent, seed: int, deterministic: bool, video: b
     devices = [agent.device] if agent.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # evaluations do not change the training
         torch.manual_seed(seed)
-        while running.any() and len(pictures) < 600:
+        for _ in range(600 if video else MOST_STEPS):
+            if not running.any():
+                break
             if video:
                 pictures.append(envs.render()[0])
             actions = choose(agent.outputs(agent.normalize(observations)))
             observations, rewards, terminated, truncated, _ = envs.step(agent.to_env(actions))
             returns += rewards * running
             running &= ~(terminated | truncated)
+    if running.any() and not video:
+        print(f"{running.sum()} episodes did not end in {MOST_STEPS} steps; they count so far")
     return returns, pictures
 
 
@@ -663,12 +667,17 @@ def score_run(args: Args, device: torch.device) -> dict[str, float]:
     state = load_checkpoint(args.evaluate, device)
     if state is None:
         sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or it is too early")
+    if args.video and ".py:" in args.env_id:
+        sys.exit(f"--video: not with --env-id {args.env_id}")
     envs = make_envs(args, 1, **({"render_mode": "rgb_array"} if args.video else {}))
     agent = Agent(envs, args).to(device)
     agent.load_state_dict(state["agent"])
     scores = evaluate(agent, args) if args.eval_episodes else {}
     if args.video:
-        _, pictures = play(envs, agent, args.seed + 10_000, deterministic=True, video=True)
+        try:
+            _, pictures = play(envs, agent, args.seed + 10_000, deterministic=True, video=True)
+        except Exception as error:  # of OpenGL, of many kinds
+            sys.exit(f"--video: no picture ({error!s:.200}); without a screen, set MUJOCO_GL=egl")
         path = f"{args.evaluate}/episode.gif"
         small = [picture[::2, ::2] for picture in pictures[::2]]
         imageio.mimsave(path, small, duration=1000 / 30, loop=0)
@@ -741,22 +750,32 @@ class Agent(nn.Module):
     def __init__(self, envs: VectorEnv, args: Args):
         super().__init__()
         observation_size = envs.single_observation_space.shape[0]
-        space = envs.single_action_space
-        self.is_discrete = is_discrete(envs)
-        if self.is_discrete:  # one action dimension, whose atoms are the actions
-            args = replace(args, num_atoms=int(space.n))
-            low, high = [space.start], [space.start + space.n - 1]
+        self.space = envs.single_action_space
+        self.args = args
+        sizes = num_actions(self.space)
+        self.is_discrete = len(sizes) > 0
+        args.policy = args.policy or ("categorical" if self.is_discrete else "poisson")
+        if self.is_discrete:  # atoms are the actions
+            args = replace(args, num_atoms=max(sizes))
+            low, high = np.zeros(len(sizes)), np.array(sizes) - 1
         else:
-            low, high = space.low, space.high
+            low, high = self.space.low.ravel(), self.space.high.ravel()
+            sizes = [args.num_atoms] * len(low)
+        if self.is_discrete and args.policy in ("gaussian", "beta"):
+            sys.exit(f"--policy {args.policy}: actions are {self.space}; use categorical")
+        if args.policy == "poisson_repo" and len(set(sizes)) > 1:
+            sys.exit(f"--policy poisson_repo: takes dimensions of one size, not {self.space}")
+        if args.policy != "gaussian" and not np.isfinite([low, high]).all():
+            sys.exit(f"--policy {args.policy}: actions are unbounded, {self.space}; use gaussian")
         low = torch.tensor(low, dtype=torch.float32)
         high = torch.tensor(high, dtype=torch.float32)
-        self.args = args
-        self.head = HEADS[args.policy](low, high, args)
+        self.head = HEADS[args.policy](low, high, args, torch.tensor(sizes))
         second = F.softplus if args.second_activation == "softplus" else torch.tanh
         num_outputs = len(low) * self.head.num_outputs
         self.actor = MLP(observation_size, args.hidden_size, num_outputs, second, 0.01)
         self.critic = MLP(observation_size, args.hidden_size, 1, torch.tanh, 1.0)
-        nn.init.constant_(self.actor.last.bias, self.head.first_bias())
+        biases = torch.tensor([self.head.first_bias(size) for size in sizes])
+        self.actor.last.bias.data = biases.repeat_interleave(self.head.num_outputs)
         self.observation_stats = RunningMeanStd((observation_size,))
         self.return_stats = RunningMeanStd()
 
@@ -781,9 +800,9 @@ class Agent(nn.Module):
         return self.critic(observations)[..., 0]
 
     def to_env(self, actions: Tensor) -> np.ndarray:
-        """(N,A) -> what the environments' step() takes: (N,A), or whole numbers (N,)"""
-        values = self.head.to_env(actions).cpu().numpy()
-        return values[:, 0].round().astype(np.int64) if self.is_discrete else values
+        """(N,A) -> what the environments' step() takes"""
+        values = actions if self.is_discrete else self.head.to_env(actions)
+        return as_actions(values.cpu().numpy(), self.space)
 
 
 # --- Environments and rollout -------------------------------------------------------------------
@@ -792,54 +811,81 @@ class Agent(nn.Module):
 def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
     """Copies of the task in this process: pipes between processes cost more than MuJoCo's steps."""
     if ".py:" in args.env_id:
-        if args.video:
-            sys.exit(f"--video: not with --env-id {args.env_id}")
         envs = load_function(args.env_id)(num_envs)
+        if not isinstance(envs, VectorEnv) or envs.num_envs != num_envs:
+            sys.exit(f"--env-id {args.env_id}: expected a VectorEnv of {num_envs}, not {envs}")
     else:
-
-        def make_env() -> gym.Env:
-            env = gym.make(args.env_id, disable_env_checker=True, **options)
-            return gym.wrappers.FlattenObservation(env)
-
-        try:
-            envs = SyncVectorEnv([make_env] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-        except (gym.error.Error, ImportError) as error:
-            sys.exit(f"--env-id {args.env_id}: {error}")
-        if envs.envs[0].spec.max_episode_steps is None and args.eval_episodes:
-            print(f"{args.env_id} has no time limit: an evaluation ends when its episodes do")
+        makers = [partial(make_env, args, **options)] * num_envs
+        envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
     if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         sys.exit(f"--env-id {args.env_id}: its metadata needs autoreset_mode SAME_STEP")
-    space = envs.single_action_space
-    if is_discrete(envs):
-        if args.policy in ("gaussian", "beta"):
-            sys.exit(f"--policy {args.policy}: actions are discrete, {space}; use categorical")
-    elif not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-        sys.exit(f"--env-id {args.env_id}: actions must be Discrete or a Box of 1-D, not {space}")
-    elif args.policy != "gaussian" and not space.is_bounded():
-        sys.exit(f"--env-id {args.env_id}: actions are unbounded, {space}; use --policy gaussian")
-    seen = envs.single_observation_space
-    if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
-        sys.exit(f"--env-id {args.env_id}: expected one-dimensional observations, not {seen}")
-    if ".py:" not in args.env_id:
-        try_envs(envs, args.env_id)
+    check_envs(envs, args.env_id)
     return envs
 
 
-def is_discrete(envs: VectorEnv) -> bool:
-    """Whether an action is one of n numbers, and not a vector."""
-    return isinstance(envs.single_action_space, gym.spaces.Discrete)
-
-
-def try_envs(envs: VectorEnv, env_id: str) -> None:
-    """Exit if a first step with random actions fails, or its rewards are not numbers."""
+def check_envs(envs: VectorEnv, env_id: str) -> None:
+    """Exit if nobody can act in these spaces, or learn from what a first random step gives."""
+    space, seen = envs.single_action_space, envs.single_observation_space
+    if not isinstance(space, SPACES) or (
+        isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
+    ):
+        names = " or ".join(kind.__name__ for kind in SPACES)
+        sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
+    if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
+        sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
-        envs.reset(seed=0)
-        rewards = envs.step(envs.action_space.sample())[1]
+        observations, _ = envs.reset(seed=0)
+        actions = [space.sample() for _ in range(envs.num_envs)]
+        _, rewards, *_ = envs.step(np.array(actions))
     except Exception as error:
-        reason = "".join(traceback.format_exception(error))
-        sys.exit(f"--env-id {env_id}: its reset or its first step fails\n\n{reason}")
-    if not np.isfinite(rewards).all():
-        sys.exit(f"--env-id {env_id}: its first rewards are {rewards}, expected numbers")
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if any("site-packages" not in file for file in files[1:]):
+            raise  # an error in the task
+        sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
+    found = np.shape(observations), np.shape(rewards)
+    expected = (envs.num_envs, *seen.shape), (envs.num_envs,)
+    if found != expected:
+        sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
+    check_finite(env_id, observations=observations, rewards=rewards)
+
+
+def make_env(args: Args, **options) -> gym.Env:
+    """The task, whose observations become vectors."""
+    try:
+        options |= json.loads(args.env_kwargs)
+        env = gym.make(args.env_id, disable_env_checker=True, **options)
+    except (gym.error.Error, ImportError, ValueError, TypeError) as error:
+        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}":
+            raise  # an error in the task
+        sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
+    is_picture = len(env.observation_space.shape or ()) > 2
+    return env if is_picture else gym.wrappers.FlattenObservation(env)
+
+
+def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:
+    """Rows (N,A) in the shape and type of the space, clipped to it. Discrete ones count from 0."""
+    values = values.reshape(len(values), *space.shape).astype(space.dtype, copy=False)
+    if isinstance(space, gym.spaces.Box):
+        return np.minimum(np.maximum(values, space.low), space.high)
+    return values + getattr(space, "start", 0)
+
+
+def check_finite(env_id: str, **arrays) -> None:
+    """Exit if a task gives NaN, infinity or None."""
+    for name, values in arrays.items():
+        if not np.isfinite(np.asarray(values, np.float64)).all():
+            sys.exit(f"--env-id {env_id}: its {name} are not finite numbers; mend the task")
+
+
+def num_actions(space: gym.Space) -> list[int]:
+    """Of each dimension of discrete actions; none for a Box."""
+    if isinstance(space, gym.spaces.Discrete):
+        return [int(space.n)]
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return space.nvec.ravel().tolist()
+    if isinstance(space, gym.spaces.MultiBinary):
+        return [2] * int(np.prod(space.shape))
+    return []
 
 
 def load_function(path: str):
@@ -875,37 +921,46 @@ def start_episodes(envs: VectorEnv, seed: int) -> Unfinished:
 def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> dict:
     """T steps of N environments with sampled actions.
 
-    Returns what happened, (T,N,...) each; last_observations, {(t, n): observation (O,)} where the
-    time limit ended an episode; and episodes, (return, length) of each that ended.
+    Returns what happened, (T,N,...) each, and episodes, (return, length) of each that ended. The
+    next observation of an episode's last step is the one before the reset.
     """
     steps = []
-    last_observations = {}
     episodes = []
-    for t in range(args.num_steps):
+    for _ in range(args.num_steps):
         raw_observations = unfinished.observations
         observations = agent.normalize(raw_observations)
         actions = agent.head.sample(agent.outputs(observations))
         following, rewards, terminated, truncated, info = envs.step(agent.to_env(actions))
+        check_finite(args.env_id, observations=following)
         dones = terminated | truncated
         # Copies, because a simulator may use its arrays again.
-        steps.append((raw_observations, observations, actions, np.array(rewards), dones))
         unfinished.observations = np.array(following)
+        next_observations = unfinished.observations
         unfinished.returns += rewards
         unfinished.lengths += 1
-        for n in np.flatnonzero(dones):
-            episodes.append((unfinished.returns[n], unfinished.lengths[n]))
-            unfinished.returns[n] = 0
-            unfinished.lengths[n] = 0
-            if args.bootstrap_truncation and not terminated[n]:  # a time limit is not the end
-                last_observations[t, n] = np.array(info["final_obs"][n])
-    raw_observations, observations, actions, rewards, dones = zip(*steps)
+        cut = dones & ~terminated  # a time limit is not the end
+        if dones.any():
+            if "final_obs" not in info:
+                sys.exit(f"--env-id {args.env_id}: an episode ended without info['final_obs']")
+            next_observations = np.array(following)
+            for n in np.flatnonzero(dones):
+                next_observations[n] = info["final_obs"][n]
+                episodes.append((unfinished.returns[n], unfinished.lengths[n]))
+            unfinished.returns *= ~dones
+            unfinished.lengths *= ~dones
+        happened = raw_observations, np.array(rewards), dones, cut, next_observations
+        steps.append((observations, actions, *happened))
+    observations, actions, *happened = zip(*steps)
+    raw_observations, rewards, dones, cut, next_observations = map(np.stack, happened)
+    check_finite(args.env_id, rewards=rewards)
     return {
-        "raw_observations": np.stack(raw_observations),
+        "raw_observations": raw_observations,
         "observations": torch.stack(observations),  # normalized, on the device
         "actions": torch.stack(actions),  # on the device
-        "rewards": np.stack(rewards, dtype=np.float64),
-        "dones": np.stack(dones),
-        "last_observations": last_observations,
+        "rewards": rewards.astype(np.float64),
+        "dones": dones,
+        "cut": cut,
+        "next_observations": next_observations,
         "episodes": episodes,
     }
 
@@ -928,10 +983,10 @@ def learning_batch(rollout: dict, agent: Agent, unfinished: Unfinished, args: Ar
     rewards = rollout["rewards"]  # (T,N)
     if args.norm_reward:
         rewards = scale_rewards(rewards, rollout["dones"], agent, unfinished, args)
-    if rollout["last_observations"]:
-        steps, env_indices = zip(*rollout["last_observations"])
-        last = agent.normalize(np.stack(list(rollout["last_observations"].values())))
-        rewards[steps, env_indices] += args.gamma * agent.values(last).cpu().numpy()
+    cut = rollout["cut"]
+    if args.bootstrap_truncation and cut.any():
+        last = agent.normalize(rollout["next_observations"][cut])
+        rewards[cut] += args.gamma * agent.values(last).cpu().numpy()
     values = agent.values(rollout["observations"])  # (T,N)
     next_values = agent.values(agent.normalize(unfinished.observations))  # (N,)
     advantages, returns = gae(  # a loop over steps, faster on the CPU
@@ -966,6 +1021,14 @@ def setup(args: Args) -> torch.device:
     torch.set_num_threads(1)
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
+
+
+def check_least(args: Args, **lowest: int) -> None:
+    """Exit if one of these flags is below its lowest value."""
+    for name, least in lowest.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
 
 
 def random_seed(*names) -> int:
@@ -1038,9 +1101,9 @@ def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float])
     board.flush()
 
 
-def is_due(interval: int, before: int, now: int) -> bool:
-    """Whether a multiple of the interval lies in (before, now]; never for interval 0."""
-    return interval > 0 and now // interval > before // interval
+def is_due(every: int, step: int, size: int) -> bool:
+    """Whether a multiple of `every`, also 0, lies in the last `size` steps; 0 is never."""
+    return every > 0 and step // every > (step - size) // every
 
 
 def report(step: int, last_step: int, metrics: dict[str, float]) -> None:

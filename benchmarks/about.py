@@ -20,8 +20,9 @@ def about(*packages: str) -> dict[str, str]:
     found["python"] = platform.python_version()
     found["device"] = f"CPU ({platform.machine()}), one thread"
     found["commit"] = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty --exclude '*'")
-    program = f"benchmarks/{Path(sys.argv[0]).name}"
-    return found | {"command": shlex.join(["python", program, *sys.argv[1:]])}
+    program = Path(sys.argv[0]).resolve()
+    program = program.relative_to(ROOT) if program.is_relative_to(ROOT) else program.name
+    return found | {"command": shlex.join(["python", str(program), *sys.argv[1:]])}
 
 
 def edited(path: Path, edits: dict[str, str]) -> tuple[str, str]:

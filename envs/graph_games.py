@@ -113,6 +113,8 @@ def capture_times(
             f"{graph.name} with {m} pursuers has {n ** (m + 1)} states, too many for exact "
             "capture times; choose an --evader and a --reference other than dp."
         )
+    if n ** (m + 1) > 10**6:
+        print(f"{graph.name}: capture times of {n ** (m + 1):,} states, minutes for 10**8", flush=True)
     near = graph.distances[:n, :n] <= (0 if on_node else 1)  # (n,n)
     captors = 0
     for pursuer in range(m):

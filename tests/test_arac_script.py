@@ -98,6 +98,63 @@ def test_success_counts_every_game_once_its_horizon_is_over(tmp_path, monkeypatc
     assert checked > 40 and len({won for _, won, _ in games}) == 2
 
 
+def test_tally_of_its_example():
+    """One graph, horizon 6: after 16 rounds those up to round 10 are known; with two graphs those up to round 5."""
+    for num_graphs, known in ((1, 10), (2, 5)):
+        tally = arac.Tally(30, 6, num_graphs, "cpu")
+        for now in range(6 * num_graphs, 16):  # a game of one step that is won, one of two steps that is lost
+            won = torch.tensor([True, False])
+            tally.add(now, won, torch.tensor([True, True]), torch.tensor([1, 2]))
+        games = sum(first <= known for now in range(6 * num_graphs, 16) for first in (now, now - num_graphs))
+        wins = sum(now <= known for now in range(6 * num_graphs, 16))
+        assert tally.take(16) == [wins, games, wins + 2 * (games - wins)]
+        assert tally.take(16) == [0, 0, 0] and tally.counted == known + 1
+
+
+def test_two_files_of_one_stem_have_scores_each(tmp_path, capsys):
+    names = []
+    for folder, size in (("a", 6), ("b", 9)):
+        (tmp_path / folder).mkdir()
+        names.append(str(tmp_path / folder / "town.graphml"))
+        networkx.write_graphml(networkx.cycle_graph(size), names[-1])
+    flags = SMALL | {"graph": tuple(names), "evader": "stay"}
+    train(arac, tmp_path / "run", **flags)
+    scores = arac.train(Args(**flags, evaluate=str(tmp_path / "run")))
+    assert list(scores) == names
+    assert scores[names[0]]["eval/reference/steps"] != scores[names[1]]["eval/reference/steps"]
+
+
+ODD_FILES = {
+    "one node": ("<node id='a'/>", "1 connected nodes; 2 to"),
+    "nothing": ("", "0 connected nodes; 2 to"),
+    "no numbers": ("<node id='a'><data key='x'>left</data><data key='y'>1</data></node>", "x and y of a node are no numbers"),
+    "a loop": ("<node id='a'/><edge source='a' target='a'/>", ""),
+    "two ways": ("<edge source='n0' target='n1'/><edge source='n1' target='n0'/>", ""),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_odd_files_train_or_are_one_sentence(kind, tmp_path):
+    """A cycle of six nodes to which something is added; in the first two cases nothing else is there."""
+    added, said = ODD_FILES[kind]
+    place = "<data key='x'>1</data><data key='y'>2</data>" if kind == "no numbers" else ""
+    nodes = "".join(f"<node id='n{i}'>{place}</node>" for i in range(6))
+    nodes += "".join(f"<edge source='n{i}' target='n{(i + 1) % 6}'/>" for i in range(6))
+    if kind == "no numbers":
+        added += "<edge source='a' target='n0'/>"
+    keys = "<key id='x' for='node' attr.name='x' attr.type='string'/><key id='y' for='node' attr.name='y' attr.type='string'/>"
+    body = added if kind in ("one node", "nothing") else nodes + added
+    file = tmp_path / "odd.graphml"
+    file.write_text(f"<graphml xmlns='http://graphml.graphdrawing.org/xmlns'>{keys}<graph edgedefault='directed'>{body}</graph></graphml>")
+    values = SMALL | {"graph": (str(file),), "total_timesteps": 80, "evader": "stay"}
+    if said:
+        with pytest.raises(SystemExit) as stop:
+            train(arac, tmp_path / "run", **values)
+        assert said in stop.value.code and "\n" not in stop.value.code
+    else:
+        assert all(map(math.isfinite, train(arac, tmp_path / "run", **values).values()))
+
+
 def test_tags_are_those_of_the_page(runs):
     logged = set().union(*(tags(runs(name)) for name in RUNS))
     assert_tags_of_pages({tag.removeprefix("evader/") for tag in logged}, "arac")

@@ -10,7 +10,6 @@ from test_grpo import assert_close
 
 from algorithms import gdpo
 from algorithms.gdpo import Args, decoupled_advantages, group_advantages
-from benchmarks import bandit_gdpo
 
 VECTORS = json.loads((Path(__file__).parent / "reference" / "gdpo.json").read_text())["vectors"]
 BY_ID = {vector["id"]: vector for vector in VECTORS}
@@ -124,12 +123,3 @@ def test_grpo_with_batch_norm():
     rewards, args = random_rewards().float(), Args(num_generations=4, advantage="grpo_batch_norm")
     grpo = group_advantages(rewards @ torch.tensor([1.0, 0.5, 2.0]), 4)
     assert_close(gdpo.compute_advantages(rewards, (1.0, 0.5, 2.0), args), grpo / (grpo.std() + 1e-4), 1e-6)
-
-
-def test_bandit_gradient_is_that_of_autograd():
-    """benchmarks/bandit_gdpo.py: sum over contexts of the group's mean of advantage times log-probability."""
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(5, 7, dtype=torch.float64, generator=generator).requires_grad_()
-    chosen, advantages = torch.randint(7, (5, 4), generator=generator), torch.randn(5, 4, generator=generator).double()
-    (advantages * logits.log_softmax(-1).gather(1, chosen)).mean(1).sum().backward()
-    assert_close(bandit_gdpo.policy_gradient(logits.detach().softmax(-1), chosen, advantages), logits.grad, 1e-12)

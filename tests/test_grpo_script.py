@@ -203,13 +203,6 @@ def test_controls(tmp_path):
 WEIGHTS = {"correctness": 1.0, "format": 0.1, "length": 0.0}
 
 
-def test_another_seed_is_another_run(whole, tmp_path):
-    found = train_here(tmp_path, **LONG | {"max_steps": 1, "seed": 2, "eval_steps": 1})
-    expected = numbers(whole[0])
-    assert found[0, "eval/greedy"] == expected[0, "eval/greedy"], "problems of evaluation stay"
-    assert found[1, "train/grad_norm"] != expected[1, "train/grad_norm"]
-
-
 REWARDS = """\
 def brief(problem, completion):
     return problem["value"] - len(completion)

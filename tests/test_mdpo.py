@@ -75,7 +75,7 @@ def test_reference_off_policy_step(case, monkeypatch):
     """A step of the script: loss, gradients, and the targets of V and Q. The authors add 1e-6 to the std. Its networks
     say what the reference's said; for the actions of the buffer both Q say 1 too much, which adds 1 to the loss."""
     mu, log_std = leaves = [case["mu"].requires_grad_(), case["log_std"].requires_grad_()]
-    agent = SimpleNamespace(widths=[1, 2, 1, 1, 1], critic=None)
+    agent = SimpleNamespace(critic=None)
     agent.actor, agent.old_actor = SimpleNamespace(parameters=lambda: leaves), "old"
     agent.gaussian = lambda _, actor=None: (case["old_mu"], case["old_log_std"]) if actor == "old" else leaves
     agent.values = lambda _: case["value_fn"].clone().requires_grad_()
@@ -84,8 +84,8 @@ def test_reference_off_policy_step(case, monkeypatch):
     agent.q_values = lambda _, x: sampled(x) if x.requires_grad else [case["q_backup"] + 1] * 2
     monkeypatch.setattr(torch, "randn_like", lambda _: case["noise"])
     monkeypatch.setattr(mdpo, "update_target", nothing)
-    ends = case["terminals"][:, None]
-    rows = torch.cat([torch.zeros(len(ends), 3), case["rewards"][:, None], ends, ends], -1)
+    ends = case["terminals"]
+    rows = {"observations": None, "actions": ends, "rewards": case["rewards"], "terminated": ends, "next_observations": None}
     args = Args(kl_coef=case["kl_coef"], ent_coef=case["lam"], tsallis_q=case["tsallis"])
     metrics = mdpo.update_off_policy(agent, IDLE, rows, args)
     assert_close(metrics["policy_loss"], case["policy_loss"], 3e-6)
@@ -171,9 +171,11 @@ def test_rollout_and_advantages():
     assert {length for _, length in episodes} >= {7, 8}
     np.testing.assert_array_equal(following, observations + [1, 0])  # also where an episode ends
     assert terminated.sum() > 3 and (dones & ~terminated).sum() > 0
-    columns = [observations, np.tanh(actions), rewards[..., None], terminated[..., None], following]
-    for found, column in zip(mdpo.transitions(rollout).split([2, 2, 1, 1, 2], -1), columns):
-        assert_close(found, torch.from_numpy(column).flatten(0, 1), 1e-6)
+    columns = {"observations": observations, "actions": np.tanh(actions), "rewards": rewards, "terminated": terminated}
+    rows = mdpo.transitions(rollout, "cpu")
+    for name, column in {**columns, "next_observations": following}.items():
+        assert_close(rows.pop(name), torch.from_numpy(np.float32(column)).flatten(0, 1), 1e-6)
+    assert not rows
     with torch.no_grad():
         values, next_values = (agent.values(agent.normalize(x)).numpy() for x in (observations, following))
     batch = mdpo.learning_batch(rollout, agent, unfinished, args)
@@ -193,7 +195,9 @@ def test_who_moves_in_an_off_policy_step():
     """The old policy stays, the target of V follows by 0.005; V, Q and the policy move."""
     agent, args, *_ = made("off_policy")
     before = {name: weight.clone() for name, weight in agent.named_parameters()}
-    mdpo.update_off_policy(agent, torch.optim.Adam(agent.parameters(), 1e-3), torch.randn(64, 8), args)
+    rows = {"observations": torch.randn(64, 2), "actions": torch.rand(64, 2), "rewards": torch.randn(64)}
+    rows |= {"terminated": torch.zeros(64), "next_observations": torch.randn(64, 2)}
+    mdpo.update_off_policy(agent, torch.optim.Adam(agent.parameters(), 1e-3), rows, args)
     after = dict(agent.named_parameters())
     moved = {name.split(".")[0] for name, weight in after.items() if not torch.equal(weight, before[name])}
     assert moved == {"actor", "critic", "q_networks", "target_critic"}
@@ -205,7 +209,7 @@ PROBE = {"total_timesteps": 128 * 60, "num_envs": 8, "num_steps": 16, "eval_epis
 OFF = {"learning_starts": 256, "total_timesteps": 640, "learning_rate": 3e-3, "sgd_steps": 50, "ent_coef": 0.05}
 
 
-@pytest.mark.parametrize("values", [{"tsallis_q": 1.5}, {"method": "off_policy", **OFF}], ids=str)
+@pytest.mark.parametrize("values", [{"total_timesteps": 128 * 100}, {"method": "off_policy", **OFF}], ids=str)
 def test_probe_action(values, tmp_path):
     """The best action depends on what is seen, in a range that is not symmetric."""
     args = Args(env_id="test/mdpo-sign-v0", output_dir=str(tmp_path), **PROBE | values)

@@ -63,6 +63,19 @@ def test_kill_and_resume_off_policy(off_policy, tmp_path, monkeypatch):
     assert_same_run(tmp_path / "run", off_policy)
 
 
+@pytest.mark.parametrize("name", ["whole", "off_policy"])
+def test_evaluations_change_nothing_and_repeat(name, request, tmp_path, monkeypatch):
+    run_dir = request.getfixturevalue(name)
+    run_dir, values, every = (run_dir[0], LONG, 512) if name == "whole" else (run_dir, OFF, 64)
+    expected = results(run_dir)
+    found = train(mdpo, tmp_path / "run", **values | {"eval_steps": every})
+    assert len(column(found, "eval/sampled/return_mean")) == values["total_timesteps"] // every
+    assert {key: found[key] for key in expected} == expected
+    scores = command(mdpo, monkeypatch, "--evaluate", run_dir)
+    last = values["total_timesteps"]
+    assert scores == {tag: value for (step, tag), value in expected.items() if step == last and "eval/" in tag}
+
+
 ON_SWITCHES = [{"sgd_steps": 1}, {"tsallis_q": 1.5}, {"gamma": 0.9}, {"gae_lambda": 0.5}]
 OFF_SWITCHES = [{"kl_coef": 0.2}, {"ent_coef": 0.0}, {"tsallis_q": 1.4}]
 
@@ -84,7 +97,7 @@ def test_own_vector_environment(values, tmp_path):
 
 
 def test_what_cannot_be_run(whole, tmp_path, monkeypatch):
-    assert "flags cannot change" in refusal(mdpo, monkeypatch, "--resume", whole[0], "--seed", 2)
+    assert "--seed 2: cannot change" in refusal(mdpo, monkeypatch, "--resume", whole[0], "--seed", 2)
     assert "holds a run" in refusal(mdpo, monkeypatch, *as_flags(SMALL), "--output-dir", whole[0])
     assert "fewer than the 2048 steps" in refusal(mdpo, monkeypatch, *as_flags({"total_timesteps": 100}))
     values = as_flags(SMALL | {"learning_rate": 1e30, "total_timesteps": 1024})

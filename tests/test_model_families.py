@@ -157,7 +157,7 @@ def test_family_is_right(family):
     refuse_unsupported(model)
     check_model(model, PROMPTS[0], ARGS)  # with a window of 4
     if "sliding_window" in more:
-        assert max(grpo.logprob_gaps(model, ROWS, ARGS).values()) < 1e-3  # with its own
+        assert max(grpo.logprob_gaps(model, ROWS[:3], ARGS).values()) < 1e-3  # with its own
 
     for seeds in (None, range(6)):
         found = generate(model, ROWS, ARGS, seeds)

@@ -345,56 +345,6 @@ GAMES = {
 }
 
 
-def minimiser(loss, logits: torch.Tensor) -> torch.Tensor:
-    """Log-policy where a loss of it, which is a square, is least: one step of Newton's method with exact derivatives."""
-    gradient = torch.autograd.functional.jacobian(lambda x: loss(x.log_softmax(0)), logits)
-    hessian = torch.autograd.functional.hessian(lambda x: loss(x.log_softmax(0)), logits)
-    return (logits - torch.linalg.pinv(hessian, rtol=1e-12) @ gradient).log_softmax(0)
-
-
-def trained(P, ref, args: Args) -> torch.Tensor:
-    """Policy after 100 steps of --method, each to the end, by the losses of the script. INPO's two answers come from
-    the last policy, Nash-MP's from any: here all actions are in a group once."""
-    last = log_ref = ref.log()
-
-    def inpo(log_pi):
-        pairs = []
-        for values in (log_pi, log_ref, last):
-            pairs += [values[:, None], values[None]]
-        law = last.exp()
-        losses = inpo_loss(*pairs, eta=args.tau / args.alpha, tau_eta_ratio=args.alpha)
-        return (law[:, None] * law[None] * P * losses).sum()
-
-    def nash_mp(log_pi):
-        return group_losses(
-            log_pi[None], last[None], log_ref[None], P[None], (P @ opponent.exp())[None], args
-        )[0]
-
-    for _ in range(100):
-        opponent = last
-        if args.method == "inpo":
-            last = minimiser(inpo, last)
-        else:
-            opponent = minimiser(nash_mp, last)
-            last = minimiser(nash_mp, last)
-    return last.exp()
-
-
-@pytest.mark.parametrize(
-    "method, tau, alpha", [("inpo", 0.5, 0.5), ("inpo", 0.2, 0.2), ("nash_mp", 0.1, 1 / 6)]
-)
-@pytest.mark.parametrize("name", GAMES)
-def test_both_losses_lead_to_the_mixed_nash_policy(name, method, tau, alpha):
-    P = tensor(GAMES[name]["inputs"]["P"])
-    ref = torch.linspace(2, 1, len(P), dtype=torch.float64).softmax(0)
-    found = trained(P, ref, Args(method=method, tau=tau, alpha=alpha))
-    expected = regularised_nash(P, ref, tau)
-    assert_close(found, expected, 1e-5)
-    constant = found.log() - ref.log() - P @ found / tau
-    assert constant.max() - constant.min() < 1e-3, "the equation of the script's first lines"
-    assert found.max() < 0.7, "mixed"
-
-
 # --- Losses of groups -------------------------------------------------------------------------------------------------
 
 INPO = Args(method="inpo", tau=0.3, alpha=0.2)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import language_runs
 import pytest
@@ -298,7 +299,8 @@ def test_kinds_that_the_initial_model_never_wrote_count_as_ties(monkeypatch):
     problems = task.evaluation_problems(2)
     monkeypatch.setattr(nash_preference, "evaluation_answers", lambda *rest: (problems, texts))
     args = nash_preference.Args(num_generations_eval=2)
-    scores, _ = nash_preference.evaluate(None, None, task, problems, initial, args, 0, 1)
+    tokenizer = SimpleNamespace(decode=str)
+    scores, _ = nash_preference.evaluate(None, tokenizer, task, problems, initial, args, 0, 1)
     assert scores["eval/exploitability"] == pytest.approx(0.125) and scores["eval/kind/new"] == 0.75
     nash = 1 / (1 + math.exp(-5))  # of a, with tau 0.1
     assert scores["eval/nash_distance"] == pytest.approx(nash), "new answers are all too many"

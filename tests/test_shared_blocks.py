@@ -42,12 +42,16 @@ PREFERENCES = """
 group_advantages token_weights load_task model_path report load_problems Completion complete Packed micro_batches log_completions
 check_tags score
 """  # not in nash_preference.py, or with a text of its own there
+DISTILLED = """
+group_advantages kl_estimate policy_loss token_weights add_methods Decoder token_logprobs Packed log_completions
+"""  # not in opd.py, or with a text of its own there
 TEACHERS = "load_problems log_completions"  # problems are those that the shipped model cannot solve
-CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log parse_args"
+CONTROL = "setup check_least random_seed checkpoints save_checkpoint load_checkpoint open_run log is_due parse_args"
 OFF_POLICY = "ReplayBuffer update_target"
 PPO = """
-load_function Unfinished start_episodes scale_rewards gae random_seed checkpoints save_checkpoint open_run log report
+make_envs load_function Unfinished start_episodes scale_rewards gae report
 """
+TASKS = "make_env check_envs as_actions check_finite is_due one_sentence_for_a_full_disk"
 
 
 def without(others: str, names: str) -> list[str]:
@@ -71,13 +75,15 @@ FAMILIES = [
     (["grpo", "dr_mas"], without(TEAM, f"{SHARED} {ONE_TURN}")),
     (["grpo", "hpt"], without(BOTH_TERMS, f"{SHARED} {ONE_TURN} evaluate")),
     (["grpo", "ampo"], without(TEACHERS, f"{SHARED} {ONE_TURN} evaluate")),
+    (["grpo", "opd"], without(DISTILLED, f"{SHARED} {ONE_TURN} evaluate")),
     (["hpt", "ampo"], ["load_problems"]),
     (["grpo", "nash_preference"], without(PREFERENCES, f"{SHARED} {ONE_TURN}")),
     (["grpo", "pi_play"], without(THREE_MODELS, SHARED)),
     (["grpo", "spiral_rae"], without(GAMES, f"{SHARED} {ONE_TURN}")),
     (["unimodal_poisson", "fm3q", "arac"], CONTROL.split()),
     (["fm3q", "arac"], OFF_POLICY.split()),
-    (["unimodal_poisson", "mdpo"], ["setup", *PPO.split()]),
+    (["unimodal_poisson", "mdpo"], f"{CONTROL} {PPO} {TASKS}".split()),
+    (["unimodal_poisson", "stream_x"], TASKS.split()),
     (["fm3q", "mdpo"], ["update_target"]),
     (["grpo", "unimodal_poisson"], ["log"]),
 ]

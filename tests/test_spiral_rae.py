@@ -21,7 +21,7 @@ from algorithms.spiral_rae import (
     play,
     training_match,
 )
-from envs.game_solvers import kuhn_nash_conv
+from envs.game_solvers import DEALS, KUHN_INFOSETS, kuhn_nash_conv, kuhn_return
 from envs.text_games import make_game
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +37,28 @@ def assert_close(actual, expected, tolerance: float = 1e-9) -> None:
 
 def a_result(name: str, rewards, roles=(0, 1), learns=(True, True)) -> spiral_rae.Result:
     return spiral_rae.Result(name, list(learns), list(rewards), list(roles), len(roles), False, False)
+
+
+@pytest.mark.parametrize("handicap", [0, 3])
+@pytest.mark.parametrize("name", ["no_baseline", "perfect_role_baseline"])
+def test_reference_gradient_variance_of_handicap_kuhn(name, handicap):
+    """All hands by the uniform policy; the gradient of a decision is the role's advantage times (bet or not, less 1/2)."""
+    hands = [(deal, end) for deal in DEALS for end in ("pp", "pbp", "pbb", "bp", "bb")]
+    chances = torch.tensor([0.5 ** len(end) / len(DEALS) for _, end in hands], dtype=torch.float64)
+    chips = torch.tensor([kuhn_return(*hand) + handicap for hand in hands]).double()
+    returns = torch.stack([chips, -chips], 1)
+    baseline = chances @ returns if name == "perfect_role_baseline" else torch.zeros(2).double()
+    gradients = torch.zeros(len(hands), len(KUHN_INFOSETS)).double()
+    for hand, (deal, end) in enumerate(hands):
+        for turn, done in enumerate(end):
+            role = turn % 2
+            where = KUHN_INFOSETS.index(f"{deal[role]}{end[:turn]}")
+            gradients[hand, where] = (returns[hand, role] - baseline[role]) * ((done == "b") - 0.5)
+    reference = REFERENCE["kuhn_exact"]["handicap_kuhn_gradient_moments"]
+    assert_close(chances @ gradients, reference["expected_gradient"], 1e-8)
+    moment = chances @ gradients.square().sum(1)
+    assert_close(moment, reference[f"c{handicap}_{name}"]["E_g2"], 1e-8)
+    assert_close(moment - (chances @ gradients).square().sum(), reference[f"c{handicap}_{name}"]["trace_cov"], 1e-8)
 
 
 ORDERS = {False: "advantage_official_pre_update", True: "advantage_paper_post_update"}

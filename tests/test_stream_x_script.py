@@ -88,9 +88,19 @@ def test_a_finished_run_is_evaluated_again(tmp_path):
     process = fork(SCRIPT, *as_flags(SMALL), "--output-dir", tmp_path / "run")
     before = results(tmp_path / "run")
     again = fork(SCRIPT, "--resume", tmp_path / "run", "--eval-episodes", 4)
-    assert "4 episodes: return" in again.stdout, process.stderr + again.stderr
+    assert "4 episodes, sampled: " in again.stdout, process.stderr + again.stderr
     assert (tmp_path / "run" / "final.pt").exists()
     assert results(tmp_path / "run").keys() == before.keys()
+
+
+def test_evaluations_change_nothing_and_repeat(runs, tmp_path, capsys):
+    """Every 300 steps; --evaluate of the folder gives the last scores again."""
+    whole = results(runs[0] / "ac")
+    found = train(stream_x, tmp_path, **RUNS["ac"], eval_steps=300)
+    steps = [step for step, tag in found if tag == "eval/deterministic/return_mean"]
+    assert len(steps) >= 3 and {key: found[key] for key in whole} == whole
+    scores = stream_x.train(stream_x.Args(**RUNS["ac"], evaluate=str(tmp_path)))
+    assert scores == {tag: value for (step, tag), value in found.items() if step == 1200 and "eval/" in tag}
 
 
 @pytest.mark.quick
@@ -112,8 +122,9 @@ def test_switches_change_the_run(optimizer, switches, tmp_path):
 MISTAKES = {
     "--env-id Hoper-v5": "Did you mean: `Hopper`",
     "--env-id Pendulum-v1 --algorithm q": "actions of Pendulum-v1 are not discrete",
-    "--resume nowhere": "--resume nowhere: no args.json",
+    "--resume nowhere": "nowhere: no args.json",
     "--algorithm dqn": "invalid choice",
+    "--evaluate nowhere": "nowhere: no args.json",
 }
 
 

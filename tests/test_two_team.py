@@ -1,12 +1,14 @@
 """Games of two teams: pong against a plain game of its own, tables, and PettingZoo's environments."""
 
+import importlib
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from algorithms.fm3q import PettingZooGame
+from algorithms import fm3q
+from algorithms.fm3q import PettingZooGame, observed
 from envs.pong import DOWN, STAY, UP, Pong, tracker
 from envs.two_team import TabularGame, arat_game, joint_actions, random_arat_game
 
@@ -233,6 +235,64 @@ class Duel:
 def duel(tmp_path):
     (tmp_path / "duel.py").write_text("from tests.test_two_team import Duel\n\ndef make():\n    return Duel()\n")
     return f"{tmp_path / 'duel.py'}:make"
+
+
+def test_observations_in_parts():
+    """Of plain dictionaries in the order of their names; a mask beside the observation is no part of it."""
+    parts = {"b": 3, "a": {"y": np.ones((2, 2)), "x": (5.0, [6.0])}}
+    numbers, mask = observed("adversary_0", {"adversary_0": parts}, {})
+    assert numbers.tolist() == [5, 6, 1, 1, 1, 1, 3] and mask == 1
+    numbers, mask = observed("adversary_0", {"adversary_0": {"observation": parts, "action_mask": [0, 1]}}, {})
+    assert len(numbers) == 7 and mask == [0, 1]
+
+
+def run_of(folder, change: str, **flags) -> dict:
+    """Scores of a short run of a duel that was changed."""
+    (folder / "own.py").write_text(f"import numpy as np\nfrom tests.test_two_team import Duel\nclass Own(Duel):\n{change}\n")
+    flags = {"total_timesteps": 48, "num_envs": 2, "learning_starts": 8, "hidden_size": 8, "embed_dim": 4, "batch_size": 4} | flags
+    env_id = f"{folder / 'own.py'}:Own"
+    return fm3q.train(fm3q.Args(env_id=env_id, eval_games=3, save_steps=0, output_dir=str(folder / "run"), **flags))
+
+
+NUMBERS = "a reward or an observation is not a finite number"
+STEP = "    def step(self, actions):\n        seen, rewards, ended, cut, infos = super().step(actions)\n"
+ODD = {
+    "nan": (STEP + "        return seen, dict.fromkeys(rewards, np.nan), ended, cut, infos", NUMBERS),
+    "none": (STEP + "        return seen, dict.fromkeys(rewards), ended, cut, infos", NUMBERS),
+    "row of one": (STEP + "        return seen, {a: np.array([r]) for a, r in rewards.items()}, ended, cut, infos", ""),
+    "named": ("    def see(self, agent): return {'b': 1, 'a': np.zeros(2)}", ""),
+    "no infos": ("    def reset(self, seed=None): return super().reset(seed)[0]", "reset() must return observations and infos"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_environments_train_or_are_one_sentence(kind, tmp_path):
+    change, said = ODD[kind]
+    if said:
+        with pytest.raises(SystemExit) as stop:
+            run_of(tmp_path, change)
+        assert said in stop.value.code and "\n" not in stop.value.code
+    else:
+        assert np.isfinite(list(run_of(tmp_path, change).values())).all()
+
+
+def test_evaluations_share_their_games_and_end(tmp_path, monkeypatch, capsys):
+    """Of a game without an end; environments are made once, and closed when Python ends."""
+    monkeypatch.setattr(fm3q, "MOST_STEPS", 20)
+    made, closed, at_exit = [], [], []
+    shared = importlib.import_module("tests.test_two_team").Duel  # what the file imports
+    monkeypatch.setattr(shared, "__init__", lambda self: made.append(self))
+    monkeypatch.setattr(shared, "close", lambda self: closed.append(self), raising=False)
+    monkeypatch.setattr(fm3q.atexit, "register", at_exit.append)
+    change = STEP + "        self.clock = 0\n        self.agents = list(self.possible_agents)\n"
+    change += "        return seen, rewards, dict.fromkeys(seen, False), dict.fromkeys(seen, False), infos"
+    scores = run_of(tmp_path, change, eval_steps=16)
+    assert "3 games did not end in 20 steps" in capsys.readouterr().out
+    assert scores["eval/wanderer/pro/return"] == pytest.approx(20 * (8 / 2 - 1))
+    assert len(made) == 2 + 3
+    for close in at_exit:
+        close()
+    assert len(closed) == 5
 
 
 def test_any_parallel_environment_is_a_game(duel):

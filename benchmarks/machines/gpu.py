@@ -1,16 +1,16 @@
 """What the scripts do on a GPU: run this on yours, part by part; a part ends within nine minutes.
 
-    python benchmarks/gpu.py --part short      # what matters most; begin with it
-    python benchmarks/gpu.py --part defaults   # language scripts: default flags, few steps
-    python benchmarks/gpu.py --part control    # control scripts: default flags, few steps
-    python benchmarks/gpu.py --part whole      # language scripts: the whole default run, and its last score
-    python benchmarks/gpu.py --part models     # GRPO on models of 0.5B and 1.5B, random weights
-    python benchmarks/gpu.py --part two        # two GPUs, also with --fsdp
-    python benchmarks/gpu.py --part lora       # adapters: language scripts, models of 0.5B and 1.5B
-    python benchmarks/gpu.py --part vllm       # the same with --vllm, where it is installed
-    python benchmarks/gpu.py --part trl        # GRPO on a model of 0.5B next to TRL, both with vLLM and without
+    python benchmarks/machines/gpu.py --part short      # what matters most; begin with it
+    python benchmarks/machines/gpu.py --part defaults   # language scripts: default flags, few steps
+    python benchmarks/machines/gpu.py --part control    # control scripts: default flags, few steps
+    python benchmarks/machines/gpu.py --part whole      # language scripts: the whole default run, and its last score
+    python benchmarks/machines/gpu.py --part models     # GRPO on models of 0.5B and 1.5B, random weights
+    python benchmarks/machines/gpu.py --part two        # two GPUs, also with --fsdp
+    python benchmarks/machines/gpu.py --part lora       # adapters: language scripts, models of 0.5B and 1.5B
+    python benchmarks/machines/gpu.py --part vllm       # the same with --vllm, where it is installed
+    python benchmarks/machines/gpu.py --part trl        # GRPO on a model of 0.5B next to TRL, both with vLLM and without
 
-    python benchmarks/gpu.py --part short --device cpu --small     # does this program work?
+    python benchmarks/machines/gpu.py --part short --device cpu --small     # does this program work?
 
 Every run is a process of its own, with a row in results/gpu_<name of the GPU>.csv, which may be an
 error; a repeated run replaces its row. What runs when the time of a part is over is stopped, and the
@@ -57,11 +57,10 @@ import torch
 import transformers
 import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algorithms import grpo  # noqa: E402
-from benchmarks.about import RESULTS, about  # noqa: E402
-from benchmarks.memory import PUBLIC_MODELS, Model, memory_model  # noqa: E402
+from benchmarks.about import RESULTS, ROOT, about  # noqa: E402
+from benchmarks.machines.memory import PUBLIC_MODELS, Model, memory_model  # noqa: E402
 
 SHAPES = {
     "0.5B": PUBLIC_MODELS["Qwen2.5-0.5B-Instruct"],
@@ -69,7 +68,7 @@ SHAPES = {
     "7B": PUBLIC_MODELS["Qwen2.5-7B-Instruct"],
     "small": Model(2, 64, 128, 2, 1, 32, 2048, True, "qwen2"),
 }
-LANGUAGE = ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "dr_mas", "igpo", "empg", "arpo")
+LANGUAGE = ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "opd", "dr_mas", "igpo", "empg", "arpo")
 LANGUAGE += ("spiral_rae", "pi_play")
 CONTROL = ("unimodal_poisson", "fm3q", "arac", "mdpo")
 BARE = "--eval-steps 0 --save-steps 0"
@@ -127,7 +126,7 @@ def model_run(
     flags = f"--num-prompts-per-step {rows // 8} --decode-batch-size {rows} --bf16 --max-steps {steps}"
     flags += " --max-prompt-length 96"
     flags += f" --max-completion-length {length} --micro-batch-size {at_once}"
-    flags += f" --advantage none --reward benchmarks/gpu.py:one {BARE} {more}"
+    flags += f" --advantage none --reward benchmarks/machines/gpu.py:one {BARE} {more}"
     name = f"{shape}, {rows} x {length} {more}".strip()
     return Run(name, "grpo", flags, shape, processes)
 
@@ -167,7 +166,7 @@ def runs_of(part: str, device: str, small: bool) -> list[Run]:
         ours = [model_run("small", 16, 16)]
         if not small:
             ours = [model_run("0.5B", 256, 256, vllm, steps=4) for vllm in ("--vllm", "")]
-        theirs = [Run(f"TRL: {run.name}", "benchmarks/trl_steps", run.flags, run.shape) for run in ours]
+        theirs = [Run(f"TRL: {run.name}", "benchmarks/machines/trl_steps", run.flags, run.shape) for run in ours]
         return [run for pair in zip(ours, theirs) for run in pair]
     shape, *size = ("small", 16, 16) if small else ("0.5B", 256, 256)
     return [model_run(shape, *size, more, processes=2) for more in ("", "--fsdp")]
@@ -177,10 +176,10 @@ def short_runs(small: bool) -> list[Run]:
     """The part `short`. Runs that share the GPU have no speeds."""
     main, *others = ("small",) if small else ("0.5B", "1.5B")
     measured = [f"decode {shape}" for shape in (main, *others)] + [f"update {main}"]
-    runs = [Run(name, "benchmarks/gpu_short", name, writes_rows=True) for name in measured]
+    runs = [Run(name, "benchmarks/machines/gpu_short", name, writes_rows=True) for name in measured]
     step = ("small", 16, 16) if small else ("0.5B", 256, 256)
     steps = [model_run(*step, vllm, at_once=16 if small else 64) for vllm in ("", "--vllm")]
-    theirs = [Run(f"TRL: {run.name}", "benchmarks/trl_steps", run.flags, run.shape) for run in steps]
+    theirs = [Run(f"TRL: {run.name}", "benchmarks/machines/trl_steps", run.flags, run.shape) for run in steps]
     pairs = [[run, other] if find_spec("trl") else [run] for run, other in zip(steps, theirs)]
     name, flags = ("SmolLM2-135M", SMOLLM2) if Path(ROOT, "smollm2").exists() else ("grpo", "")
     if small:
@@ -341,7 +340,7 @@ def measure(run: Run, folder: str, seconds: float, device: str, path: Path = RES
         moments = memory_model(SHAPES[run.shape], flags, run.processes)
         computed["computed_gb"] = max(moments[name] for name in ("start", "rollout", "update"))
     if not run.saved:
-        words = ["benchmarks/gpu_short.py", "train", *words[1:]]
+        words = ["benchmarks/machines/gpu_short.py", "train", *words[1:]]
     launcher = "python" if run.processes == 1 else f"torchrun --nproc_per_node {run.processes}"
     row = {"command": f"{launcher} {shlex.join(words).replace(f'{folder}/', '')}"}
     count = torch.cuda.device_count() if device == "cuda" else 2

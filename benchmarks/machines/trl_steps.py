@@ -23,8 +23,7 @@ import transformers
 import trl
 import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algorithms import grpo  # noqa: E402
 from envs.countdown import Countdown  # noqa: E402
 

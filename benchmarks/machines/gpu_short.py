@@ -1,8 +1,8 @@
 """What `gpu.py --part short` measures within a process: decoding, the update, and a model too large to save first.
 
-    python benchmarks/gpu_short.py decode SHAPE CSV      # SHAPE is one of gpu.SHAPES; rows are added to CSV
-    python benchmarks/gpu_short.py update SHAPE CSV
-    python benchmarks/gpu_short.py train FLAGS           # grpo.py; the last part of the model's name is SHAPE
+    python benchmarks/machines/gpu_short.py decode SHAPE CSV      # SHAPE is one of gpu.SHAPES; rows are added to CSV
+    python benchmarks/machines/gpu_short.py update SHAPE CSV
+    python benchmarks/machines/gpu_short.py train FLAGS           # grpo.py; the last part of the model's name is SHAPE
 
 decode: `generate` of grpo.py beside the loop that the scripts had before, tests/plain_decode.py, on one
 model in bfloat16, with prompts of 77 tokens in groups of 8. Both first write a few tokens of a few rows,
@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 import transformers
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+folder = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(folder), str(folder / "tests")]
 import plain_decode  # noqa: E402
 
 from algorithms import grpo  # noqa: E402
-from benchmarks import gpu  # noqa: E402
+from benchmarks.machines import gpu  # noqa: E402
 
 PROMPT = 77  # tokens, as those of Countdown with a public tokenizer
 GROUP = 8
@@ -202,7 +202,7 @@ def main(what: str, *words: str) -> None:
         return train(list(words))
     shape, csv = words
     same = gpu.described("short", "cuda" if torch.cuda.is_available() else "cpu")
-    same["command"] = f"python benchmarks/gpu_short.py {what} {shape}"
+    same["command"] = f"python benchmarks/machines/gpu_short.py {what} {shape}"
     measures = {"decode": measure_decoding, "update": measure_update}
     measures[what](shape, lambda row: gpu.write_row(Path(csv), same | row))
 

@@ -1,6 +1,6 @@
 """Count the memory of one update of grpo.py, for large models, without their weights.
 
-    python benchmarks/count_memory.py            # 10 minutes on one core; writes results/memory.csv
+    python benchmarks/machines/count_memory.py            # 10 minutes on one core; writes results/memory.csv
 
 The update is the script's own, on fake tensors, which have a shape and no numbers, so that a model of
 any size fits; torch.distributed._tools.mem_tracker adds up their bytes. With --fsdp, the other
@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algorithms import grpo  # noqa: E402
 from benchmarks.about import RESULTS, about  # noqa: E402
-from benchmarks.memory import Model, memory_model, packed_shape, shape_of  # noqa: E402
+from benchmarks.machines.memory import Model, memory_model, packed_shape, shape_of  # noqa: E402
 
 LENGTHS = "512 512 16384"  # tokens of prompts, of completions, and of a pass of the update
 SAVING = "--bf16 --gradient-checkpointing"

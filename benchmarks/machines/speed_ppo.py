@@ -1,7 +1,7 @@
 """Environment steps a second of unimodal_poisson.py next to CleanRL's ppo_continuous_action.py.
 
     git clone https://github.com/vwxyzjn/cleanrl
-    python benchmarks/speed_ppo.py --cleanrl cleanrl --compile    # 20 minutes; needs a C++ compiler
+    python benchmarks/machines/speed_ppo.py --cleanrl cleanrl --compile    # 20 minutes; needs a C++ compiler
 
 HalfCheetah-v5, one thread, the same environments and steps a batch, epochs, minibatches and networks
 of 2 x 64. Arms: `cleanrl` and `gaussian` (the same policy), `poisson`, `compile` (gaussian with
@@ -22,9 +22,8 @@ from pathlib import Path
 import pandas as pd
 import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from benchmarks.about import RESULTS, about, edited, timed_lines  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.about import RESULTS, ROOT, about, edited, timed_lines  # noqa: E402
 
 ENV_ID = "HalfCheetah-v5"
 CASES = {"1 x 2048": (1, 2048), "8 x 256": (8, 256)}

@@ -1,7 +1,7 @@
 """How fast is a step of algorithms/grpo.py next to one of TRL's GRPOTrainer? CPU, one thread.
 
     pip install trl==1.16.0                           # without it, only our arms are timed
-    OMP_NUM_THREADS=1 python benchmarks/speed_grpo.py
+    OMP_NUM_THREADS=1 python benchmarks/machines/speed_grpo.py
 
 The arms take turns in one process, and every step gives all of them the same prompts:
   TRL        its own trainer.train() with what is fastest on a CPU: float32, no gradient
@@ -29,8 +29,7 @@ import tyro
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from algorithms import grpo  # noqa: E402
 from benchmarks.about import RESULTS, about  # noqa: E402
 from envs.countdown import Countdown  # noqa: E402

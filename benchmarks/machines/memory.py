@@ -1,6 +1,6 @@
 """How much memory a large model takes on a GPU, computed from the shape of the model and the flags.
 
-    from benchmarks.memory import memory_model
+    from benchmarks.machines.memory import memory_model
     memory_model("Qwen2.5-1.5B-Instruct", grpo.Args(bf16=True))["peak"]      # GB, 10^9 bytes
 
 count_memory.py counts the bytes of grpo.py's update, tests those of rollouts of small models. vLLM is
@@ -141,6 +141,8 @@ def memory_model(
         held["copies"] += 4 * whole  # the teacher
     if script == "spiral_rae":
         held["copies"] += compute * whole * start_plays(flags)
+    if script == "opd":
+        held["copies"] += compute * teacher_parameters(flags, shape, shards)
     gradients = 4 * trained  # of one policy, from the beginning of its update to the end
 
     engine = {"engine": flags.vllm_memory * gpu * 1e9} if flags.vllm else {}
@@ -171,7 +173,14 @@ def memory_model(
 
 def needs_reference(script: str, flags) -> bool:
     """Whether log-probabilities of the initial model are in the loss."""
-    return flags.beta > 0 or (script == "nash_preference" and flags.method in ("inpo", "mnpo", "nash_mp"))
+    return getattr(flags, "beta", 0) > 0 or (script == "nash_preference" and flags.method in ("inpo", "mnpo", "nash_mp"))
+
+
+def teacher_parameters(flags, shape: Model, shards: int) -> int:
+    """Those of the teacher of opd.py, whose head is not sharded; of one that is not known, the student's."""
+    teacher = shape_of(flags.teacher or "") or shape
+    head = teacher.vocab * teacher.hidden * (1 if teacher.tied else 2)
+    return head + ceil((parameters(teacher) - head) / shards)
 
 
 def preference_copies(flags, sampler: int, initial: int, trained: int, copies: int) -> int:
@@ -253,7 +262,7 @@ def rollout_moments(script: str, shape: Model, flags, compute: int) -> list[dict
     """Bytes by part: while completions are written, and in the forward pass of the prompts."""
     S, _, rows = sizes_of(flags)
     group = 1  # completions of one prompt
-    if script in ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo") and not flags.eval_steps:
+    if script in ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "opd") and not flags.eval_steps:
         group = flags.num_generations
     prompts = ceil(rows / group)  # greedy evaluation writes one completion of each
     moments = decoding_moments(shape, flags, compute, prompts)
@@ -376,7 +385,7 @@ def update_moments(script: str, shape: Model, flags, compute: int, shards: int) 
     tokens, L, N = packed_shape(script, flags)
     fsdp = shards > 1
     recomputed = flags.gradient_checkpointing
-    taught = script == "pi_play" and flags.privileged_context != "none"
+    taught = script == "opd" or (script == "pi_play" and flags.privileged_context != "none")
     linear = sum(map(prod, layer_shapes(shape)["linear"]))  # parameters of a layer
     head = shape.vocab * shape.hidden
     rank = flags.lora_rank
