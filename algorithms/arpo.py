@@ -60,7 +60,6 @@ size, K reward functions; R packed rows of L tokens, N predicted tokens; A rows 
 from __future__ import annotations
 
 import asyncio
-import bisect
 import copy
 import hashlib
 import importlib.util
@@ -77,6 +76,7 @@ import threading
 import time
 import traceback
 import warnings
+from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -111,7 +111,6 @@ PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 ENTROPY_TOKENS = 20  # of a turn, which its entropy is summed over
 TOP_LOGPROBS = 10  # vLLM returns those of so many likeliest tokens, and of the sampled one
-METHODS = "train_problem evaluation_problems prompt step reward_functions"  # of a task
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env dataset eval_dataset hops max_turns max_prompt_length"
 FIXED += " system_prompt chat_template_path chat_template_kwargs model_name_or_path"
@@ -119,7 +118,8 @@ FIXED += " num_prompts_per_step output_dir lora_rank documents retriever_top_k"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads max_turns num_minibatches"
-AT_LEAST_ONE += " retriever_top_k retriever_timeout max_reply_length"
+AT_LEAST_ONE += " retriever_top_k retriever_timeout"
+AT_LEAST_ONE += " max_reply_length"
 MAY_BE_NEGATIVE = "seed format_penalty"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
@@ -157,8 +157,8 @@ class Args:
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     reward: tuple[str, ...] = ()
     """one or more FILE.py:function, called as function(problem, text) -> float, in place of the
-    rewards of --env; text is all that was written and read, and a parameter named episode gets the
-    whole episode. It may be async; with function.batched = True it takes and returns lists"""
+    rewards of --env; text is all that was written and read in the episode. It may be async; with
+    function.batched = True it is called with lists of both, and returns a list"""
     reward_threads: int = 1
     """answers that a reward function, also an async one, is called for at once"""
     reward_weights: tuple[float, ...] = ()
@@ -174,15 +174,15 @@ class Args:
     """episodes of each problem that begin from the prompt; None is half of --num-generations"""
     max_turns: int = 5
     """turns of an episode"""
+    stop: tuple[str, ...] = ()
+    """texts that end a turn, such as </search>"""
+    max_reply_length: int | None = None
+    """longest message of a tool in tokens, cut there; None does not cut"""
     max_prompt_length: int = 1024
     """longest context of a turn in tokens: problems of a dataset with a longer prompt are dropped,
     and episodes that would grow over it end"""
     max_completion_length: int | None = None
     """longest turn in tokens; None is 64 for the tiny model and 1024 for others"""
-    max_reply_length: int | None = None
-    """longest text of a message that the task replies, in tokens; what is longer is cut"""
-    stop: tuple[str, ...] = ()
-    """texts that end a turn, such as '</search>'"""
     temperature: float = 1.0
     """sampling temperature, also applied to all log-probabilities"""
     # method
@@ -431,9 +431,7 @@ def train(args: Args) -> dict[str, float]:
         sys.exit("--initial-rollouts: give 1 to --num-generations")
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)
-    model.tokenizer = tokenizer  # for --stop
     model.to(device)
-    check_task(task, eval_problems[0], tokenizer, args)
     eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
     if getattr(task, "train_rows", None):  # problems of a file, not generated ones
         task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
@@ -491,6 +489,7 @@ def train(args: Args) -> dict[str, float]:
         share = args.num_prompts_per_step // world_size
         first = progress["num_prompts"] + rank * share
         indices = range(first, first + share)
+        task.tool_seconds = 0.0
         problems = [task.train_problem(i, args.seed) for i in indices]
         seeds = [random_seed(args.seed, i) for i in indices]
         episodes = play(
@@ -544,8 +543,8 @@ def train(args: Args) -> dict[str, float]:
             "completions/clipped_ratio": 1 - sum(ended) / len(ended),
             "learning_rate": rate,
             "num_tokens": progress["num_tokens"],
-            "seconds/tools": sum(episode.tool_seconds for episode in episodes),
             "seconds/rollout": sampled - began,
+            "seconds/tools": task.tool_seconds,
             "seconds/step": time.perf_counter() - began,
         }
         if rank == 0:
@@ -695,12 +694,15 @@ def play(
 
 
 def write_turn(
-    sampler, episodes: list[Episode], args: Args, turn: int, memory: Memory | None
+    sampler, tokenizer, episodes: list[Episode], args: Args, turn: int, memory: Memory | None
 ) -> tuple[list[Completion], Memory | None]:
     """The next turn of each episode, greedy without seeds, and the memory of what is before it."""
     contexts = [episode.prompt + episode.ids for episode in episodes]
     seeds = [random_seed(episode.seed, turn) for episode in episodes if episode.seed is not None]
-    return generate(sampler, contexts, args, seeds, memory)
+    completions, memory = generate(sampler, contexts, args, seeds, memory)
+    for completion in completions:
+        cut_at_stop(tokenizer, completion, args)
+    return completions, memory
 
 
 def branch(
@@ -717,7 +719,9 @@ def branch(
     The new ones are taken from waiting, which has a list for each group.
     """
     probabilities = branch_probability(
-        torch.tensor([completion.entropy for completion in completions], dtype=torch.float64),
+        torch.tensor(
+            [sum(completion.entropies) for completion in completions], dtype=torch.float64
+        ),
         torch.tensor([episode.entropies[0] for episode in episodes], dtype=torch.float64),
         args.branch_probability,
         args.entropy_weight,
@@ -739,34 +743,34 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, waiting) -> None:
     """Play episodes to their ends, all of them turn by turn. Those that branch off join them."""
     memory = None
     for turn in range(args.max_turns):
-        completions, memory = write_turn(sampler, episodes, args, turn, memory)
+        completions, memory = write_turn(sampler, tokenizer, episodes, args, turn, memory)
         memory_rows = list(range(len(episodes)))  # the row of memory with each episode's context
         if turn > 0 and waiting:
             branching, new = branch(episodes, completions, turn, waiting, len(tokenizer), args)
             if new:  # copies of the branching episodes, which write this turn anew
                 copied = None if memory is None else memory.select(branching)
-                completions += write_turn(sampler, new, args, turn, copied)[0]
+                completions += write_turn(sampler, tokenizer, new, args, turn, copied)[0]
                 episodes = episodes + new
                 memory_rows += branching  # a copy has the same context
         for episode, completion in zip(episodes, completions):
             completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
             episode.write(completion)
-        texts = [completion.text for completion in completions]
-        replies = ask_task(task, texts, turn + 1, episodes, tokenizer, args)
+        replies = ask(task, episodes, turn + 1, tokenizer, args)
+        if turn == args.max_turns - 1:
+            return
 
         # Some episodes go on: those with a reply that fits.
+        encoded = reply_ids(sampler, tokenizer, replies, args)
         rows = []
-        ends = sampler.generation_config.eos_token_id
-        for row, (episode, reply) in enumerate(zip(episodes, replies)):
-            if reply is None or not episode.ended or turn == args.max_turns - 1:
+        for row, (episode, ids) in enumerate(zip(episodes, encoded)):
+            if not ids or not episode.ended:
                 continue
-            ids = reply_ids(sampler, tokenizer, reply, args)
-            if episode.ids[-1] not in ends:  # --stop ended the turn
-                ids = [ends[0], *ids]
+            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # no text of --stop
+            ids = ids if has_end else [tokenizer.eos_token_id, *ids]
             if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
                 episode.ended = False
                 continue
-            episode.read(ids, "\n".join(message["content"] for message in reply))
+            episode.read(ids, "".join(message["content"] for message in replies[row]))
             rows.append(row)
         if not rows:
             return
@@ -889,10 +893,11 @@ def load_problems(args: Args, dataset: str | None):
     """The agent task: an object with what envs/README.md lists."""
     if args.env != "search_qa":
         task = from_file("--env", args.env, "dataset")(dataset)
-        for name in METHODS.split():
-            if not hasattr(task, name):
-                sys.exit(f"--env {args.env}: has no {name}, see envs/README.md")
-        task.max_turns = args.max_turns  # it may spare what the last turn would not read
+        task.max_turns = args.max_turns
+        if Path(ROOT, "envs", "checks.py").is_file():  # not where a script was copied alone
+            from envs.checks import check_agent_task
+
+            check_agent_task(task, args, partial(Episode, prompt=[]), ask, score)
         return task
     try:
         from envs.search_qa import SearchQA, f1
@@ -956,9 +961,9 @@ def load_task(args: Args):
         task.reward_functions = {}
         for name, place in zip(names, args.reward):
             task.reward_functions[name] = from_file("--reward", place, "problem", "completion")
-        task.reward_weights = (1.0,) * len(args.reward)
-    weights = args.reward_weights or getattr(task, "reward_weights", ())
-    task.reward_weights = weights or (1.0,) * len(task.reward_functions)
+        task.reward_weights = ()
+    ones = (1.0,) * len(task.reward_functions)
+    task.reward_weights = args.reward_weights or getattr(task, "reward_weights", ()) or ones
     finite = [weight for weight in task.reward_weights if math.isfinite(weight)]
     if not len(finite) == len(task.reward_weights) == len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
@@ -1014,65 +1019,14 @@ def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
     return kept
 
 
-def check_task(task, problem, tokenizer, args: Args) -> None:
-    """Call the task's methods once, on one problem; exit if one returns what it should not."""
-    texts = ["", ""]
-    if hasattr(task, "right_answer"):
-        answer = task.right_answer(problem)
-        good = isinstance(answer, tuple) and [type(text) for text in answer] == [str, str]
-        expect(good, "right_answer", answer, "a text before the answer and the answer", args)
-        texts = ["", "".join(answer)]
-    expect_messages("prompt", task.prompt(problem), args)
-    episodes = [Episode(problem, [], texts=[text]) for text in texts]
-    ask_task(task, texts, 1, episodes, tokenizer, args)
-    score(task, episodes, args)
-
-
-def expect(good: bool, method: str, found, expected: str, args: Args) -> None:
-    """Exit with what a method of the task returned if it is not good."""
-    if not good:
-        sys.exit(f"--env {args.env}: {method} returned {found!r:.200}, expected {expected}")
-
-
-def expect_messages(method: str, found, args: Args) -> None:
-    """Exit unless a method of the task returned messages."""
-    rows = found if isinstance(found, list) and found else [None]
-    rows = [row if isinstance(row, dict) else {} for row in rows]
-    good = {type(row.get(key)) for row in rows for key in ("role", "content")} == {str}
-    expect(good, method, found, 'a list of {"role": ..., "content": ...} with texts', args)
-
-
-def ask_task(task, texts: list[str], turn: int, episodes, tokenizer, args: Args) -> list:
-    """By task.step, the messages that answer each text, or None where the episode ends."""
-    began = time.perf_counter()
-    replies = task.step(texts, turn, episodes)
-    for episode in episodes:
-        episode.tool_seconds += (time.perf_counter() - began) / len(episodes)
-    good = isinstance(replies, list) and len(replies) == len(texts)
-    expect(good, "step", replies, f"a list of {len(texts)} replies", args)
-    answers = []
-    for reply in replies:
-        if reply is not None:
-            reply = [reply] if isinstance(reply, dict) else reply
-            expect_messages("step", reply, args)
-            reply = [shorten(message, tokenizer, args) for message in reply]
-        answers.append(reply)
-    return answers
-
-
-def shorten(message: dict, tokenizer, args: Args) -> dict:
-    """The message with at most --max-reply-length tokens of text."""
-    ids = text_ids(tokenizer, message["content"]) if args.max_reply_length else []
-    kept = ids[: args.max_reply_length]
-    return message if kept == ids else message | {"content": tokenizer.decode(kept)}
-
-
 def score(task, episodes: list[Episode], args: Args) -> list[tuple[float, ...]]:
-    """The K rewards of each episode. A function gets it whole if that is what its parameter is
-    called, else its text. B episodes -> B tuples"""
+    """The K rewards of each episode. B episodes -> B tuples
+
+    A function whose second parameter is named episode gets the episode, others all of its text.
+    """
     columns = []
     for name, function in task.reward_functions.items():
-        whole = "episode" in list(inspect.signature(function).parameters)[:2]
+        whole = list(inspect.signature(function).parameters)[1:2] == ["episode"]
         inputs = [(e.problem, e if whole else "".join(e.texts)) for e in episodes]
         columns.append(call_each(f"reward function {name}", function, inputs, args))
     return list(zip(*columns))
@@ -1409,7 +1363,7 @@ class Completion:
     logprobs: list[float]  # as sampled
     ended: bool
     text: str = ""
-    entropy: float = 0.0  # nats, sum over the first ENTROPY_TOKENS tokens
+    entropies: list[float] = field(default_factory=list)  # nats, of the first ENTROPY_TOKENS
 
 
 @dataclass
@@ -1417,20 +1371,18 @@ class Episode:
     """A conversation. In the batch, the G episodes of a problem are neighbours."""
 
     problem: object
-    prompt: list[int] = field(repr=False)
+    prompt: list[int]
     group: int = 0  # number of its problem
     number: int = 0  # in its group
     seed: int | None = None
     parent: int = -1  # number of the episode that it branched off; -1 if it began from the prompt
     shared_turns: int = 0  # turns that it has from the parent, each with the result after it
     shared_tokens: int = 0  # so many of ids
-    ids: list[int] = field(default_factory=list, repr=False)  # all tokens after the prompt
+    ids: list[int] = field(default_factory=list)  # all tokens after the prompt
     turns: list[int] = field(default_factory=list)  # turn of each token; -1 if it was read
     logprobs: list[float] = field(default_factory=list)  # of the written tokens, as sampled
     ended: bool = True  # every turn has its end token, and no context is over the limit
     texts: list[str] = field(default_factory=list)  # written, read, written ...
-    notes: object = None  # what the task keeps here
-    tool_seconds: float = 0.0  # its share of the time that task.step took
     rewards: tuple[float, ...] = ()
     entropies: list[float] = field(default_factory=list)  # of each turn
 
@@ -1439,7 +1391,7 @@ class Episode:
         self.turns += [len(self.texts) // 2] * len(completion.ids)
         self.ids += completion.ids
         self.logprobs += completion.logprobs
-        self.entropies.append(completion.entropy)
+        self.entropies.append(sum(completion.entropies))
         self.ended = completion.ended
         self.texts.append(completion.text)
 
@@ -1453,7 +1405,6 @@ class Episode:
         """Become a copy of an episode that has just read, also of what the task stored on it."""
         own = {"number": self.number, "seed": self.seed, "parent": parent.number}
         own |= {"shared_turns": len(parent.entropies), "shared_tokens": len(parent.ids)}
-        own["tool_seconds"] = 0.0
         memo = {id(parent.problem): parent.problem}  # the problem is not copied
         vars(self).update(copy.deepcopy(vars(parent), memo) | own)
 
@@ -1556,27 +1507,75 @@ def read(
     return memory, hidden
 
 
-@lru_cache(maxsize=4096)
-def text_ids(tokenizer, text: str) -> list[int]:
-    """Token ids of a text; episodes of a group often read the same."""
-    return tokenizer.encode(text, add_special_tokens=False)
+def ask(task, episodes, turn: int, tokenizer, args: Args) -> list[list[dict]]:
+    """What the task replies to each episode: messages, none where it ends."""
+    began = time.perf_counter()
+    replies = task.step([episode.texts[-1] for episode in episodes], turn, episodes)
+    task.tool_seconds = getattr(task, "tool_seconds", 0.0) + time.perf_counter() - began
+    if not isinstance(replies, list | tuple) or len(replies) != len(episodes):
+        words = f"for {len(episodes)} texts, expected a list with one for each"
+        sys.exit(f"step: returned {replies!r:.200} {words}")
+    conversations = []
+    for reply in replies:
+        messages = reply if isinstance(reply, list) else [reply] * (reply is not None)
+        conversations.append([])
+        for message in messages:
+            content = message.get("content") if isinstance(message, dict) else None
+            if not isinstance(content, str) or "role" not in message:
+                words = "expected a message with role and content, a list of them, or None"
+                sys.exit(f"step: replied {reply!r:.200}, {words}")
+            if args.max_reply_length and tokenizer:
+                ids = tokenizer(content, add_special_tokens=False)["input_ids"]
+                if len(ids) > args.max_reply_length:
+                    content = tokenizer.decode(ids[: args.max_reply_length])
+            conversations[-1].append(message | {"content": content})
+    return conversations
 
 
-def reply_ids(model, tokenizer, reply: list[dict], args: Args) -> list[int]:
-    """Token ids of the messages that answer a turn, up to where the assistant begins again.
+def cut_at_stop(tokenizer, completion: Completion, args: Args) -> None:
+    """End a turn with the token that completes the first of --stop."""
 
-    They begin after the end token of the turn, which the model has written.
+    def stops(length: int) -> bool:
+        text = tokenizer.decode(completion.ids[:length], skip_special_tokens=True)
+        return any(stop in text for stop in args.stop)
+
+    if args.stop and stops(len(completion.ids)):
+        length = bisect_left(range(len(completion.ids)), True, key=stops)
+        completion.ids = completion.ids[:length]
+        completion.logprobs = completion.logprobs[:length]
+        completion.entropies = completion.entropies[:length]
+        completion.ended = True
+
+
+def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[list[int]]:
+    """Token ids of messages that answer turns, up to where the assistant begins again.
+
+    They begin after the end token of the turn, which the model has written. A reply of no message
+    has none. All are encoded at once, equal ones once, by as many threads as there are processors.
     """
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Xyzzy"}]
-    chat += reply
+    added = tokenizer.added_tokens_decoder
+    ends = [added[end].content for end in model.generation_config.eos_token_id if end in added]
     settings = json.loads(args.chat_template_kwargs)
     settings |= {"add_generation_prompt": True, "tokenize": False}
-    text = tokenizer.apply_chat_template(chat, **settings).partition("Xyzzy")[2]
-    rest = text_ids(tokenizer, text)
-    for place, token in enumerate(rest):
-        if token in model.generation_config.eos_token_id:
-            return rest[place + 1 :]
-    sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
+    texts = []
+    for messages in filter(None, replies):
+        chats = []
+        for text in ("b", "c"):  # two chats that differ in the assistant's text alone
+            turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+            chats.append(tokenizer.apply_chat_template(turn + messages, **settings))
+        # Both are equal after the assistant's text. An end token is a token in any context.
+        lengths = range(1, len(chats[0]))
+        same = bisect_left(lengths, True, key=lambda n: chats[0][-n:] != chats[1][-n:])
+        rest = chats[0][len(chats[0]) - same :]
+        places = [rest.find(end) for end in ends if end in rest]
+        if not places:
+            sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
+        texts.append(rest[min(places) :])
+    different = list(dict.fromkeys(texts))
+    encoded = tokenizer(different, add_special_tokens=False)["input_ids"] if texts else []
+    found = dict(zip(different, encoded))
+    remaining = iter(texts)
+    return [found[next(remaining)][1:] if messages else [] for messages in replies]
 
 
 @torch.no_grad()
@@ -1652,13 +1651,8 @@ class Decoder:
             self.rows = self.rows[places]
 
     def live(self, t: int) -> Tensor:
-        """Which rows have no end token and no text of --stop among their first t. (A,)"""
-        ids = self.ids[self.rows, :t]
-        live = ~self.is_end[ids].any(1)
-        if self.args.stop:
-            ended = [turn_length(self.model, row, False, self.args)[1] for row in ids.tolist()]
-            live &= ~torch.tensor(ended, dtype=torch.bool, device=live.device)
-        return live
+        """Which rows have no end token among their first t. (A,)"""
+        return ~self.is_end[self.ids[self.rows, :t]].any(1)
 
     def allocate(self, places: Tensor, width: int) -> None:
         """Buffers of this width for some rows of the cache; they replace it layer by layer."""
@@ -1714,23 +1708,10 @@ class Decoder:
         columns = [self.ids.tolist(), self.logprobs.tolist(), self.entropies.tolist()]
         for row in zip(prompts, *columns, lengths, ended):
             prompt, ids, values, entropies, length, has_ended = row
-            length, has_ended = turn_length(self.model, ids[:length], has_ended, self.args)
             completion = Completion(prompt, ids[:length], values[:length], has_ended)
-            completion.entropy = sum(entropies[: min(length, ENTROPY_TOKENS)])
+            completion.entropies = entropies[: min(length, ENTROPY_TOKENS)]
             completions.append(completion)
         return completions
-
-
-def turn_length(model, ids: list[int], ended: bool, args: Args) -> tuple[int, bool]:
-    """Tokens of a turn, up to one that completes a text of --stop, and whether it has ended."""
-
-    def has_stop(length: int) -> bool:
-        text = model.tokenizer.decode(ids[:length])
-        return any(stop in text for stop in args.stop)
-
-    if not args.stop or not has_stop(len(ids)):
-        return len(ids), ended
-    return bisect.bisect_left(range(len(ids)), True, key=has_stop), True
 
 
 class Buffers(StaticLayer):
@@ -1810,7 +1791,7 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
-                skip_tokenizer_init=not args.stop,
+                skip_tokenizer_init=not getattr(args, "stop", ()),
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
@@ -1836,9 +1817,10 @@ class VllmSampler:
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        common = {"max_tokens": args.max_completion_length, "detokenize": bool(args.stop)}
-        common |= {"stop": list(args.stop), "skip_special_tokens": False}
+        common = {"max_tokens": args.max_completion_length, "detokenize": False}
         common["logprobs"] = TOP_LOGPROBS
+        stop = list(getattr(args, "stop", ()))  # texts that end a turn
+        common |= {"stop": stop, "detokenize": len(stop) > 0}
         common["stop_token_ids"] = self.generation_config.eos_token_id
         common["temperature"] = args.temperature if seeds else 0.0
         row_seeds = seeds or [None] * len(prompts)
@@ -1854,7 +1836,7 @@ class VllmSampler:
             completion = Completion(request.prompt_token_ids, ids, logprobs, ended)
             for candidates in output.logprobs[:ENTROPY_TOKENS]:
                 known = torch.tensor([token.logprob for token in candidates.values()])
-                completion.entropy += entropy(known).item()
+                completion.entropies.append(entropy(known).item())
             completions.append(completion)
         return completions
 

@@ -95,9 +95,8 @@ ROOT = Path(__file__).resolve().parents[1]  # the repository root
 sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+MOST_CALLS = 1000  # of a team in an episode; one that never ends would write for ever
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
-METHODS = "agents task start prompt advance"  # of a team
-MOST_CALLS = 1000  # of an episode; a team that writes more will never end
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env max_rounds missing_verdict dataset eval_dataset"
 FIXED += " max_prompt_length system_prompt chat_template_path chat_template_kwargs"
@@ -400,7 +399,6 @@ def train(args: Args) -> dict[str, float]:
     warn_of_slow_bfloat16(args, rank, device)
     team, eval_problems = load_task(args)
     task = team.task
-    check_team(team, eval_problems[0], args)
     players = load_players(team, eval_problems[0], args, device)
     eval_problems = drop_long_prompts(eval_problems, players, team, args)
     if getattr(task, "train_rows", None):  # problems of a file, not generated ones
@@ -631,9 +629,13 @@ def play(players, team, episodes: list, args: Args) -> None:
     """
     writing = None  # whose weights vLLM has
     while True:
-        agent = next_agent(team, episodes, args)
-        if agent is None:
+        waiting = {episode.agent for episode in episodes if episode.agent}
+        if not waiting:
             return
+        unknown = waiting - set(team.agents)
+        if unknown:
+            sys.exit(f"advance: set episode.agent to {unknown}, the team has {team.agents}")
+        agent = min(waiting, key=team.agents.index)
         player = player_of(players, agent)
         if args.vllm and player is not writing:
             refresh(player.sampler, player.model)
@@ -657,7 +659,12 @@ def play(players, team, episodes: list, args: Args) -> None:
         for completion in completions:
             completion.agent = agent
             completion.text = answer_text(player.tokenizer, completion.prompt, completion.ids)
-        valid = advance(team, due, [completion.text for completion in completions], args)
+        valid = team.advance(due, [completion.text for completion in completions])
+        if not hasattr(valid, "__len__") or len(valid) != len(due):
+            words = f"for {len(due)} texts, expected a list with one truth value for each"
+            sys.exit(f"advance: returned {valid!r:.200} {words}")
+        if max(len(episode.completions) for episode in due) >= MOST_CALLS:
+            sys.exit(f"advance: a team still writes after {MOST_CALLS} turns; set agent to None")
         for episode, completion, is_valid in zip(due, completions, valid):
             completion.valid = bool(is_valid)
             episode.completions.append(completion)
@@ -921,44 +928,6 @@ def load_task(args: Args):
     return team, problems
 
 
-def next_agent(team, episodes: list, args: Args) -> str | None:
-    """Of the agents that episodes wait for, the first in the team's order; None at the end."""
-    for episode in episodes:
-        found = f"episode.agent is {episode.agent!r} after {len(episode.completions)} calls"
-        if episode.agent and episode.agent not in team.agents:
-            sys.exit(f"--env {args.env}: {found}, expected one of {team.agents}, or None")
-        if episode.agent and len(episode.completions) >= MOST_CALLS:
-            sys.exit(f"--env {args.env}: {found}; advance must set it to None in the end")
-    waiting = {episode.agent for episode in episodes if episode.agent}
-    return min(waiting, key=team.agents.index, default=None)
-
-
-def advance(team, episodes: list, texts: list[str], args: Args) -> list[bool]:
-    """team.advance, which must return as many as there are texts."""
-    valid = team.advance(episodes, texts)
-    if not isinstance(valid, list) or len(valid) != len(texts):
-        expected = f"a list that says of {len(texts)} texts whether they are valid"
-        sys.exit(f"--env {args.env}: advance returned {valid!r:.200}, expected {expected}")
-    return valid
-
-
-def check_team(team, problem, args: Args) -> None:
-    """Play an episode in which everybody writes nothing; exit if a method is wrong."""
-    episode = team.start(problem)
-    while next_agent(team, [episode], args):
-        messages = team.prompt(episode)
-        rows = messages if isinstance(messages, list) and messages else [None]
-        rows = [row if isinstance(row, dict) else {} for row in rows]
-        if {type(row.get(key)) for row in rows for key in ("role", "content")} != {str}:
-            expected = 'a list of {"role": ..., "content": ...} with texts'
-            sys.exit(f"--env {args.env}: prompt returned {messages!r:.200}, expected {expected}")
-        advance(team, [episode], [""], args)
-        episode.completions.append(None)
-    if not isinstance(episode.answer, str):
-        sys.exit(f"--env {args.env}: episode.answer is {episode.answer!r:.200}, expected a text")
-    score(team.task, [(problem, episode.answer)], args)
-
-
 def load_team(args: Args, dataset: str | None):
     """The team, see envs/teams.py; its task has the problems."""
     options = (args.max_rounds, args.missing_verdict)
@@ -967,9 +936,10 @@ def load_team(args: Args, dataset: str | None):
         if not (args.model_name_or_path or args.agent_models):
             sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models")
         team = team(dataset, *options)
-        for name in METHODS.split():
-            if not hasattr(team, name):
-                sys.exit(f"--env {args.env}: has no {name}, see envs/teams.py")
+        if Path(ROOT, "envs", "checks.py").is_file():  # not where the script was copied alone
+            from envs.checks import check_team
+
+            check_team(team, args, score)
         return team
     try:
         from envs.countdown import Countdown
@@ -1611,7 +1581,7 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=not getattr(args, "stop", ()),
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
@@ -1637,7 +1607,9 @@ class VllmSampler:
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        common = {"max_tokens": args.max_completion_length, "detokenize": False, "logprobs": 0}
+        common = {"max_tokens": args.max_completion_length, "logprobs": 0}
+        stop = list(getattr(args, "stop", ()))  # texts that end a turn
+        common |= {"stop": stop, "detokenize": len(stop) > 0}
         common["stop_token_ids"] = self.generation_config.eos_token_id
         common["temperature"] = args.temperature if seeds else 0.0
         row_seeds = seeds or [None] * len(prompts)

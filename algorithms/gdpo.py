@@ -870,9 +870,9 @@ def load_task(args: Args):
         task.reward_functions = {}
         for name, place in zip(names, args.reward):
             task.reward_functions[name] = from_file("--reward", place, "problem", "completion")
-        task.reward_weights = (1.0,) * len(args.reward)
-    weights = args.reward_weights or getattr(task, "reward_weights", ())
-    task.reward_weights = weights or (1.0,) * len(task.reward_functions)
+        task.reward_weights = ()
+    ones = (1.0,) * len(task.reward_functions)
+    task.reward_weights = args.reward_weights or getattr(task, "reward_weights", ()) or ones
     finite = [weight for weight in task.reward_weights if math.isfinite(weight)]
     if not len(finite) == len(task.reward_weights) == len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
@@ -1510,7 +1510,7 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=not getattr(args, "stop", ()),
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
@@ -1536,7 +1536,9 @@ class VllmSampler:
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        common = {"max_tokens": args.max_completion_length, "detokenize": False, "logprobs": 0}
+        common = {"max_tokens": args.max_completion_length, "logprobs": 0}
+        stop = list(getattr(args, "stop", ()))  # texts that end a turn
+        common |= {"stop": stop, "detokenize": len(stop) > 0}
         common["stop_token_ids"] = self.generation_config.eos_token_id
         common["temperature"] = args.temperature if seeds else 0.0
         row_seeds = seeds or [None] * len(prompts)

@@ -88,7 +88,6 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 PACKED_LENGTH = 4096  # turns with one prompt that are longer are split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 GAMES_SHOWN = 4  # games of each step that are written to completions.jsonl
-MOST_MOVES = 1000  # of a game that check_game plays
 # Flags that cannot change when a run is resumed.
 FIXED = "seed games game_options opponent max_prompt_length system_prompt"
 FIXED += " chat_template_path chat_template_kwargs model_name_or_path num_games_per_step"
@@ -670,60 +669,30 @@ def training_match(number: int, args: Args) -> Match:
 def first_prompt(tokenizer, args: Args) -> list[int]:
     """The longest first prompt of the games. Exits if one of the games cannot be played."""
     prompts = []
-    by_chance = "random" in (args.opponent, *(args.eval_opponents if args.eval_steps else ()))
     for name in args.games:
-        if ".py:" in name:
-            check_game(name, by_chance, args)
+        by_chance = "random" in (args.opponent, *(args.eval_opponents if args.eval_steps else ()))
         try:
+            if ".py:" in name and Path(ROOT, "envs", "checks.py").is_file():  # a game of one's own
+                from envs.checks import check_game
+
+                options = json.loads(args.game_options).get(name, {})
+                check_game(name, partial(game_maker(name), **options), by_chance)
             match = new_match(name, ("policy", "policy"), "", args)
             if by_chance:
                 random_action(match, random.Random(0))  # not possible where moves are free text
         except ModuleNotFoundError as error:
+            if not error.name.startswith("envs"):
+                raise  # in a file of one's own
             sys.exit(f"{error}: needs the folder envs/ of the repository, or --games FILE.py:Game")
         except (TypeError, ValueError, IndexError) as error:
+            if ".py:" in name:
+                raise
             sys.exit(f"--games: {error}; see also --opponent and --eval-opponents")
         game = match.game
         prompts.append(encode(tokenizer, game, game.player, args))
         if len(prompts[-1]) > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: {name} begins with {len(prompts[-1])} tokens")
     return max(prompts, key=len)
-
-
-def check_game(name: str, by_chance: bool, args: Args) -> None:
-    """Play a game of one's own with legal actions; exit if something is not as it should be."""
-
-    def require(good: bool, found: str) -> None:
-        if not good:
-            sys.exit(f"--games {name}: {found}, see envs/game.py")
-
-    game = game_maker(name)(**json.loads(args.game_options).get(name, {}))
-    methods = "reset step prompt legal_actions"
-    if hasattr(game, "forfeit_rewards"):  # a Game of envs/game.py
-        methods += " start observation play"
-    for method in methods.split():
-        require(hasattr(game, method), f"has no {method}")
-    match = new_match(name, ("random", "random"), "", args)
-    game = match.game
-    for attribute in "player turns done rewards reason handicap".split():
-        require(hasattr(game, attribute), f"has no {attribute} after reset")
-    while not game.done:
-        messages = game.prompt(game.player)
-        good = isinstance(messages, list) and {type(row) for row in messages} == {dict}
-        require(good, f"prompt returned {messages!r:.200}, expected a list of messages")
-        actions = game.legal_actions()
-        if actions == [] and not by_chance:
-            return  # moves are free text
-        good = isinstance(actions, list) and {type(action) for action in actions} == {str}
-        expected = "a list of texts (or no random player: --opponent, --eval-opponents)"
-        require(good, f"legal_actions returned {actions!r:.200}, expected {expected}")
-        text = scripted_text(match)
-        match.move(text)
-        advice = "play must take what legal_actions lists, in brackets as in '[4]'"
-        good = game.reason not in ("forfeit", "rejected")
-        require(good, f"{text} of {actions} ends the game, {game.reason}; {advice}")
-        require(game.done or len(match.texts) < MOST_MOVES, f"lasts over {MOST_MOVES} turns")
-    good = [isinstance(reward, int | float) for reward in game.rewards] == [True, True]
-    require(good, f"rewards are {game.rewards!r:.200}, expected two numbers")
 
 
 def scripted_text(match: Match) -> str:
@@ -1484,7 +1453,7 @@ class VllmSampler:
                 model_path(args),
                 dtype="bfloat16" if args.bf16 else "float32",
                 load_format="dummy",  # refresh brings the weights
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=not getattr(args, "stop", ()),
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 max_num_seqs=args.decode_batch_size,
                 gpu_memory_utilization=args.vllm_memory,
@@ -1510,7 +1479,9 @@ class VllmSampler:
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        common = {"max_tokens": args.max_completion_length, "detokenize": False, "logprobs": 0}
+        common = {"max_tokens": args.max_completion_length, "logprobs": 0}
+        stop = list(getattr(args, "stop", ()))  # texts that end a turn
+        common |= {"stop": stop, "detokenize": len(stop) > 0}
         common["stop_token_ids"] = self.generation_config.eos_token_id
         common["temperature"] = args.temperature if seeds else 0.0
         row_seeds = seeds or [None] * len(prompts)

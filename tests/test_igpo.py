@@ -175,7 +175,7 @@ def test_episodes_are_written_turns_and_replies(played):
             if turn + 1 < count:
                 assert written[-1] in model.generation_config.eos_token_id
                 assert reply["content"] == episode.texts[2 * turn + 1]
-                rebuilt += reply_ids(model, tokenizer, [reply], ARGS)
+                rebuilt += reply_ids(model, tokenizer, [[reply]], ARGS)[0]
             else:
                 assert reply is None or not episode.ended
         assert rebuilt == episode.ids
@@ -279,11 +279,11 @@ def test_replies_begin_behind_the_end_token(played, template):
     chat = "{% for m in messages %}" + body + "{% endfor %}{% if add_generation_prompt %}" + head + "{% endif %}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "chat_template", chat)
-        found = reply_ids(model, tokenizer, [{"role": "user", "content": "Hi."}], ARGS)
+        found = reply_ids(model, tokenizer, [[{"role": "user", "content": "Hi."}]], ARGS)[0]
         assert tokenizer.decode(found) == TEMPLATES[template]
         patch.setattr(tokenizer, "chat_template", chat.replace("<|end|>", "END"))
         with pytest.raises(SystemExit, match="without an end token"):
-            reply_ids(model, tokenizer, [{"role": "user", "content": "Hi."}], ARGS)
+            reply_ids(model, tokenizer, [[{"role": "user", "content": "Hi."}]], ARGS)
 
 
 def test_update_gradient_equals_the_written_out_one(played):

@@ -94,7 +94,9 @@ def test_sums_do_not_depend_on_threads():
 
     task = types.SimpleNamespace(reward_functions={"number": Counter(), "half": half})
     rewards = [(float(n), 0.5) for n in range(24)]
-    assert grpo.score(task, INPUTS, args(1)) == grpo.score(task, INPUTS, args(5)) == igpo.score(task, INPUTS, args(5)) == rewards
+    assert grpo.score(task, INPUTS, args(1)) == grpo.score(task, INPUTS, args(5)) == rewards
+    episodes = [types.SimpleNamespace(problem=row, texts=[text]) for row, text in INPUTS]
+    assert igpo.score(task, episodes, args(5)) == rewards
 
 
 def test_a_function_cannot_change_the_problem():

@@ -18,10 +18,11 @@ checkpoints trained_state save_checkpoint load_checkpoint save_final checksums o
 join_repeated one_sentence_for_a_full_disk is_due scheduled_rate log_answers open_board
 """
 ONE_TURN = "load_problems logprob_gaps Completion read_prompts generate complete Packed pack log_completions"
-AGENTS = "group_advantages JsonLines read_file read_rows epoch_order score VllmSampler Decoder"  # not in igpo.py, or with a text of its own
+AGENTS = "group_advantages JsonLines read_file read_rows epoch_order score"  # not in igpo.py, or with a text of its own there
+TOOLS = "score ask load_problems"  # of agent tasks
 SEVERAL_TURNS = "Memory read generate"
 ENTROPIES = "Decoder"  # keeps them in empg.py and arpo.py
-EPISODES = "logprob_gaps Completion expect expect_messages ask_task shorten text_ids reply_ids turn_length Packed pack"  # a row is a conversation of several turns
+EPISODES = "logprob_gaps Completion reply_ids Packed pack"  # a row is a conversation of several turns
 TREES = "JsonLines read_file read_rows epoch_order score VllmSampler Completion Decoder"  # not in arpo.py, or with entropies there
 TEAM = """
 group_advantages JsonLines read_file read_rows epoch_order load_problems load_task encode drop_long_prompts Completion complete
@@ -29,7 +30,7 @@ save_checkpoint load_checkpoint log_completions
 """  # not in dr_mas.py, or with a text of its own there
 THREE_MODELS = """
 group_advantages JsonLines read_file read_rows epoch_order load_task token_logprobs micro_batches shard
-trained_state report VllmSampler Decoder
+trained_state report
 """  # not in pi_play.py, or with a text of its own there
 GAMES = """
 group_advantages JsonLines read_file read_rows epoch_order load_problems load_task model_path drop_long_prompts Completion
@@ -62,14 +63,13 @@ FAMILIES = [
     (["grpo", "dapo", "gdpo"], f"{SHARED} {ONE_TURN}".split()),
     (["grpo", "igpo"], without(AGENTS, SHARED)),
     (["grpo", "empg"], ["group_advantages"]),
-    (["igpo", "empg"], without(f"{AGENTS} token_logprobs Completion {ENTROPIES}", f"{SHARED} load_problems setup update evaluate {EPISODES}")),
+    (["igpo", "empg"], without(f"{AGENTS} token_logprobs Completion {ENTROPIES}", f"{SHARED} setup update evaluate {EPISODES}") + TOOLS.split()),
     (["grpo", "arpo"], without(TREES, SHARED)),
-    (["igpo", "arpo"], without(TREES, f"load_problems setup update evaluate Memory read {EPISODES}")),
-    (["igpo", "pi_play"], ["VllmSampler", "Decoder", *SEVERAL_TURNS.split()]),
-    (["igpo", "empg", "arpo"], ["check_task", "score"]),
-    (["igpo", "empg"], ["VllmSampler"]),
+    (["igpo", "arpo"], without(TREES, f"setup update evaluate Memory read {EPISODES}") + TOOLS.split()),
+    (["igpo", "pi_play"], SEVERAL_TURNS.split()),
     (["igpo", "empg"], ["Memory", "read"]),  # generate also keeps entropies in empg.py
-    (["igpo", "pi_play"], EPISODES.split()),
+    (["igpo", "pi_play"], [*EPISODES.split(), "ask", "cut_at_stop"]),
+    (["empg", "arpo"], ["cut_at_stop"]),
     (["grpo", "dapo"], ["evaluate"]),
     (["grpo", "gdpo", "dr_mas", "spiral_rae"], ["update"]),
     (["grpo", "dr_mas"], without(TEAM, f"{SHARED} {ONE_TURN}")),

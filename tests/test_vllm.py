@@ -76,15 +76,6 @@ def test_sampler_and_learner_agree(whole):
     assert ratios and all(ratio == pytest.approx(1, abs=1e-3) for ratio in ratios)
 
 
-@pytest.mark.xdist_group("igpo")
-def test_a_text_of_stop_ends_a_turn(tmp_path):
-    run("igpo", "--stop", "</think>", "--max-turns", 1, "--max-steps", 1, "--eval-steps", 0, "--output-dir", tmp_path / "run")
-    rows = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").open()]
-    turns = [text for row in rows for text in row["turns"] if "</think>" in text]
-    assert turns and all(text.partition("</think>")[2] == "" for text in turns)
-    assert largest_gap(tmp_path / "run") < 1e-3
-
-
 def test_a_killed_run_that_goes_on_is_the_uninterrupted_one(whole, tmp_path):
     script, words, folder = whole
     with open(tmp_path / "output", "w") as output:

@@ -1,0 +1,176 @@
+"""Tasks, teams and games of one's own, called once before a run: a mistake ends in one sentence.
+
+An error inside the user's file keeps its traceback. Global random generators are left as they were.
+"""
+
+import contextlib
+import math
+import random
+import sys
+from numbers import Real
+from types import SimpleNamespace
+
+MOST_MOVES = 1000  # of a team or a game that is checked
+
+
+@contextlib.contextmanager
+def same_randomness():
+    """What is drawn inside from Python's, NumPy's or torch's global generator is put back."""
+    state = random.getstate()
+    numpy, torch = (sys.modules.get(name) for name in ("numpy", "torch"))
+    numpy_state = numpy and numpy.random.get_state()
+    torch_state = torch and torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+        if torch:
+            torch.random.set_rng_state(torch_state)
+
+
+def need(title: str, thing, names: str, page: str) -> None:
+    """Exit if a method or an attribute is missing."""
+    missing = [name for name in names.split() if not hasattr(thing, name)]
+    if missing:
+        sys.exit(f"{title}: has no {', '.join(missing)}, see {page}")
+
+
+def check_functions(task) -> None:
+    functions = task.reward_functions
+    if (
+        not isinstance(functions, dict)
+        or not functions
+        or not all(map(callable, functions.values()))
+    ):
+        sys.exit(f"reward_functions: found {functions!r:.100}, expected a dictionary of functions")
+
+
+def is_message(message) -> bool:
+    """A dictionary with two texts, role and content."""
+    values = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
+    return all(isinstance(value, str) for value in values)
+
+
+def check_messages(method: str, messages) -> None:
+    if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
+        words = "expected a list of messages, each with a text as role and as content"
+        sys.exit(f"{method}: returned {messages!r:.100}, {words}")
+
+
+def first_problem(task, args):
+    """The first evaluation problem."""
+    problems = task.rows if args.eval_dataset else task.evaluation_problems(args.eval_problems)
+    if not isinstance(problems, list | tuple):
+        sys.exit(f"evaluation_problems: returned {problems!r:.100}, expected a list of problems")
+    return problems[0] if problems else None
+
+
+def check_agent_task(task, args, make_episode, ask, score) -> None:
+    """prompt, step, right_answer and rewards, for two episodes of one problem that end at once."""
+    names = "train_problem prompt step" + " reward_functions" * (not args.reward)
+    names += " rows" if args.eval_dataset else " evaluation_problems"
+    gains = hasattr(args, "information_gain") and not hasattr(task, "turn_rewards")
+    names += " right_answer" * gains
+    need(f"--env {args.env}", task, names, "envs/README.md")
+    if not args.reward:
+        check_functions(task)
+    with same_randomness():
+        problem = first_problem(task, args)
+        if problem is None:
+            return  # load_task says so
+        check_messages("prompt", task.prompt(problem))
+        answer = ("", "")
+        if gains:
+            answer = task.right_answer(problem)
+            texts = isinstance(answer, list | tuple) and [isinstance(text, str) for text in answer]
+            if texts != [True, True]:
+                words = "expected two texts, what comes before the answer and the answer"
+                sys.exit(f"right_answer: returned {answer!r:.100}, {words}")
+        episodes = [make_episode(problem) for _ in range(2)]
+        for episode, text in zip(episodes, ["".join(answer), ""]):
+            episode.texts.append(text)
+        ask(task, episodes, 1, None, args)
+        if not args.reward:
+            score(task, episodes, args)
+
+
+def check_team(team, args, score) -> None:
+    """One episode in which every agent writes nothing."""
+    need(f"--env {args.env}", team, "agents task start prompt advance", "envs/teams.py")
+    names = "train_problem" + " reward_functions" * (not args.reward)
+    names += " train_rows evaluation_rows" if args.eval_dataset else " evaluation_problems"
+    need(f"--env {args.env}: its task", team.task, names, "envs/teams.py")
+    if not args.reward:
+        check_functions(team.task)
+    with same_randomness():
+        rows = SimpleNamespace(rows=getattr(team.task, "evaluation_rows", None))
+        problem = first_problem(rows if args.eval_dataset else team.task, args)
+        if problem is None:
+            return  # load_task says so
+        episode = team.start(problem)
+        need(
+            "start: its episode",
+            episode,
+            "agent answer completions cut rewards seed",
+            "envs/teams.py",
+        )
+        for _ in range(MOST_MOVES):
+            if episode.agent not in team.agents:
+                method = "advance" if episode.completions else "start"
+                found = f"{episode.agent!r} as episode.agent"
+                sys.exit(
+                    f"{method}: set {found}, expected one of {', '.join(team.agents)}, or None"
+                )
+            check_messages("prompt", team.prompt(episode))
+            valid = team.advance([episode], [""])
+            if not hasattr(valid, "__len__") or len(valid) != 1:
+                words = "for one text, expected a list of one truth value"
+                sys.exit(f"advance: returned {valid!r:.100} {words}")
+            episode.completions.append("")
+            if episode.agent is None:
+                break
+        else:
+            words = "set episode.agent to None at its end"
+            sys.exit(f"advance: the team still writes after {MOST_MOVES} turns; {words}")
+        if not isinstance(episode.answer, str):
+            sys.exit(f"advance: set {episode.answer!r:.100} as episode.answer, expected a text")
+        if not args.reward:
+            score(team.task, [(problem, episode.answer)], args)
+
+
+def check_game(name: str, make, by_chance: bool) -> None:
+    """One game with legal moves, as far as the game names some. by_chance: random players need them."""
+    with same_randomness():
+        game = make()
+        generator = random.Random(0)
+        base = [kind for kind in type(game).__mro__ if kind.__name__ == "Game"]
+        names = "start observation play" if base else "reset"
+        need(f"--games {name}", game, f"{names} legal_actions step prompt handicap", "envs/game.py")
+        game.reset(generator)
+        need(f"--games {name}", game, "player turns done rewards reason", "envs/game.py")
+        for _ in range(MOST_MOVES):
+            check_messages("prompt", game.prompt(game.player))
+            actions = game.legal_actions()
+            if not isinstance(actions, list | tuple) or not all(
+                isinstance(a, str) for a in actions
+            ):
+                sys.exit(f"legal_actions: returned {actions!r:.100}, expected a list of texts")
+            if not actions and by_chance:
+                sys.exit("legal_actions: returned none, see --opponent and --eval-opponents")
+            if not actions:
+                return
+            action = generator.choice(actions)
+            game.step(f"\\boxed{{{action}}}")
+            if game.reason in ("forfeit", "rejected"):
+                words = "expected actions that play carries out, in square brackets as '[4]'"
+                sys.exit(f"legal_actions: lists {action!r}, which is {game.reason}, {words}")
+            if game.done:
+                break
+        else:
+            sys.exit(f"step: the game is not done after {MOST_MOVES} moves")
+        rewards = game.rewards
+        numbers = [isinstance(reward, Real) and math.isfinite(reward) for reward in rewards]
+        if numbers != [True, True]:
+            sys.exit(f"rewards: found {rewards!r:.100} at the end of a game, expected two numbers")
