@@ -103,11 +103,11 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 FIXED = "seed env dataset eval_dataset hops max_turns max_prompt_length"
 FIXED += " system_prompt chat_template_path chat_template_kwargs model_name_or_path"
 FIXED += " num_prompts_per_step output_dir lora_rank documents retriever_top_k"
+FIXED += " stop max_reply_length"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads max_turns num_minibatches"
-AT_LEAST_ONE += " retriever_top_k retriever_timeout"
-AT_LEAST_ONE += " max_reply_length"
+AT_LEAST_ONE += " retriever_top_k retriever_timeout max_reply_length"
 MAY_BE_NEGATIVE = "seed format_penalty"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
@@ -1382,21 +1382,19 @@ def ask(task, episodes, turn: int, tokenizer, args: Args) -> list[list[dict]]:
     if not isinstance(replies, list | tuple) or len(replies) != len(episodes):
         words = f"for {len(episodes)} texts, expected a list with one for each"
         sys.exit(f"step: returned {replies!r:.200} {words}")
-    conversations = []
+    replies = [list(reply) if isinstance(reply, list) else [reply] for reply in replies]
+    replies = [[] if reply == [None] else reply for reply in replies]
     for reply in replies:
-        messages = reply if isinstance(reply, list) else [reply] * (reply is not None)
-        conversations.append([])
-        for message in messages:
-            content = message.get("content") if isinstance(message, dict) else None
-            if not isinstance(content, str) or "role" not in message:
-                words = "expected a message with role and content, a list of them, or None"
-                sys.exit(f"step: replied {reply!r:.200}, {words}")
+        for place, message in enumerate(reply):
+            text = message.get("content") if isinstance(message, dict) else None
+            if not isinstance(text, str) or "role" not in message:
+                sys.exit(f"step: replied {message!r:.200}, expected messages with role and content")
             if args.max_reply_length and tokenizer:
-                ids = tokenizer(content, add_special_tokens=False)["input_ids"]
+                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
                 if len(ids) > args.max_reply_length:
-                    content = tokenizer.decode(ids[: args.max_reply_length])
-            conversations[-1].append(message | {"content": content})
-    return conversations
+                    short = tokenizer.decode(ids[: args.max_reply_length])
+                    reply[place] = message | {"content": short}
+    return replies
 
 
 def cut_at_stop(tokenizer, completion: Completion, args: Args) -> None:
@@ -1425,7 +1423,10 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
     settings = json.loads(args.chat_template_kwargs)
     settings |= {"add_generation_prompt": True, "tokenize": False}
     texts = []
-    for messages in filter(None, replies):
+    for messages in replies:
+        if not messages:
+            texts.append("")
+            continue
         chats = []
         for text in ("b", "c"):  # two chats that differ in the assistant's text alone
             turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
@@ -1438,11 +1439,9 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
         if not places:
             sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
         texts.append(rest[min(places) :])
-    different = list(dict.fromkeys(texts))
-    encoded = tokenizer(different, add_special_tokens=False)["input_ids"] if texts else []
-    found = dict(zip(different, encoded))
-    remaining = iter(texts)
-    return [found[next(remaining)][1:] if messages else [] for messages in replies]
+    different = [*dict.fromkeys(["", *texts])]
+    encoded = dict(zip(different, tokenizer(different, add_special_tokens=False)["input_ids"]))
+    return [encoded[text][1:] for text in texts]
 
 
 @torch.no_grad()

@@ -226,7 +226,7 @@ def train(args):
         if state is None:
             sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or too early")
         agent.load_state_dict(state["agent"])
-        return evaluate(agent, args)
+        return evaluate(agent, args) if args.eval_episodes else {}
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
     step = 0

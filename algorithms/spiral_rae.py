@@ -681,7 +681,7 @@ def first_prompt(tokenizer, args: Args) -> list[int]:
             if by_chance:
                 random_action(match, random.Random(0))  # not possible where moves are free text
         except ModuleNotFoundError as error:
-            if not error.name.startswith("envs"):
+            if not (error.name or "").startswith("envs"):
                 raise  # in a file of one's own
             sys.exit(f"{error}: needs the folder envs/ of the repository, or --games FILE.py:Game")
         except (TypeError, ValueError, IndexError) as error:

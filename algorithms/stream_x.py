@@ -269,7 +269,7 @@ def train(args):
             window = 0
             began = time.perf_counter()
         if done:
-            observation = stream.reset(args.seed + 10_000 * step)
+            observation = stream.reset((args.seed + 10_000 * step) % 2**31)
         step += 1
         window += 1
 
@@ -565,16 +565,18 @@ def check_finite(env_id: str, **arrays) -> None:
 
 
 def load(run_dir, names=("final", "checkpoint")):
-    """Step, agent, statistics of observations and of rewards, from the first of these files."""
+    """Step, agent, statistics of observations and of rewards, of the latest of these files."""
+    found = []
     for name in names:
         path = Path(run_dir, f"{name}.pt")
         if path.exists():
             try:
-                return torch.load(path, weights_only=False)
+                found.append(torch.load(path, weights_only=False))
             except Exception as error:  # of the disk, of zip files, of pickle
-                reason = f"damaged ({error!s:.200}); delete it, and the run begins anew"
-                sys.exit(f"{path}: {reason}")
-    sys.exit(f"{run_dir}: no checkpoint; --save-steps 0 keeps none, or it is too early")
+                sys.exit(f"{path}: damaged ({error!s:.200}); delete it")
+    if not found:
+        sys.exit(f"{run_dir}: no checkpoint; --save-steps 0 keeps none, or it is too early")
+    return max(found, key=lambda state: state[0])
 
 
 def is_due(every: int, step: int, size: int) -> bool:

@@ -174,7 +174,7 @@ MISTAKES = [
     (dr_mas, "Endless", "advance: the team still writes after 1000 turns; set episode.agent to None"),
     (igpo, "IntAnswer", "right_answer: returned ('<answer>', 84), expected two texts"),
     (igpo, "BrokenTool", "the tool is broken"),
-    (igpo, "NoneInTheMiddle", "step: replied [{'role': 'tool', 'content': 'x'}, None, {"),
+    (igpo, "NoneInTheMiddle", "step: replied None, expected messages with role and content"),
     (spiral_rae, "Forbidden", "legal_actions: lists '[tails]', which is rejected"),
     (spiral_rae, "BrokenGame", "the coin is lost"),
     (spiral_rae, "NeedsPackage", "No module named 'no_such_package'"),

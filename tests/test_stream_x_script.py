@@ -153,3 +153,10 @@ def test_learning(tmp_path):
     metrics = train(stream_x, tmp_path, **values, total_timesteps=5000, eval_episodes=0)
     returns = column(metrics, "charts/episodic_return")
     assert returns[0] < 100 and max(returns) > 150
+
+
+def test_the_latest_of_two_files_is_scored(tmp_path):
+    """A run that was extended and then stopped has an older final.pt beside a newer checkpoint."""
+    torch.save((45, "old", None, None), tmp_path / "final.pt")
+    torch.save((80, "new", None, None), tmp_path / "checkpoint.pt")
+    assert stream_x.load(tmp_path)[:2] == (80, "new")

@@ -105,6 +105,33 @@ def test_adapters_are_merged_into_what_samples(whole, tmp_path):
         assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
 
 
+def test_a_text_ends_a_turn():
+    """The engine writes what is left when a whole turn is cut behind the text."""
+    program = """
+import sys
+from dataclasses import replace
+sys.path.insert(0, sys.argv[1])
+from algorithms import igpo
+args = igpo.Args(vllm=True, max_completion_length=40, stop=("<search>",))
+task, problems = igpo.load_task(args)
+model, tokenizer = igpo.load_model(args)
+sampler = igpo.VllmSampler(model, args)
+igpo.refresh(sampler, model)
+prompts = [igpo.encode(tokenizer, task, problem, args) for problem in problems[:8]]
+whole = sampler.generate(prompts, replace(args, stop=()), range(8))
+stopped = sampler.generate(prompts, args, range(8))
+sampler.close()
+pairs = [pair for pair in zip(whole, stopped) if "<search>" in tokenizer.decode(pair[0].ids)]
+assert len(pairs) > 2, [tokenizer.decode(completion.ids) for completion in whole]
+for a, b in pairs:
+    assert len(b.ids) < len(a.ids) and tokenizer.decode(b.ids).endswith("<search>"), (a, b)
+    igpo.cut_at_stop(tokenizer, a, args)
+    assert a.ids == b.ids and b.ended, (a, b)
+"""
+    process = subprocess.run([sys.executable, "-c", program, str(ROOT)], capture_output=True, text=True, errors="replace")
+    assert process.returncode == 0, process.stderr[-2000:]
+
+
 @pytest.mark.parametrize("script", ["grpo", "ampo", "empg", "arpo", "nash_preference"])
 def test_sharded_weights_go_into_the_engines(script, tmp_path):
     words = ["--max-steps", 1, "--eval-steps", 0]
