@@ -431,6 +431,7 @@ def train(args: Args) -> dict[str, float]:
         sys.exit("--initial-rollouts: give 1 to --num-generations")
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)
+    model.tokenizer = tokenizer  # for --stop
     model.to(device)
     eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
     if getattr(task, "train_rows", None):  # problems of a file, not generated ones
@@ -694,15 +695,12 @@ def play(
 
 
 def write_turn(
-    sampler, tokenizer, episodes: list[Episode], args: Args, turn: int, memory: Memory | None
+    sampler, episodes: list[Episode], args: Args, turn: int, memory: Memory | None
 ) -> tuple[list[Completion], Memory | None]:
     """The next turn of each episode, greedy without seeds, and the memory of what is before it."""
     contexts = [episode.prompt + episode.ids for episode in episodes]
     seeds = [random_seed(episode.seed, turn) for episode in episodes if episode.seed is not None]
-    completions, memory = generate(sampler, contexts, args, seeds, memory)
-    for completion in completions:
-        cut_at_stop(tokenizer, completion, args)
-    return completions, memory
+    return generate(sampler, contexts, args, seeds, memory)
 
 
 def branch(
@@ -743,13 +741,13 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, waiting) -> None:
     """Play episodes to their ends, all of them turn by turn. Those that branch off join them."""
     memory = None
     for turn in range(args.max_turns):
-        completions, memory = write_turn(sampler, tokenizer, episodes, args, turn, memory)
+        completions, memory = write_turn(sampler, episodes, args, turn, memory)
         memory_rows = list(range(len(episodes)))  # the row of memory with each episode's context
         if turn > 0 and waiting:
             branching, new = branch(episodes, completions, turn, waiting, len(tokenizer), args)
             if new:  # copies of the branching episodes, which write this turn anew
                 copied = None if memory is None else memory.select(branching)
-                completions += write_turn(sampler, tokenizer, new, args, turn, copied)[0]
+                completions += write_turn(sampler, new, args, turn, copied)[0]
                 episodes = episodes + new
                 memory_rows += branching  # a copy has the same context
         for episode, completion in zip(episodes, completions):
@@ -1591,7 +1589,8 @@ def generate(
         return model.generate(contexts, args, seeds), None
     memory, hidden = read(model, contexts, memory)
     logits = model.logits_from_hidden(inputs_embeds=hidden).logits[:, 0]  # (B,V)
-    decoder = Decoder(model, contexts, memory.cache(memory.ids.size(1)), args, seeds)
+    kind = StoppingDecoder if args.stop else Decoder
+    decoder = kind(model, contexts, memory.cache(memory.ids.size(1)), args, seeds)
     decoder.decode(decoder.rows, logits)
     return decoder.completions(contexts), memory
 
@@ -1710,6 +1709,22 @@ class Decoder:
             completion = Completion(prompt, ids[:length], values[:length], has_ended)
             completion.entropies = entropies[: min(length, ENTROPY_TOKENS)]
             completions.append(completion)
+        return completions
+
+
+class StoppingDecoder(Decoder):
+    """A decoder whose rows also end with a text of --stop."""
+
+    def live(self, t: int) -> Tensor:
+        written = self.ids[self.rows, :t]
+        texts = self.model.tokenizer.batch_decode(written, skip_special_tokens=True)
+        goes_on = [not any(stop in text for stop in self.args.stop) for text in texts]
+        return super().live(t) & torch.tensor(goes_on, dtype=torch.bool, device=written.device)
+
+    def completions(self, prompts: list[list[int]]) -> list[Completion]:
+        completions = super().completions(prompts)
+        for completion in completions:
+            cut_at_stop(self.model.tokenizer, completion, self.args)
         return completions
 
 

@@ -376,6 +376,7 @@ def train(args: Args) -> dict[str, float]:
     warn_of_slow_bfloat16(args, rank, device)
     task, eval_problems = load_task(args)
     model, tokenizer = load_model(args)
+    model.tokenizer = tokenizer  # for --stop
     model.to(device)
     eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
     if getattr(task, "train_rows", None):  # problems of a file, not generated ones
@@ -628,7 +629,6 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args) -> None:
         seeds = [random_seed(e.seed, turn) for e in episodes if e.seed is not None]
         completions, memory = generate(sampler, contexts, args, seeds, memory)
         for episode, completion in zip(episodes, completions):
-            cut_at_stop(tokenizer, completion, args)
             completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
             episode.write(completion)
         replies = ask(task, episodes, turn + 1, tokenizer, args)
@@ -1458,7 +1458,8 @@ def generate(
         return model.generate(contexts, args, seeds), None
     memory, hidden = read(model, contexts, memory)
     logits = model.logits_from_hidden(inputs_embeds=hidden).logits[:, 0]  # (B,V)
-    decoder = Decoder(model, contexts, memory.cache(memory.ids.size(1)), args, seeds)
+    kind = StoppingDecoder if args.stop else Decoder
+    decoder = kind(model, contexts, memory.cache(memory.ids.size(1)), args, seeds)
     decoder.decode(decoder.rows, logits)
     return decoder.completions(contexts), memory
 
@@ -1579,6 +1580,22 @@ class Decoder:
             completion = Completion(prompt, ids[:length], values[:length], has_ended)
             completion.entropies = entropies[:length]
             completions.append(completion)
+        return completions
+
+
+class StoppingDecoder(Decoder):
+    """A decoder whose rows also end with a text of --stop."""
+
+    def live(self, t: int) -> Tensor:
+        written = self.ids[self.rows, :t]
+        texts = self.model.tokenizer.batch_decode(written, skip_special_tokens=True)
+        goes_on = [not any(stop in text for stop in self.args.stop) for text in texts]
+        return super().live(t) & torch.tensor(goes_on, dtype=torch.bool, device=written.device)
+
+    def completions(self, prompts: list[list[int]]) -> list[Completion]:
+        completions = super().completions(prompts)
+        for completion in completions:
+            cut_at_stop(self.model.tokenizer, completion, self.args)
         return completions
 
 

@@ -3,11 +3,12 @@
 import random
 import sys
 import traceback
+from dataclasses import replace
 
 import pytest
 from language_runs import CALCULATOR, SMALL, completions, train
 
-from algorithms import arpo, dr_mas, empg, igpo, spiral_rae
+from algorithms import arpo, dr_mas, empg, igpo, pi_play, spiral_rae
 
 OWN = '''
 import random
@@ -222,6 +223,7 @@ def spoken(script, task, args, patch, **more):
             turn = tokenizer.decode(context).count("<|assistant|>") - 3  # two are of the example
             ids = tokenizer(TURNS[turn], add_special_tokens=False)["input_ids"] + [end]
             made.append(script.Completion(context, ids, [-1.0] * len(ids), True))
+            script.cut_at_stop(tokenizer, made[-1], args)
         return made, None
 
     patch.setattr(script, "generate", generate)
@@ -343,3 +345,26 @@ def test_replies_have_the_tokens_that_they_have_in_the_whole_chat(template):
         before = tokenizer.apply_chat_template(chat[:2], return_dict=True)["input_ids"]
         start = len(before) - 1 - before[::-1].index(end)  # the end of the assistant's turn
         assert ids == (whole[start + 1 :] if messages else [])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("script", [igpo, empg, arpo, pi_play])
+def test_a_stop_ends_decoding(script, monkeypatch):
+    """A turn has the tokens of the whole turn up to the text, and no step of the model goes beyond the longest."""
+    args = script.Args(max_completion_length=64)
+    model, tokenizer = script.load_model(args)
+    model.tokenizer = tokenizer
+    task, problems = script.load_task(args)
+    prompts = [script.encode(tokenizer, task, problem, args) for problem in problems[:6]]
+    whole, _ = script.generate(model, prompts, args, range(6))
+    steps = []
+    step = script.Decoder.step
+    monkeypatch.setattr(script.Decoder, "step", lambda decoder: steps.append(1) or step(decoder))
+    stopped, _ = script.generate(model, prompts, replace(args, stop=("</think>", "nobody")), range(6))
+    for before, after in zip(whole, stopped, strict=True):
+        length = len(after.ids)
+        assert (after.ids, after.logprobs) == (before.ids[:length], before.logprobs[:length])
+        assert after.ended and length < len(before.ids)
+        assert "</think>" not in tokenizer.decode(after.ids[:-1])
+        assert "</think>" in tokenizer.decode(after.ids)
+    assert len(steps) == max(len(completion.ids) for completion in stopped) - 1

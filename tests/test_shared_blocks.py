@@ -22,7 +22,7 @@ AGENTS = "group_advantages JsonLines read_file read_rows epoch_order score"  # n
 TOOLS = "score ask load_problems"  # of agent tasks
 SEVERAL_TURNS = "Memory read generate"
 ENTROPIES = "Decoder"  # keeps them in empg.py and arpo.py
-EPISODES = "logprob_gaps Completion reply_ids Packed pack"  # a row is a conversation of several turns
+EPISODES = "logprob_gaps Completion reply_ids StoppingDecoder Packed pack"  # a row is a conversation of several turns
 TREES = "JsonLines read_file read_rows epoch_order score VllmSampler Completion Decoder"  # not in arpo.py, or with entropies there
 TEAM = """
 group_advantages JsonLines read_file read_rows epoch_order load_problems load_task encode drop_long_prompts Completion complete
