@@ -365,7 +365,7 @@ UNITS = {  # each with its other names
 UNITS = {name: unit for unit, names in UNITS.items() for name in [unit, *names.split()]}
 NOT_UNITS = set(
     "and or not to than then if when where is are for more less least most hundred thousand million billion trillion "
-    "dozen lakh crore grand half halves thirds quarters fourths tenths hundredths sqrt mod over times plus minus squared cubed pairs "
+    "dozen gross lakh crore grand half halves thirds quarters fourths tenths hundredths sqrt mod over times plus minus squared cubed pairs "
     "factorial infinity choose wrong pi theta alpha beta abc xyz k K M B x y".split()
 )
 WITH_CURRENCY = re.compile(r"([-+]?)(?:US)?([$€£¥₹]?)([-+]?[^$€£¥₹]*\d[^$€£¥₹]*?) ?([$€£¥₹]?)")
