@@ -404,6 +404,22 @@ STUDIES = {
         best="mean_at_8",
         minutes=2.0,
     ),
+    "opd": Study(  # a student's tokens; GRPO samples as many, and the page shows it beside
+        command="",
+        tasks={"": "--max-steps 30 --eval-steps 10"},
+        arms={
+            "top_k": Arm("algorithms/opd.py", TINY, "4e-4", EIGHT),
+            "sampled": Arm("algorithms/opd.py --divergence sampled", TINY, "4e-4", EIGHT),
+            "grpo": Arm("algorithms/grpo.py", TINY, "2e-4", EIGHT),
+        },
+        scores=MEAN_AT_8
+        | {f"mean_at_8_{step}": ("eval/mean_at_8", f"at {step}") for step in (10, 20)}
+        | {"train_late": ("train/rewards/correctness/mean", "last 10")}
+        | {"entropy": ("train/entropy", "last 10")},
+        curves=("eval/mean_at_8", "train/rewards/correctness/mean"),
+        best="train_late",  # of training problems, which are new at every step
+        minutes=1.0,
+    ),
     "nash_preference": Study(  # one rate for all arms; its sweep was a pilot on seed 1
         command="algorithms/nash_preference.py",
         arms={name: Arm(f"--method {name}") for name in ("inpo", "grpo")}
