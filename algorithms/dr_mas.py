@@ -435,6 +435,7 @@ def train(args: Args) -> dict[str, float]:
         indices = range(first, first + share)
         problems = [task.train_problem(i, args.seed) for i in indices]
         seeds = [random_seed(args.seed, i) for i in indices]
+        team.tool_seconds = 0.0
         episodes = complete(players, team, problems, args.num_generations, args, seeds)
         progress["num_prompts"] += args.num_prompts_per_step
         sampled = time.perf_counter()
@@ -502,6 +503,7 @@ def train(args: Args) -> dict[str, float]:
             "dr_mas/cut_ratio": sum(gather([e.cut for e in episodes])) / len(rewards),
             "num_tokens": progress["num_tokens"],
             "seconds/rollout": sampled - began,
+            "seconds/tools": team.tool_seconds,
             "seconds/step": time.perf_counter() - began,
         }
         if rank == 0:
@@ -659,7 +661,9 @@ def play(players, team, episodes: list, args: Args) -> None:
         for completion in completions:
             completion.agent = agent
             completion.text = answer_text(player.tokenizer, completion.prompt, completion.ids)
+        began = time.perf_counter()
         valid = team.advance(due, [completion.text for completion in completions])
+        team.tool_seconds = getattr(team, "tool_seconds", 0.0) + time.perf_counter() - began
         if not hasattr(valid, "__len__") or len(valid) != len(due):
             words = f"for {len(due)} texts, expected a list with one truth value for each"
             sys.exit(f"advance: returned {valid!r:.200} {words}")
@@ -813,6 +817,8 @@ def check_flags(args: Args) -> None:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
         sys.exit("--temperature: must be above 0")
+    if "" in getattr(args, "stop", ()):
+        sys.exit("--stop: an empty text would end every turn")
     for name in ("task_config", "game_options", "chat_template_kwargs"):
         flag = f"--{name.replace('_', '-')}"
         try:

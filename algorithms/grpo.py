@@ -578,6 +578,8 @@ def check_flags(args: Args) -> None:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
         sys.exit("--temperature: must be above 0")
+    if "" in getattr(args, "stop", ()):
+        sys.exit("--stop: an empty text would end every turn")
     for name in ("task_config", "game_options", "chat_template_kwargs"):
         flag = f"--{name.replace('_', '-')}"
         try:

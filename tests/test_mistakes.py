@@ -40,6 +40,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--num-generations 1", "--num-generations: a group needs at least 2"),
     ("grpo", "--fsdp", "--fsdp: nothing to shard over"),
     ("grpo", "--temperature 0", "--temperature: must be above 0"),
+    ("igpo", "--stop=", "--stop: an empty text would end every turn"),
     ("grpo", "--num-generations 0", "--num-generations 0: expected a finite number from 1"),
     ("grpo", "--learning-rate nan", "--learning-rate nan: expected a finite number from 0"),
     ("grpo", "--max-steps -1", "--max-steps -1: expected a finite number from 0"),
