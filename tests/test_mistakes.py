@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+import shlex
 import sys
 
 import pytest
@@ -40,7 +41,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--num-generations 1", "--num-generations: a group needs at least 2"),
     ("grpo", "--fsdp", "--fsdp: nothing to shard over"),
     ("grpo", "--temperature 0", "--temperature: must be above 0"),
-    ("igpo", "--stop=", "--stop: an empty text would end every turn"),
+    ("igpo", '--stop ""', "--stop: an empty text would end every turn"),
     ("grpo", "--num-generations 0", "--num-generations 0: expected a finite number from 1"),
     ("grpo", "--learning-rate nan", "--learning-rate nan: expected a finite number from 0"),
     ("grpo", "--max-steps -1", "--max-steps -1: expected a finite number from 0"),
@@ -82,7 +83,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("dr_mas", "--dataset questions.jsonl", "questions.jsonl: questions from a file need a file to search in"),
     ("spiral_rae", "--games chess", "--games: there is no text game chess"),
     ("spiral_rae", "--games nothing.py:Chess", "--games nothing.py:Chess: expected FILE.py:name, but there is no file"),
-    ("spiral_rae", '--games kuhn --game-options {"kuhn":{"rounds":3}}', "--games: kuhn has no option rounds"),
+    ("spiral_rae", '--games kuhn --game-options '{"kuhn":{"rounds":3}}'', "--games: kuhn has no option rounds"),
     ("spiral_rae", "--game-options rounds=3", "--game-options: expected JSON"),
     ("spiral_rae", "--games kuhn --max-prompt-length 10", "--max-prompt-length: kuhn begins with"),
     ("pi_play", "--max-completion-length 5000", "--max-prompt-length + --max-completion-length"),
@@ -188,7 +189,7 @@ def refuse(script: str, words: str, sentence: str, monkeypatch, capsys) -> None:
     module = importlib.import_module(f"algorithms.{script}")
     is_control = script in ("fm3q", "arac", "unimodal_poisson", "mdpo")
     more = "" if is_control or "--resume" in words else LANGUAGE
-    monkeypatch.setattr(sys, "argv", [script, *more.split(), *words.split()])
+    monkeypatch.setattr(sys, "argv", [script, *more.split(), *shlex.split(words)])
     with pytest.raises(SystemExit) as stop:
         module.train(module.parse_args())
     shown = f"{stop.value.code}\n{capsys.readouterr().err}"
