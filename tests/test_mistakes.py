@@ -83,7 +83,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("dr_mas", "--dataset questions.jsonl", "questions.jsonl: questions from a file need a file to search in"),
     ("spiral_rae", "--games chess", "--games: there is no text game chess"),
     ("spiral_rae", "--games nothing.py:Chess", "--games nothing.py:Chess: expected FILE.py:name, but there is no file"),
-    ("spiral_rae", '--games kuhn --game-options '{"kuhn":{"rounds":3}}'', "--games: kuhn has no option rounds"),
+    ("spiral_rae", """--games kuhn --game-options '{"kuhn":{"rounds":3}}'""", "--games: kuhn has no option rounds"),
     ("spiral_rae", "--game-options rounds=3", "--game-options: expected JSON"),
     ("spiral_rae", "--games kuhn --max-prompt-length 10", "--max-prompt-length: kuhn begins with"),
     ("pi_play", "--max-completion-length 5000", "--max-prompt-length + --max-completion-length"),
