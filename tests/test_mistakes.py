@@ -2,8 +2,8 @@
 
 import importlib
 import json
-import shutil
 import shlex
+import shutil
 import sys
 
 import pytest
