@@ -131,7 +131,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 class Args:
     # model, problems, rewards
     model_name_or_path: str | None = None
-    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    """Hugging Face causal language model to train; None is a tiny model, for search_qa"""
     env: str = "search_qa"
     """search_qa, or FILE.py:ClassName of an agent task, see envs/README.md"""
     dataset: str | None = None
@@ -859,7 +859,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 episodes to compare")
     if args.env != "search_qa" and not args.model_name_or_path:
-        sys.exit(f"--env {args.env}: needs --model-name-or-path")
+        sys.exit(f"--env {args.env}: needs --model-name-or-path; try envs/tiny_lm/search_qa")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -972,6 +972,8 @@ def load_task(args: Args):
             "--dataset: too few problems to train on, or to evaluate (see --eval-dataset and "
             "--eval-problems)"
         )
+    if getattr(task, "train_rows", None) and os.environ.get("RANK", "0") == "0":
+        print(f"{len(task.train_rows)} problems to train on, {len(problems)} to evaluate")
     return task, problems
 
 
@@ -2372,8 +2374,14 @@ def parse_args() -> Args:
     return args
 
 
+def stop_soon(*_) -> None:
+    """At SIGTERM: end with a checkpoint after this step. A second one ends at once."""
+    STOP.set()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
+    signal.signal(signal.SIGTERM, stop_soon)
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
         train(parse_args())

@@ -117,7 +117,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 class Args:
     # models, problems, rewards
     model_name_or_path: str | None = None
-    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    """Hugging Face causal language model to train; None is a tiny model, for countdown"""
     share_model: bool = False
     """one model for all agents; otherwise each agent trains its own"""
     agent_models: tuple[str, ...] = ()
@@ -940,7 +940,8 @@ def load_team(args: Args, dataset: str | None):
     if args.env not in ("search_qa", "countdown"):
         team = from_file("--env", args.env, "dataset", "max_rounds", "missing_verdict")
         if not (args.model_name_or_path or args.agent_models):
-            sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models")
+            advice = "try envs/tiny_lm/countdown"
+            sys.exit(f"--env {args.env}: needs --model-name-or-path or --agent-models; {advice}")
         team = team(dataset, *options)
         if Path(ROOT, "envs", "checks.py").is_file():  # not where the script was copied alone
             from envs.checks import check_team
@@ -2148,8 +2149,14 @@ def parse_args() -> Args:
     return args
 
 
+def stop_soon(*_) -> None:
+    """At SIGTERM: end with a checkpoint after this step. A second one ends at once."""
+    STOP.set()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
+    signal.signal(signal.SIGTERM, stop_soon)
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
         train(parse_args())

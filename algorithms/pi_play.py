@@ -115,7 +115,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 class Args:
     # model, task
     model_name_or_path: str | None = None
-    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    """Hugging Face causal language model to train; None is a tiny model, for search_qa"""
     env: str = "search_qa"
     """kind of questions: search_qa, or your own as FILE.py:ClassName, see envs/README.md"""
     dataset: str | None = None
@@ -935,7 +935,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     if min(args.num_generations, args.num_answers) < 2:
         sys.exit("--num-generations and --num-answers: a group needs at least 2 to compare")
     if args.env != "search_qa" and not args.model_name_or_path:
-        sys.exit(f"--env {args.env}: needs --model-name-or-path")
+        sys.exit(f"--env {args.env}: needs --model-name-or-path; try envs/tiny_lm/search_qa")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -2396,8 +2396,14 @@ def parse_args() -> Args:
     return args
 
 
+def stop_soon(*_) -> None:
+    """At SIGTERM: end with a checkpoint after this step. A second one ends at once."""
+    STOP.set()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
+    signal.signal(signal.SIGTERM, stop_soon)
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
         train(parse_args())

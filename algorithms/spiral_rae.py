@@ -410,7 +410,7 @@ def train(args: Args) -> dict[str, float]:
                 log_answers(run_dir, step, answers)
                 log(run_dir, board, step, scores)
                 for tag, value in scores.items():
-                    if not tag.endswith(("/draw", "/loss")):
+                    if tag.endswith("/win") or (value and not tag.endswith("/loss")):
                         print(f"{tag} {value:.3f}", flush=True)
         if last:
             break
@@ -818,7 +818,7 @@ def evaluate(
         tag = f"eval/{match.name}/{match.players[1 - role]}/{('first', 'second')[role]}"
         margins.append((tag, match.margin(role)))
         prompt = f"{match.name}, the policy is player {role}:"
-        games.append({"prompt": prompt, "turns": match.texts, "reward": match.margin(role)})
+        games.append({"prompt": prompt, "turns": match.texts, "reward": match.game.rewards[role]})
     counts = {}
     for tag, margin in gather(margins):
         outcomes = {"win": margin > 0, "draw": margin == 0, "loss": margin < 0}
@@ -2003,8 +2003,14 @@ def parse_args() -> Args:
     return args
 
 
+def stop_soon(*_) -> None:
+    """At SIGTERM: end with a checkpoint after this step. A second one ends at once."""
+    STOP.set()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
+    signal.signal(signal.SIGTERM, stop_soon)
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
         train(parse_args())

@@ -110,6 +110,8 @@ def check_team(team, args, score) -> None:
         if problem is None:
             return  # load_task says so
         episode = team.start(problem)
+        if isinstance(episode, dict):
+            sys.exit("start: returned a dictionary, expected an Episode of envs/teams.py")
         need(
             "start: its episode",
             episode,
@@ -147,7 +149,10 @@ def check_game(name: str, make, by_chance: bool) -> None:
         generator = random.Random(0)
         base = [kind for kind in type(game).__mro__ if kind.__name__ == "Game"]
         names = "start observation play" if base else "reset"
-        need(f"--games {name}", game, f"{names} legal_actions step prompt handicap", "envs/game.py")
+        need(f"--games {name}", game, f"{names} legal_actions step prompt", "envs/game.py")
+        if not hasattr(game, "handicap"):
+            advice = "call super().__init__(**options)" if base else "see envs/game.py"
+            sys.exit(f"--games {name}: its __init__ sets no handicap; {advice}")
         game.reset(generator)
         need(f"--games {name}", game, "player turns done rewards reason", "envs/game.py")
         for _ in range(MOST_MOVES):
@@ -174,3 +179,7 @@ def check_game(name: str, make, by_chance: bool) -> None:
         numbers = [isinstance(reward, Real) and math.isfinite(reward) for reward in rewards]
         if numbers != [True, True]:
             sys.exit(f"rewards: found {rewards!r:.100} at the end of a game, expected two numbers")
+        game = make()
+        game.reset(generator)
+        if base and type(game).parse is base[0].parse and game.play("") is True:
+            print(f'--games {name}: play accepts "", so an empty text is a legal move')

@@ -138,6 +138,11 @@ class Forbidden(Coin):
         return False
 
 
+class OwnInit(Coin):
+    def __init__(self, **options):
+        self.rounds = 3
+
+
 class BrokenGame(Coin):
     def play(self, action):
         raise TypeError("the coin is lost")
@@ -176,6 +181,7 @@ MISTAKES = [
     (igpo, "BrokenTool", "the tool is broken"),
     (igpo, "NoneInTheMiddle", "step: replied None, expected messages with role and content"),
     (spiral_rae, "Forbidden", "legal_actions: lists '[tails]', which is rejected"),
+    (spiral_rae, "OwnInit", "its __init__ sets no handicap; call super().__init__(**options)"),
     (spiral_rae, "BrokenGame", "the coin is lost"),
     (spiral_rae, "NeedsPackage", "No module named 'no_such_package'"),
 ]

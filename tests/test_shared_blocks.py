@@ -15,7 +15,7 @@ Decoder Buffers recorded over_temperature packed_length tokens_at_once divide wa
 sample_tokens VllmSampler repack_head random_seed token_logprobs micro_batches sampling_metrics
 add_adapters adapters_off shard copy_model whole_weights refresh
 checkpoints trained_state save_checkpoint load_checkpoint save_final checksums open_run log report parse_args
-join_repeated one_sentence_for_a_full_disk is_due scheduled_rate log_answers open_board
+join_repeated one_sentence_for_a_full_disk stop_soon is_due scheduled_rate log_answers open_board
 """
 ONE_TURN = "load_problems logprob_gaps Completion read_prompts generate complete Packed pack log_completions"
 AGENTS = "group_advantages JsonLines read_file read_rows epoch_order score"  # not in igpo.py, or with a text of its own there
