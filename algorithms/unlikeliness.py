@@ -606,14 +606,15 @@ def train(args: Args) -> dict[str, float]:
 @torch.no_grad()
 def answer_logprobs(model, completions, recompute: bool, args: Args) -> list[float]:
     """Sum of an answer's log-probabilities; the same number for equal answers to a prompt."""
-    sums = torch.tensor([sum(c.logprobs) for c in completions], dtype=torch.float64)
+    sums = [sum(c.logprobs) for c in completions]
     if recompute:  # with the learner, in place of those of the sampler
-        sums = torch.zeros_like(sums)
+        table = torch.zeros(len(sums), dtype=torch.float64, device=model.device)
         for batch in micro_batches(completions, list(range(len(sums))), args, model.device):
-            values = model.token_logprobs(batch, args).double().cpu()
-            sums.index_add_(0, batch.completion_index.cpu(), values)
+            values = model.token_logprobs(batch, args).double()
+            table.index_add_(0, batch.completion_index, values)
+        sums = table.tolist()
     first = {}  # of equal answers, whose sums may differ by rounding
-    for c, value in zip(completions, sums.tolist()):
+    for c, value in zip(completions, sums):
         first.setdefault((tuple(c.prompt), tuple(c.ids)), value)
     return [first[tuple(c.prompt), tuple(c.ids)] for c in completions]
 
@@ -623,12 +624,12 @@ def state_bonuses(reference, completions, step: int, indices, args: Args) -> lis
     """The bonus of each answer of this process by the hidden states of the initial model."""
     rows = list(range(len(completions)))
     width = reference.config.get_text_config().hidden_size
-    states = torch.zeros(len(rows), width)  # (B,H)
+    states = torch.zeros(len(rows), width, device=reference.device)  # (B,H)
     with adapters_off(reference, args):
         for batch in micro_batches(completions, rows, args, reference.device):
-            hidden = reference.hidden_states(batch, args).float().cpu()  # (N,H)
-            states.index_add_(0, batch.completion_index.cpu(), hidden)
-    states = states / torch.tensor([[len(c.ids)] for c in completions])
+            hidden = reference.hidden_states(batch, args).float()  # (N,H)
+            states.index_add_(0, batch.completion_index, hidden)
+    states = states.cpu() / torch.tensor([[len(c.ids)] for c in completions])
     generator = torch.Generator().manual_seed(random_seed("projection", args.seed, step))
     size = args.bonus_dim or args.num_generations // 2
     projected = states @ sparse_projection(width, size, generator)  # (B,D)

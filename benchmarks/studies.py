@@ -94,6 +94,7 @@ RETURNS |= {f"eval_{how}": (f"eval/{how}/return_mean", "last") for how in ("dete
 KUHN = {name: (f"eval/kuhn/{name}", "last") for name in ("nash_conv_last", "nash_conv_average", "illegal")}
 KUHN |= {"forfeits": ("train/spiral_rae/kuhn/forfeits", "late"), "length": (LENGTH, "late")}
 KUHN_CURVES = ("eval/kuhn/nash_conv_average", "train/spiral_rae/kuhn/forfeits")
+RARE = ("greedy", "pass_at_1", "pass_at_8", "pass_at_64")
 ARITHMETIC = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task chain_sum
  --task-config '{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}'
  --system-prompt "Think briefly, then end with the answer."
@@ -143,8 +144,8 @@ QUIET = "--end-e 0.02 --buffer-size 10000"  # fewer random moves in the end, and
 PONG = "qmix vdn selfplay_qmix iql".split()
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
-SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo arpo empg spiral_rae pi_play hpt ampo opd unimodal_poisson"
-SCRIPTS += " mdpo stream_x fm3q arac"
+SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo arpo empg spiral_rae pi_play hpt ampo opd unlikeliness"
+SCRIPTS += " unimodal_poisson mdpo stream_x fm3q arac"
 STUDIES = {
     "defaults": Study(
         command="algorithms/{arm}.py",
@@ -419,6 +420,21 @@ STUDIES = {
         curves=("eval/mean_at_8", "train/rewards/correctness/mean"),
         best="train_late",  # of training problems, which are new at every step
         minutes=1.0,
+    ),
+    "unlikeliness": Study(  # at the rate at which GRPO is best; pass@64 and pass@1 stand beside each other
+        command="algorithms/unlikeliness.py --max-steps 100 --eval-steps 100 --num-generations-eval 64"
+        " --learning-rate 2e-4",
+        arms={
+            "unlikeliness": Arm("--rank-penalty 0.5", seeds=EIGHT),
+            "none": Arm("--method none", seeds=EIGHT),
+            "kl": Arm("--method none --beta 0.1", seeds=FIVE),
+            "rep_exp": Arm("--method rep_exp --bonus-weight 0.5", seeds=FIVE),
+            "shuffled": Arm("--method rep_exp --bonus-weight 0.5 --shuffle-bonus", seeds=FIVE),
+        },
+        scores={f"{when}{name}": (f"eval/{name}", which) for when, which in (("first_", "first"), ("", "last")) for name in RARE}
+        | {"train_late": ("train/rewards/correctness/mean", "last 10")},
+        curves=("eval/pass_at_1", "eval/pass_at_64", "train/rewards/correctness/mean"),
+        minutes=5.0,
     ),
     "nash_preference": Study(  # one rate for all arms; its sweep was a pilot on seed 1
         command="algorithms/nash_preference.py",

@@ -24,6 +24,7 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "nash_preference": f"{LINES.replace('--reward own.py:ones', '--preference own.py:longer')} --micro-batch-size 2 "
     "--num-generations-eval 2",
     "ampo": f"{LINES} --num-replaced 1",
+    "unlikeliness": f"{LINES} --method rep_exp",
     "opd": f"{LINES} --teacher {TINY}/countdown",
     "igpo": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
     "empg": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
@@ -39,7 +40,7 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "fm3q": f"--env-id duel.py:make {TEAM}",
     "arac": f"--graph town.graphml {TEAM}",
 }
-MODELS = dict.fromkeys(["grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "opd"], "countdown") | {"spiral_rae": "text_games"}  # load it first
+MODELS = dict.fromkeys(["grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "opd", "unlikeliness"], "countdown") | {"spiral_rae": "text_games"}  # load it first
 TASKS = [script for script in SCRIPTS if script not in ("unimodal_poisson", "stream_x", "mdpo")]  # their default is in envs/
 OWN = '''\
 import random

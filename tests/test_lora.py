@@ -25,6 +25,7 @@ from algorithms import (
     opd,
     pi_play,
     spiral_rae,
+    unlikeliness,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -34,7 +35,7 @@ OWN = {
     nash_preference: {"method": "nash_mp", "learning_rate": 1e-3},
     pi_play: {"num_documents_per_step": 8, "num_answers": 2, "examiner_steps": 1, "student_steps": 1},
 }
-ONE_TURN = (grpo, dapo, gdpo, nash_preference, hpt, ampo, opd)
+ONE_TURN = (grpo, dapo, gdpo, nash_preference, hpt, ampo, opd, unlikeliness)
 SCRIPTS = {script: LORA | OWN.get(script, {}) for script in (*ONE_TURN, dr_mas, igpo, empg, arpo, pi_play)}
 SCRIPTS[spiral_rae] = {key: LORA[key] for key in ("max_steps", "lora_rank", "learning_rate", "eval_steps", "save_steps")}
 SCRIPTS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 6, "max_completion_length": 32}

@@ -46,6 +46,7 @@ check_tags score
 DISTILLED = """
 group_advantages kl_estimate policy_loss token_weights add_methods Decoder token_logprobs Packed log_completions
 """  # not in opd.py, or with a text of its own there
+RARE = "evaluate update add_methods token_logprobs"  # with a text of its own in unlikeliness.py
 TEACHERS = "load_problems log_completions"  # problems are those that the shipped model cannot solve
 CONTROL = "setup check_least random_seed checkpoints save_checkpoint load_checkpoint open_run log is_due parse_args"
 OFF_POLICY = "ReplayBuffer update_target"
@@ -76,6 +77,8 @@ FAMILIES = [
     (["grpo", "hpt"], without(BOTH_TERMS, f"{SHARED} {ONE_TURN} evaluate")),
     (["grpo", "ampo"], without(TEACHERS, f"{SHARED} {ONE_TURN} evaluate")),
     (["grpo", "opd"], without(DISTILLED, f"{SHARED} {ONE_TURN} evaluate")),
+    (["grpo", "unlikeliness"], without(RARE, f"{SHARED} {ONE_TURN} setup")),
+    (["opd", "unlikeliness"], ["add_methods", "hidden_states"]),
     (["hpt", "ampo"], ["load_problems"]),
     (["grpo", "nash_preference"], without(PREFERENCES, f"{SHARED} {ONE_TURN}")),
     (["grpo", "pi_play"], without(THREE_MODELS, SHARED)),

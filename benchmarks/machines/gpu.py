@@ -68,7 +68,7 @@ SHAPES = {
     "7B": PUBLIC_MODELS["Qwen2.5-7B-Instruct"],
     "small": Model(2, 64, 128, 2, 1, 32, 2048, True, "qwen2"),
 }
-LANGUAGE = ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "opd", "dr_mas", "igpo", "empg", "arpo")
+LANGUAGE = ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "opd", "unlikeliness", "dr_mas", "igpo", "empg", "arpo")
 LANGUAGE += ("spiral_rae", "pi_play")
 CONTROL = ("unimodal_poisson", "fm3q", "arac", "mdpo")
 BARE = "--eval-steps 0 --save-steps 0"

@@ -173,6 +173,8 @@ def memory_model(
 
 def needs_reference(script: str, flags) -> bool:
     """Whether log-probabilities of the initial model are in the loss."""
+    if script == "unlikeliness" and flags.method == "rep_exp":
+        return True  # its hidden states
     return getattr(flags, "beta", 0) > 0 or (script == "nash_preference" and flags.method in ("inpo", "mnpo", "nash_mp"))
 
 
@@ -262,7 +264,7 @@ def rollout_moments(script: str, shape: Model, flags, compute: int) -> list[dict
     """Bytes by part: while completions are written, and in the forward pass of the prompts."""
     S, _, rows = sizes_of(flags)
     group = 1  # completions of one prompt
-    if script in ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "opd") and not flags.eval_steps:
+    if script in ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "opd", "unlikeliness") and not flags.eval_steps:
         group = flags.num_generations
     prompts = ceil(rows / group)  # greedy evaluation writes one completion of each
     moments = decoding_moments(shape, flags, compute, prompts)
