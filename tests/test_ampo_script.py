@@ -147,18 +147,6 @@ def test_rewards_of_teachers(tmp_path, own_data):
         )
 
 
-def test_a_reward_that_cannot_score_a_solution(tmp_path, own_data):
-    path = tmp_path / "own.jsonl"
-    lines = [json.loads(line) | {"broken": True} for line in path.read_text().splitlines()]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    with pytest.raises(SystemExit, match="length: returned None for '.* and 9.'"):
-        train_here(
-            tmp_path / "run",
-            **own_data | {"reward": (*own_data["reward"], f"{tmp_path}/own.py:length")},
-            eval_steps=0,
-        )
-
-
 def test_a_killed_run_continues(tmp_path, own_data):
     values = (
         SMALL | own_data | {"max_steps": 3, "save_steps": 1, "eval_steps": 3, "method": "random"}

@@ -60,15 +60,6 @@ def test_speed_vllm(tmp_path):
     assert table.ratio_max["generate", "16 x 6"] > 0
 
 
-def test_timed_lines(tmp_path):
-    (tmp_path / "program.py").write_text("for i in range(3): print('step', i); print('other')")
-    lines = about.timed_lines(["program.py"], str(tmp_path), "step ")
-    assert [line for line, _, _ in lines] == ["step 0\n", "step 1\n", "step 2\n"]
-    (tmp_path / "program.py").write_text("print('step'); raise ValueError('broken')")
-    with pytest.raises(SystemExit, match="broken"):
-        about.timed_lines(["program.py"], str(tmp_path), "step ")
-
-
 def test_speed_marl():
     """Gradient steps for each environment step as its flags say, and rewards of the same tables."""
     args = tyro.cli(fm3q.Args, args=speed_marl.command("vdn", 5, 32, 32, 2048)[1:])
@@ -126,13 +117,6 @@ def test_gpu_short(tmp_path):
     assert found["tokens"] == 64 and found["update_tokens_per_second"] > 0
     page = (about.ROOT / "algorithms" / "README.md").read_text().replace("\\\n", "")
     assert gpu.SMOLLM2.split() == page.split("# CPU\n    python algorithms/grpo.py")[1].split("\n\n")[0].split()
-
-
-def test_gpu_model_that_is_not_saved(tmp_path):
-    """grpo.py trains random weights that have no file."""
-    run = next(run for run in gpu.runs_of("short", "cpu", True) if not run.saved)
-    row = gpu.measure(run, str(tmp_path), 60, "cpu")
-    assert not row["error"] and row["steps"] == 2 and row["computed_gb"] > 0
 
 
 @pytest.mark.parametrize("part", ["short", "defaults", "control", "whole", "models", "two", "lora", "vllm", "trl"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import tyro
 
-from benchmarks.machines.memory import PUBLIC_MODELS, SPARE, engine_rows, memory_model, shape_of
+from benchmarks.machines.memory import SPARE, engine_rows, memory_model, shape_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = re.compile(r"# .*?(?:(?:(\d+) x )?(\d+) GB|(CPU))")  # number of GPUs, GB of each
@@ -95,8 +95,3 @@ def test_commands_fit_the_gpu_beside_them(page, command, comment):
 def test_commands_are_found():
     pages = {f"{script}.md" for script in SCRIPTS.split("|")} | {"README.md", "scale.md"}
     assert pages <= {page for page, *_ in COMMANDS}
-
-
-def test_known_models_are_found_by_their_names():
-    assert all(shape_of(f"someone/{name}") == shape for name, shape in PUBLIC_MODELS.items())
-    assert shape_of("models/smollm2-135m") is PUBLIC_MODELS["SmolLM2-135M-Instruct"] and shape_of("Gemma") is None

@@ -490,13 +490,6 @@ def test_second_iteration_moves_the_ratios(model, batch):
     assert relative(flat(learner.parameters()) - start, moved) < 1e-4
 
 
-def test_a_wrong_logprob_of_the_sampler_shows(model, batch):
-    wrong = copy.deepcopy(batch)
-    wrong[1].logprobs[0] += 0.5
-    _, metrics = updated_gradient(model, wrong, BASE)
-    assert metrics["sampling/logprob_difference/max"] == pytest.approx(0.5, abs=1e-4)
-
-
 def test_gradient_is_scaled_down_to_max_grad_norm(model, batch):
     expected, whole = updated_gradient(model, batch, BASE)
     gradient, metrics = updated_gradient(model, batch, replace(BASE, max_grad_norm=1e-3))

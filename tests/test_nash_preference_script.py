@@ -8,7 +8,6 @@ import language_runs
 import pytest
 import torch
 from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
-from processes import ROOT
 from run_folders import assert_tags_of_pages, begin, tags
 from test_grpo import flat
 
@@ -18,7 +17,6 @@ from envs.sign_cycle import SignCycle, kind
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-TINY_MODEL = ROOT / "envs" / "tiny_lm" / "countdown"
 SMALL = language_runs.SMALL | {"num_iterations": 2, "learning_rate": 1e-3}
 LONG = SMALL | {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
 KINDS = {"sum", "difference", "product", "other"}
@@ -61,12 +59,6 @@ def test_a_killed_run_continues(whole, tmp_path):
     """Also its evaluations, which play against the initial model."""
     run_dir, _, values = whole
     kill_and_resume(nash_preference, run_dir, tmp_path, 3, **values)
-
-
-def test_the_control_continues(tmp_path):
-    values = SMALL | {"max_steps": 2, "save_steps": 1, "method": "grpo"}
-    train(nash_preference, tmp_path / "whole", **values)
-    kill_and_resume(nash_preference, tmp_path / "whole", tmp_path, 2, **values)
 
 
 @pytest.fixture

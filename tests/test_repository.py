@@ -78,11 +78,6 @@ def test_bibtex_parses(block):
         assert author == "others" or author.startswith("{") or author.count(",") == 1, author
 
 
-def test_every_method_page_has_bibtex():
-    pages = {entry.id for entry in bibtex_entries()}
-    assert {name_of(script.with_suffix(".md")) for script in SCRIPTS} <= pages
-
-
 def test_lines_of_the_readme_are_those_of_grpo():
     """In its order, without their indentation."""
     shown = re.search(r"^```python\n(groups = .*?)^```", README, re.M | re.S)[1].split("\n")

@@ -3,11 +3,9 @@ rows of a batch, opponents, the read-out."""
 
 import json
 import random
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,10 +299,3 @@ def test_kuhn_read_out(model_and_tokenizer, monkeypatch):
     average = [0.5] * 3 + [0.0] * 3 + [0.5] * 6
     assert scores[1]["eval/kuhn/nash_conv_average"] == pytest.approx(kuhn_nash_conv(average))
     assert scores[1]["eval/kuhn/illegal"] == pytest.approx(1 / 4)
-
-
-def test_random_opponents_of_a_game_of_ones_own_draw_uniformly():
-    game = SimpleNamespace(legal_actions=lambda: ["[left]", "[right]", "[stay]"])
-    match = SimpleNamespace(name="own.py:Steps", game=game)
-    counts = Counter(spiral_rae.random_action(match, random.Random(seed)) for seed in range(600))
-    assert len(counts) == 3 and min(counts.values()) > 150

@@ -317,16 +317,3 @@ def test_any_parallel_environment_is_a_game(duel):
     assert rewards.tolist() == [3, 2 / 2 - 1] and dones.tolist() == [False, False]
     assert over.tolist() == [False, True], "a cut, after which the value of what was seen counts"
     assert game.observations(state)[1, 0].tolist() == [3.5, 3.5, 0, 0, 1, 1, 0]
-
-
-def test_simple_tag_of_pettingzoo():
-    pytest.importorskip("mpe2")
-    game = PettingZooGame("mpe2.simple_tag_v3", 2, 3, "cpu")
-    assert game.teams == (1, 3) and game.observation_dim == 16 + 5 and game.num_actions == 5
-    first = game.state
-    for step in range(1, 26):
-        rewards, dones, over, state = game.step(game.random_actions())
-        assert not dones.any() and over.all() == over.any() == (step == 25)
-    assert not torch.equal(game.state, state)
-    game.reset(3)
-    assert torch.equal(game.state, first)
