@@ -9,25 +9,14 @@ import pandas as pd
 import pytest
 import torch
 import tyro
-from control_runs import train
-from PIL import Image
 
-from algorithms import arac, dr_mas, fm3q, grpo
-from benchmarks import about, animate, refiner_team
-from benchmarks.machines import gpu, gpu_short, speed_grpo, speed_marl, speed_vllm
+from algorithms import dr_mas, fm3q, grpo
+from benchmarks import about, refiner_team
+from benchmarks.machines import gpu, gpu_short, speed_marl
 from envs.teams import Episode
 from envs.two_team import arat_game
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def test_animation(tmp_path):
-    """On a cycle shortest paths never catch anybody, so each of three games is shown to its end."""
-    train(arac, tmp_path / "run", total_timesteps=64, num_envs=8, learning_starts=32, horizon=4)
-    path = tmp_path / "arac.gif"
-    animate.main(animate.Args(str(tmp_path / "run"), str(path)))
-    with Image.open(path) as picture:
-        assert (picture.n_frames, picture.size) == (3 * 5, (560, 330))
 
 
 def test_refiner_team():
@@ -40,24 +29,6 @@ def test_refiner_team():
 
 
 # --- Speed ----------------------------------------------------------------------------------------
-
-
-def test_speed_grpo(tmp_path):
-    """Without TRL its columns are empty."""
-    path = tmp_path / "speed.csv"
-    speed_grpo.main(speed_grpo.Args(("few",), 1, str(path), smoke=True))
-    table = pd.read_csv(path).set_index("arm")
-    assert list(table.index) == ["shipped", "all rows"]
-    assert (table.ours_ms > table.rollout_ms).all()
-
-
-def test_speed_vllm(tmp_path):
-    """Without vLLM, which has an environment of its own; the program checks that all write as many tokens."""
-    flags = {"contenders": ("ours", "generate"), "prompts": 2, "tokens": (4, 6), "threads": (1,), "dtypes": ("bfloat16",)}
-    speed_vllm.main(speed_vllm.Args(**flags, repeats=2, csv=str(tmp_path / "speed.csv")))
-    table = pd.read_csv(tmp_path / "speed.csv").set_index(["contender", "workload"])
-    assert len(table) == 4 and (table.ratio_median["ours"] == 1).all() and (table.seconds_min > 0).all()
-    assert table.ratio_max["generate", "16 x 6"] > 0
 
 
 def test_speed_marl():
@@ -89,20 +60,6 @@ def test_gpu_in_small(tmp_path):
     assert (control["part"], model["part"]) == ("control", "models") and pd.isna(model["error"])
     for name in ("decode_tokens_per_second", "update_tokens_per_second", "peak_memory_gb", "computed_gb", "gap"):
         assert model[name] > 0
-
-
-def test_gpu_runs_with_an_error(tmp_path, monkeypatch):
-    """One fails, one hangs, for one there is no GPU, for one no time, one samples from others' weights: all say so."""
-    script = tmp_path / "script.py"
-    script.write_text("import sys; sys.exit('one line')")
-    assert gpu.in_child([str(script)], 60, "cpu")["error"] == "one line"
-    assert gpu.in_child([str(script)], 0, "cpu")["error"] == "stopped after 0 s"
-    run = gpu.runs_of("two", "cuda", False)[0]
-    assert gpu.measure(run, "", 60, "cuda")["error"].startswith("skipped: needs 2 GPUs")
-    assert gpu.measure(run, "", 5, "cpu")["error"].endswith("time of the part is over")
-    monkeypatch.setattr(gpu, "in_child", lambda *_: {"error": ""})
-    monkeypatch.setattr(gpu, "speeds", lambda _: {"gap": 0.3})
-    assert gpu.measure(run, "", 60, "cpu")["error"] == "sampler and learner are 0.300 nats apart"
 
 
 def test_gpu_short(tmp_path):

@@ -77,10 +77,6 @@ def problems(command: str, comment: str) -> list[str]:
     rows = engine_rows(args.model_name_or_path, args, size)
     if args.vllm and rows < 1:
         wrong.append(f"--vllm-memory {args.vllm_memory}: cache for {rows:.1f} completions")
-    if args.max_steps > 0 and (args.learning_rate or 0) > (1e-4 if args.lora_rank else 1e-5):
-        wrong.append(f"--learning-rate {args.learning_rate:g} is one for tiny models")
-    if (args.max_completion_length or 1024) < 128 and not device[3]:
-        wrong.append(f"--max-completion-length {args.max_completion_length} cuts every answer")
     for name in ("num_prompts_per_step", "num_games_per_step", "num_documents_per_step"):
         if getattr(args, name, 0) % processes:
             wrong.append(f"{processes} processes do not divide --{name.replace('_', '-')}")

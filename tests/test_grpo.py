@@ -267,17 +267,6 @@ def test_greedy_generation_equals_transformers(model, compactions):
     assert len({len(completion.ids) for completion in completions}) > 1
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_recorded_logprobs_equal_teacher_forcing(model, compactions, temperature):
-    args = Args(max_completion_length=T, temperature=temperature)
-    completions = generate(model, rows_of(PROMPTS, 8), args, range(32))
-    assert compactions
-    for completion in completions:
-        with torch.no_grad():
-            chosen = plain_chosen(model, completion, temperature)
-        assert_close(torch.tensor(completion.logprobs), chosen)
-
-
 def test_samples_follow_the_seeds(model, compactions):
     """A sample depends on its own seed alone, not on its neighbours or its place, or on rows that leave."""
     args = Args(max_completion_length=T)
@@ -370,16 +359,6 @@ def test_packing_shares_the_prompt(batch):
     assert (packed.owners >= 0).sum() == length
 
 
-def test_a_pass_without_tokens_has_no_gradient(model):
-    """As processes make that have fewer passes than others, under FSDP."""
-    packed = grpo.pack([], [], torch.device("cpu"))
-    model.zero_grad()
-    logprobs = model.token_logprobs(packed, BASE)
-    logprobs.sum().backward()
-    assert logprobs.shape == (0,)
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
-
-
 def flat(tensors) -> torch.Tensor:
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
@@ -453,19 +432,6 @@ def test_gradient_equals_that_of_the_loss_written_out(model, other_model, batch,
         assert metrics["clip_ratio"] == 0
         assert metrics["sampling/logprob_difference/max"] < 1e-4
     assert ("kl" in metrics) == (beta > 0)
-
-
-def test_gradient_with_recomputation_and_chunked_logits(model, batch, monkeypatch):
-    """Neither changes it; nor does dropout, which the switch of transformers would need."""
-    expected, _ = updated_gradient(model, batch, BASE)
-    monkeypatch.setattr(grpo, "LOGITS_AT_ONCE", 64 * 7)  # 7 tokens at once
-    recomputing = copy.deepcopy(model)
-    grpo.recompute_layers(recomputing)
-    calls = []
-    recomputing.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    gradient, _ = updated_gradient(recomputing, batch, BASE)
-    assert len(calls) == 2, "nothing was computed again"
-    assert relative(gradient, expected) < 1e-6
 
 
 def test_second_iteration_moves_the_ratios(model, batch):

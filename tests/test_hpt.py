@@ -245,16 +245,3 @@ def test_gate_minus_one_is_grpo(model, rows, scale):
     assert relative(found, recorder.gradient) < 1e-6
     control, _ = updated_gradient(model, rows, replace(args, method="grpo", gate=5))
     assert torch.equal(control, found)
-
-
-def test_gate_of_all_rollouts_is_supervised_fine_tuning(model, rows):
-    logprobs, _, mask = padded(model, rows[G :: G + 1])
-    loss = -(logprobs * mask).sum() / mask.sum()
-    expected = flat(torch.autograd.grad(loss, list(model.parameters())))
-    for normalizer in ("tokens", "length"):
-        found, metrics = updated_gradient(model, rows, replace(BASE, gate=G, normalizer=normalizer))
-        assert relative(found, expected) < 1e-5
-        assert metrics["sft_loss"] == pytest.approx(loss.item(), rel=1e-5)
-        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
-        control, _ = updated_gradient(model, rows, replace(BASE, method="sft", normalizer=normalizer))
-        assert torch.equal(control, found)

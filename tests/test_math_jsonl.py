@@ -135,11 +135,6 @@ def test_grades(gold, completion, correct, well_formed):
     assert math_jsonl.format(Problem("?", gold), completion) == well_formed
 
 
-@pytest.mark.parametrize("before, short", [(1000, 1), (1001, 0)])
-def test_length_counts_only_the_text_before_the_answer(before, short):
-    assert math_jsonl.length(Problem("?", "1"), "x" * before + "<answer>" + "1" * 5000 + "</answer>") == short
-
-
 def test_commas_of_gsm8k(tmp_path):
     """Its rewards ask for digits only, so that is how the answers of the file are kept."""
     lines = [{"question": f"{n}?", "answer": f"so\n#### 1,00{n}"} for n in range(2)]
@@ -171,14 +166,6 @@ def test_gold_answers(tmp_path, row, gold):
     path = write(tmp_path / "data.jsonl", [row, "", '{"question": "other", "answer": "1"}', ""])
     task = MathJsonl(path)
     assert Problem("q", gold) in task.train_rows + task.evaluation_rows
-
-
-def test_utf8_with_byte_order_mark_and_windows_line_ends(tmp_path):
-    path = tmp_path / "data.jsonl"
-    first = '{"question": "a\u00e9\u2028b", "answer": "1"}'  # U+2028 ends a line of text, but not one of JSON lines
-    path.write_bytes(b"\xef\xbb\xbf" + first.encode() + b'\r\n{"question": "c", "answer": "2"}\r\n')
-    task = MathJsonl(path)
-    assert {row.question for row in task.train_rows + task.evaluation_rows} == {"a\u00e9\u2028b", "c"}
 
 
 def test_gsm8k_names_golds_that_are_no_integers(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """The files around the code: citation, BibTeX, links, commands and flags on pages, no path of a machine."""
 
 import ast
+import functools
 import importlib
 import itertools
 import re
@@ -152,6 +153,7 @@ def fields(path: Path) -> dict[str, str]:
     return found
 
 
+@functools.cache
 def flags_of(path: Path) -> set[str]:
     """Flags of a program that has Args, as they are typed."""
     names = [name.replace("_", "-") for name in fields(path)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from envs import search_qa, search_text
-from envs.retriever import RELATIONS, HttpRetriever, Retriever, World
+from envs.retriever import RELATIONS, HttpRetriever
 from envs.search_qa import Problem, SearchQA, Turn, world
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -114,18 +114,6 @@ def test_the_exact_sentence_comes_first():
     assert len(results) == 3 and all(text.startswith("Midra Oslen's ") for text in results)
     assert world().lookup("Midra Oslen", "teacher") in results[0]
     assert world().lookup("Midra Oslen", "boss") is world().lookup("Midra", "teacher") is None
-
-
-def test_search_is_deterministic_and_ranks_by_bm25():
-    documents = [("Nile", "The Nile is a river."), ("Rhine", "The Rhine is a river."), ("Delta", "Nile delta delta.")]
-    retriever = Retriever(documents)
-    assert retriever.search("nile delta", 2)[0] == "Nile delta delta."
-    assert retriever.search("river", 9) == ["The Nile is a river.", "The Rhine is a river."]  # equal: in order
-    assert retriever.search("RHINE, please?", 1) == ["The Rhine is a river."]
-    assert retriever.search("unknown") == retriever.search("") == Retriever([]).search("nile") == []
-    assert retriever.search_batch(["rhine", "x"], 1) == [["The Rhine is a river."], []]
-    queries = ["rival", "Midra", "Midra Midra", "friend of Oslen", "is", "Oslen Bruby rival"]
-    assert World().search_batch(queries) == [world().search(query) for query in queries]
 
 
 @pytest.fixture

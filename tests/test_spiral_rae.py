@@ -247,18 +247,6 @@ def test_a_game_ends_as_a_draw_when_its_prompt_gets_too_long(model_and_tokenizer
     assert not match.result().forfeit  # it is not the policy's
 
 
-def test_an_opponent_plays_each_role_in_turn_and_is_not_learned_from(model_and_tokenizer):
-    model, tokenizer = model_and_tokenizer
-    args = replace(ARGS, opponent="random", games=("tictactoe", "kuhn"))
-    found = [training_match(number, args) for number in range(8)]
-    play({"policy": model}, tokenizer, found, args)
-    roles = [match.players.index("policy") for match in found]
-    assert roles == [0, 0, 1, 1, 0, 0, 1, 1]
-    for match, role in zip(found, roles):
-        assert match.players[1 - role] == "random"
-        assert {turn[0] for turn in match.turns} == {role} and not match.result().learns[1 - role]
-
-
 def test_evaluation_counts_wins_by_role_and_without_handicap(monkeypatch):
     """Role 0 wins a chip in every game; with the handicap it still has less in the end."""
 

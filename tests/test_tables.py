@@ -45,14 +45,6 @@ def test_verdicts(claim):
     assert verdicts.kind_of(claim) == expected
 
 
-def test_verdict_within_a_margin():
-    """By hand: 1 to 5 less 3 is 0 with a half width of 1.963, which 2 holds and 1.9 does not."""
-    found = paired(pd.Series([1, 2, 3, 4, 5]), pd.Series([3] * 5))
-    assert verdicts.verdict(found, "higher", 2.0) == "no difference larger than"
-    assert verdicts.verdict(found, "higher", 1.9, "us") == "open"
-    assert verdicts.verdict(verdicts.Interval(1, 0.5, 1.5), "lower", 2.0) == "opposite"
-
-
 def test_holm_corrected_intervals_exclude_zero_if_the_test_rejects():
     """Four p-values by hand (the third stops the procedure), then all that were ever tested against adjusted p-values."""
     errors = verdicts.holm_errors(pd.Series({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}))
@@ -66,17 +58,6 @@ def test_holm_corrected_intervals_exclude_zero_if_the_test_rejects():
         assert tested[name] == pytest.approx(stats.ttest_rel(*scores, nan_policy="omit").pvalue, rel=1e-4)
         found = paired(*scores, errors[name])
         assert (found.low > 0 or found.high < 0) == (adjusted[name] < 0.05) == verdicts.survives(claim), name
-
-
-def test_a_new_claim_gets_its_row_of_all_that_were_tested(tmp_path, monkeypatch):
-    rows = verdicts.load_tested()
-    rows.drop(index="dapo").to_csv(tmp_path / "tested.csv")
-    monkeypatch.setattr(verdicts, "load_tested", lambda: pd.read_csv(tmp_path / "tested.csv", dtype={"commit": str}, index_col="name"))
-    monkeypatch.setattr(verdicts, "p_values", lambda: pd.Series({"dapo": 0.5, "grpo_135m": 0.25}))
-    verdicts.record_tested(tmp_path / "tested.csv")
-    found = verdicts.load_tested()
-    assert len(found) == len(rows) and found.p_value["dapo"] == 0.5 and found.p_value["grpo_135m"] == 0.25
-    assert found.commit["grpo_135m"] == rows.commit["grpo_135m"] and found.commit.notna().all()
 
 
 def study_file(folder, rows) -> None:
