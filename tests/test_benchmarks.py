@@ -1,54 +1,19 @@
-"""The programs of benchmarks/, everything tiny: they run, and compare what they say they compare."""
+"""The programs that measure a GPU, everything tiny and on the CPU: there is little time on a machine that has one."""
 
 import importlib
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 import tyro
 
-from algorithms import dr_mas, fm3q, grpo
-from benchmarks import about, refiner_team
-from benchmarks.machines import gpu, gpu_short, speed_marl
-from envs.teams import Episode
-from envs.two_team import arat_game
+from algorithms import grpo
+from benchmarks import about
+from benchmarks.machines import gpu, gpu_short
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def test_refiner_team():
-    """The first query is the searcher's, later ones the refiner's."""
-    team = refiner_team.load_team(dr_mas.Args(env="search_qa", max_rounds=4), None)
-    episode = Episode(team.task.train_problem(0, 1), "router")
-    for text in ["<verify>no</verify>", "<search>a</search>"] * 2:
-        team.advance([episode], [f"<think>b</think>{text}"])
-    assert [agent for agent, _ in episode.calls] == ["router", "searcher", "router", "refiner"]
-
-
-# --- Speed ----------------------------------------------------------------------------------------
-
-
-def test_speed_marl():
-    """Gradient steps for each environment step as its flags say, and rewards of the same tables."""
-    args = tyro.cli(fm3q.Args, args=speed_marl.command("vdn", 5, 32, 32, 2048)[1:])
-    assert args.num_envs / args.updates_per_step == 5 and args.batch_size == 32
-    rewards, _, teams = arat_game("large")
-    one = speed_marl.OneGame()
-    assert one.n_agents == sum(teams)
-    generator = np.random.default_rng(1)
-    for number in range(1, speed_marl.HORIZON + 1):
-        actions = generator.integers(4, size=6)
-        pro, ant = (np.ravel_multi_index(part, (4, 4, 4)) for part in (actions[:3], actions[3:]))
-        expected = rewards[one.state, pro, ant].item()
-        _, reward, ended, cut, _ = one.step(torch.tensor(actions))
-        assert reward == pytest.approx(expected) and not ended
-        assert cut == (number == speed_marl.HORIZON)
-
-
-# --- GPU ------------------------------------------------------------------------------------------
 
 
 def test_gpu_in_small(tmp_path):
