@@ -129,11 +129,12 @@ def test_every_script_has_them(script, tmp_path):
 
 
 @pytest.mark.quick
-def test_another_clip_range_above(monkeypatch, tmp_path):
+@pytest.mark.parametrize("script", [grpo, dapo, igpo], ids=lambda script: script.__name__[11:])
+def test_another_clip_range_above(script, monkeypatch, tmp_path):
     given = []
-    loss = grpo.policy_loss
-    monkeypatch.setattr(grpo, "policy_loss", lambda *words, **named: given.append(named) or loss(*words, **named))
-    train(grpo, tmp_path / "run", **SMALL, epsilon=0.1, epsilon_high=0.3)
+    loss = script.policy_loss
+    monkeypatch.setattr(script, "policy_loss", lambda *words, **named: given.append(named) or loss(*words, **named))
+    train(script, tmp_path / "run", **SMALL, epsilon=0.1, epsilon_high=0.3)
     assert {(named["epsilon"], named["epsilon_high"]) for named in given} == {(0.1, 0.3)}
 
 

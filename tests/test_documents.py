@@ -11,7 +11,6 @@ import pytest
 
 from envs import retriever
 from envs.retriever import Documents, Retriever, split
-from envs.search_qa import SearchQA
 
 SCRIPTS = ("igpo", "pi_play", "dr_mas")  # with a text of its own that loads the task
 ROWS = [
@@ -60,13 +59,10 @@ def test_the_best_documents_are_the_exact_ones(tmp_path):
 
 
 def test_formats_equal_scores_and_broken_rows(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    paths = [tmp_path / f"own.{ending}" for ending in ("jsonl", "json", "csv", "parquet")]
+    paths = [tmp_path / "own.jsonl", tmp_path / "own.csv"]
     write_lines(paths[0], ROWS)
-    paths[1].write_text(json.dumps(ROWS))
-    with open(paths[2], "w", newline="") as file:
+    with open(paths[1], "w", newline="") as file:
         csv.writer(file).writerows([("title", "text"), *(row.values() for row in ROWS)])
-    importlib.import_module("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(ROWS), paths[3])
     contents = [{"id": "1", "contents": f'"{row["title"]}"\n{row["text"]}'} for row in ROWS]  # of Search-R1
     for path in (*map(str, paths), write_lines(tmp_path / "contents.jsonl", contents)):
         assert Documents(path).texts == SHOWN, path
@@ -160,8 +156,3 @@ def test_a_resumed_run_finds_its_files_elsewhere_and_another_server(tmp_path, mo
     write_lines(tmp_path / "moved.jsonl", ROWS[1:])  # the same name
     with pytest.raises(SystemExit, match="the run began with moved.jsonl, which had other contents"):
         script.parse_args()
-
-
-def test_questions_from_a_file_need_something_to_search_in(tmp_path):
-    with pytest.raises(ValueError, match="need a file to search in, --documents, or a retrieval server"):
-        SearchQA(write_lines(tmp_path / "train.jsonl", [{"question": "Who?", "answer": "Ann"}]))

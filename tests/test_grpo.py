@@ -352,13 +352,6 @@ def test_packed_logprobs_equal_one_row_forwards(model, batch, monkeypatch, longe
     assert sorted(seen) == rows, "a row was lost or taken twice"
 
 
-def test_packing_shares_the_prompt(batch):
-    packed = grpo.pack(batch, [[12, 13, 14, 15]], torch.device("cpu"))
-    length = len(PROMPTS[3]) - 1 + sum(len(batch[row].ids) for row in (12, 13, 14, 15))
-    assert packed.owners.shape == (1, math.ceil(length / 8) * 8)
-    assert (packed.owners >= 0).sum() == length
-
-
 def flat(tensors) -> torch.Tensor:
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 

@@ -103,7 +103,7 @@ def test_bfloat16_corrects_for_the_sampler(script, tmp_path):
     found = train(script, tmp_path / "run", **OTHERS[script])
     ratio = found[1, "train/sampling/importance_sampling_ratio/mean"]
     assert ratio != 1 and math.isclose(ratio, 1, abs_tol=0.02)
-    assert (tmp_path / "run" / "final" / "adapter").exists()
+    assert (tmp_path / "run" / "final" / "adapter" / "adapter_config.json").exists()
 
 
 @pytest.mark.parametrize("package, flag", [("vllm", ("--vllm",)), ("peft", ("--lora-rank", "4"))])

@@ -10,7 +10,7 @@ import torch
 from algorithms import fm3q
 from algorithms.fm3q import PettingZooGame, observed
 from envs.pong import DOWN, STAY, UP, Pong, tracker
-from envs.two_team import TabularGame, arat_game, joint_actions, random_arat_game
+from envs.two_team import TabularGame, arat_game, random_arat_game
 
 PARTS = ("paddles", "ball", "velocity", "pace", "clock")
 
@@ -165,17 +165,6 @@ def test_tabular_game_moves_as_its_tables_say():
         torch.testing.assert_close(found, rewards[before, 2, 1].float())
         counts, drawn = counts + state[before == 0].sum(0), drawn + (before == 0).sum()
     torch.testing.assert_close(counts / drawn, transitions[0, 2, 1].float(), atol=0.02, rtol=0)
-
-
-def test_joint_actions():
-    """The first player's digit stands in front, as in the tables; teams need not be equal."""
-    actions = torch.tensor([[1, 0, 2, 0, 1], [2, 2, 2, 2, 2]])
-    pro, ant = joint_actions(actions, (2, 3), 3)
-    assert pro.tolist() == [3, 8] and ant.tolist() == [19, 26]
-    rewards, _, _ = arat_game("small")
-    alone = torch.cat([torch.zeros(1, 4), torch.eye(4)]).long()
-    gains = rewards[0][tuple(joint_actions(alone, (2, 2), 2))] - rewards[0, 0, 0]
-    assert gains.tolist() == [0, -1, 2, -1, 1], "state 0: what each player's second action changes"
 
 
 def test_random_additive_games():
