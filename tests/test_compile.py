@@ -55,7 +55,8 @@ def test_sharded_and_recomputed(tmp_path):
     """Two processes with --compile --fsdp --gradient-checkpointing take the step of one without. With one layer of the
     tiny model, because each layer takes some seconds to compile."""
     shutil.copytree(ROOT / "envs" / "tiny_lm" / "countdown", tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", num_hidden_layers=1)
+    fewer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **fewer)
     model.save_pretrained(tmp_path / "model")
     values = SMALL | {"model_name_or_path": str(tmp_path / "model"), "max_steps": 1}
     flags = {"fsdp": True, "gradient_checkpointing": True, "compile": True}
