@@ -1,4 +1,4 @@
-"""Countdown: the grader against hand-made cases and an oracle; the held-out split; the demonstrations."""
+"""Countdown: the grader against hand-made cases and an oracle."""
 
 import random
 import re

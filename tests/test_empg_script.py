@@ -1,4 +1,4 @@
-"""EMPG as people run it: what its update gets, its controls, resume, processes and own tools."""
+"""EMPG as people run it: what its update gets, its controls, resume and processes."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""IGPO as people run it: its resume and its processes, controls, a search server, tools and rewards of their own."""
+"""IGPO as people run it: its resume and its processes, controls, a search server and rewards of their own."""
 
 import json
 import math

@@ -1,5 +1,5 @@
 """SPIRAL: numbers of the official code, gradient variance of Kuhn poker by enumeration, games as
-rows of a batch, opponents, the read-out."""
+rows of a batch, the read-out."""
 
 import json
 import random

@@ -1,5 +1,5 @@
 """Text games: parsing, ends and transcripts of SPIRAL's code, OpenSpiel as the judge of rules and
-solutions, games of the package textarena and of one's own, the tiny model's demonstrations."""
+solutions, games of the package textarena and of one's own."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""The example with JSON tools: what its API does, and a chat that is the template's, token for token."""
+"""The example with JSON tools: what its API does when it works, fails or hangs."""
 
 import json
 import time
