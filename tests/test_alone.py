@@ -40,8 +40,8 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "fm3q": f"--env-id duel.py:make {TEAM}",
     "arac": f"--graph town.graphml {TEAM}",
 }
-MODELS = dict.fromkeys(["grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "opd", "unlikeliness"], "countdown") | {"spiral_rae": "text_games"}  # load it first
-TASKS = [script for script in SCRIPTS if script not in ("unimodal_poisson", "stream_x", "mdpo")]  # their default is in envs/
+MODELS = {"grpo": "countdown", "nash_preference": "countdown", "spiral_rae": "text_games"}  # load it first
+TASKS = ["grpo", "nash_preference", "igpo", "dr_mas", "pi_play", "spiral_rae", "fm3q", "arac"]  # each loads its own way
 OWN = '''\
 import random
 from dataclasses import dataclass, field

@@ -51,7 +51,7 @@ def own_data(tmp_path) -> dict:
 @pytest.mark.quick
 def test_command_and_its_files(tmp_path, own_data, monkeypatch, capsys):
     """Own data: solutions stand in the rows of questions without a right rollout, with a reward of 1."""
-    values = SMALL | {"max_steps": 2, "eval_steps": 2, "num_prompts_per_step": 8} | own_data
+    values = SMALL | {"max_steps": 2, "eval_steps": 2, "num_prompts_per_step": 8, "beta": 0.04} | own_data
     monkeypatch.setattr(
         "sys.argv", ["ampo.py", *as_flags(values), "--output-dir", str(tmp_path / "run")]
     )
@@ -85,6 +85,7 @@ def test_command_and_its_files(tmp_path, own_data, monkeypatch, capsys):
         assert found[step, "train/num_demonstration_tokens"] == tokens > 0
         assert 0 < found[step, "train/comprehension"] < 1
     assert all(map(math.isfinite, found.values()))
+    assert_tags_of_pages(tags(tmp_path / "run"), "ampo", "grpo")
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
     shown = completions(tmp_path / "run")
     taught = [flag for *_, is_teacher, _ in given for flag in is_teacher[:8].tolist()]
@@ -93,7 +94,7 @@ def test_command_and_its_files(tmp_path, own_data, monkeypatch, capsys):
 
 def test_it_learns_and_its_controls_differ(tmp_path):
     """No rollout is right at first, so that GRPO has the reward of the format alone."""
-    values = {"max_steps": 8, "num_prompts_per_step": 8, "learning_rate": 1e-3, "warmup_steps": 0}
+    values = {"max_steps": 8, "num_prompts_per_step": 4, "learning_rate": 1e-3, "warmup_steps": 0}
     names = ("ampo", "grpo", "one_teacher", "random")
     runs = {name: train_here(tmp_path / name, **values, method=name) for name in names}
     for name in ("ampo", "one_teacher", "random"):
@@ -110,12 +111,11 @@ def test_it_learns_and_its_controls_differ(tmp_path):
     assert more[1, "train/num_demonstration_tokens"] > less[1, "train/num_demonstration_tokens"] > 0
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])
-def test_its_control_is_grpo(tmp_path, own_data, loss_type):
+def test_its_control_is_grpo(tmp_path, own_data):
     values = (
         SMALL
         | own_data
-        | {"max_steps": 2, "loss_type": loss_type, "learning_rate": 1e-3, "scale_rewards": "group"}
+        | {"max_steps": 2, "loss_type": "grpo", "learning_rate": 1e-3, "scale_rewards": "group"}
         | {"beta": 0.04}
     )
     expected = train(grpo, tmp_path / "grpo", **values)
@@ -147,18 +147,6 @@ def test_rewards_of_teachers(tmp_path, own_data):
         )
 
 
-def test_a_reward_that_cannot_score_a_solution(tmp_path, own_data):
-    path = tmp_path / "own.jsonl"
-    lines = [json.loads(line) | {"broken": True} for line in path.read_text().splitlines()]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    with pytest.raises(SystemExit, match="length: returned None for '.* and 9.'"):
-        train_here(
-            tmp_path / "run",
-            **own_data | {"reward": (*own_data["reward"], f"{tmp_path}/own.py:length")},
-            eval_steps=0,
-        )
-
-
 def test_a_killed_run_continues(tmp_path, own_data):
     values = (
         SMALL | own_data | {"max_steps": 3, "save_steps": 1, "eval_steps": 3, "method": "random"}
@@ -178,11 +166,6 @@ def test_two_processes_equal_one(tmp_path, own_data):
     two_processes_equal_one(ampo, tmp_path, **values, loss_type="paper", beta=0.04)
     found = numbers(tmp_path / "one")
     assert 0 < found[1, "train/guided_share"] < 1
-
-
-def test_tags_are_those_of_the_page(tmp_path):
-    train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
-    assert_tags_of_pages(tags(tmp_path), "ampo", "grpo")
 
 
 def test_data_without_demonstrations_that_fit_gets_one_sentence(tmp_path, own_data):

@@ -1,92 +1,19 @@
-"""The programs of benchmarks/, everything tiny: they run, and compare what they say they compare."""
+"""The programs that measure a GPU, everything tiny and on the CPU: there is little time on a machine that has one."""
 
 import importlib
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 import tyro
-from control_runs import train
-from PIL import Image
 
-from algorithms import arac, dr_mas, fm3q, grpo
-from benchmarks import about, animate, refiner_team
-from benchmarks.machines import gpu, gpu_short, speed_grpo, speed_marl, speed_vllm
-from envs.teams import Episode
-from envs.two_team import arat_game
+from algorithms import grpo
+from benchmarks import about
+from benchmarks.machines import gpu, gpu_short
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def test_animation(tmp_path):
-    """On a cycle shortest paths never catch anybody, so each of three games is shown to its end."""
-    train(arac, tmp_path / "run", total_timesteps=64, num_envs=8, learning_starts=32, horizon=4)
-    path = tmp_path / "arac.gif"
-    animate.main(animate.Args(str(tmp_path / "run"), str(path)))
-    with Image.open(path) as picture:
-        assert (picture.n_frames, picture.size) == (3 * 5, (560, 330))
-
-
-def test_refiner_team():
-    """The first query is the searcher's, later ones the refiner's."""
-    team = refiner_team.load_team(dr_mas.Args(env="search_qa", max_rounds=4), None)
-    episode = Episode(team.task.train_problem(0, 1), "router")
-    for text in ["<verify>no</verify>", "<search>a</search>"] * 2:
-        team.advance([episode], [f"<think>b</think>{text}"])
-    assert [agent for agent, _ in episode.calls] == ["router", "searcher", "router", "refiner"]
-
-
-# --- Speed ----------------------------------------------------------------------------------------
-
-
-def test_speed_grpo(tmp_path):
-    """Without TRL its columns are empty."""
-    path = tmp_path / "speed.csv"
-    speed_grpo.main(speed_grpo.Args(("few",), 1, str(path), smoke=True))
-    table = pd.read_csv(path).set_index("arm")
-    assert list(table.index) == ["shipped", "all rows"]
-    assert (table.ours_ms > table.rollout_ms).all()
-
-
-def test_speed_vllm(tmp_path):
-    """Without vLLM, which has an environment of its own; the program checks that all write as many tokens."""
-    flags = {"contenders": ("ours", "generate"), "prompts": 2, "tokens": (4, 6), "threads": (1,), "dtypes": ("bfloat16",)}
-    speed_vllm.main(speed_vllm.Args(**flags, repeats=2, csv=str(tmp_path / "speed.csv")))
-    table = pd.read_csv(tmp_path / "speed.csv").set_index(["contender", "workload"])
-    assert len(table) == 4 and (table.ratio_median["ours"] == 1).all() and (table.seconds_min > 0).all()
-    assert table.ratio_max["generate", "16 x 6"] > 0
-
-
-def test_timed_lines(tmp_path):
-    (tmp_path / "program.py").write_text("for i in range(3): print('step', i); print('other')")
-    lines = about.timed_lines(["program.py"], str(tmp_path), "step ")
-    assert [line for line, _, _ in lines] == ["step 0\n", "step 1\n", "step 2\n"]
-    (tmp_path / "program.py").write_text("print('step'); raise ValueError('broken')")
-    with pytest.raises(SystemExit, match="broken"):
-        about.timed_lines(["program.py"], str(tmp_path), "step ")
-
-
-def test_speed_marl():
-    """Gradient steps for each environment step as its flags say, and rewards of the same tables."""
-    args = tyro.cli(fm3q.Args, args=speed_marl.command("vdn", 5, 32, 32, 2048)[1:])
-    assert args.num_envs / args.updates_per_step == 5 and args.batch_size == 32
-    rewards, _, teams = arat_game("large")
-    one = speed_marl.OneGame()
-    assert one.n_agents == sum(teams)
-    generator = np.random.default_rng(1)
-    for number in range(1, speed_marl.HORIZON + 1):
-        actions = generator.integers(4, size=6)
-        pro, ant = (np.ravel_multi_index(part, (4, 4, 4)) for part in (actions[:3], actions[3:]))
-        expected = rewards[one.state, pro, ant].item()
-        _, reward, ended, cut, _ = one.step(torch.tensor(actions))
-        assert reward == pytest.approx(expected) and not ended
-        assert cut == (number == speed_marl.HORIZON)
-
-
-# --- GPU ------------------------------------------------------------------------------------------
 
 
 def test_gpu_in_small(tmp_path):
@@ -98,20 +25,6 @@ def test_gpu_in_small(tmp_path):
     assert (control["part"], model["part"]) == ("control", "models") and pd.isna(model["error"])
     for name in ("decode_tokens_per_second", "update_tokens_per_second", "peak_memory_gb", "computed_gb", "gap"):
         assert model[name] > 0
-
-
-def test_gpu_runs_with_an_error(tmp_path, monkeypatch):
-    """One fails, one hangs, for one there is no GPU, for one no time, one samples from others' weights: all say so."""
-    script = tmp_path / "script.py"
-    script.write_text("import sys; sys.exit('one line')")
-    assert gpu.in_child([str(script)], 60, "cpu")["error"] == "one line"
-    assert gpu.in_child([str(script)], 0, "cpu")["error"] == "stopped after 0 s"
-    run = gpu.runs_of("two", "cuda", False)[0]
-    assert gpu.measure(run, "", 60, "cuda")["error"].startswith("skipped: needs 2 GPUs")
-    assert gpu.measure(run, "", 5, "cpu")["error"].endswith("time of the part is over")
-    monkeypatch.setattr(gpu, "in_child", lambda *_: {"error": ""})
-    monkeypatch.setattr(gpu, "speeds", lambda _: {"gap": 0.3})
-    assert gpu.measure(run, "", 60, "cpu")["error"] == "sampler and learner are 0.300 nats apart"
 
 
 def test_gpu_short(tmp_path):
@@ -126,13 +39,6 @@ def test_gpu_short(tmp_path):
     assert found["tokens"] == 64 and found["update_tokens_per_second"] > 0
     page = (about.ROOT / "algorithms" / "README.md").read_text().replace("\\\n", "")
     assert gpu.SMOLLM2.split() == page.split("# CPU\n    python algorithms/grpo.py")[1].split("\n\n")[0].split()
-
-
-def test_gpu_model_that_is_not_saved(tmp_path):
-    """grpo.py trains random weights that have no file."""
-    run = next(run for run in gpu.runs_of("short", "cpu", True) if not run.saved)
-    row = gpu.measure(run, str(tmp_path), 60, "cpu")
-    assert not row["error"] and row["steps"] == 2 and row["computed_gb"] > 0
 
 
 @pytest.mark.parametrize("part", ["short", "defaults", "control", "whole", "models", "two", "lora", "vllm", "trl"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import tyro
 
-from benchmarks.machines.memory import PUBLIC_MODELS, SPARE, engine_rows, memory_model, shape_of
+from benchmarks.machines.memory import SPARE, engine_rows, memory_model, shape_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = re.compile(r"# .*?(?:(?:(\d+) x )?(\d+) GB|(CPU))")  # number of GPUs, GB of each
@@ -77,10 +77,6 @@ def problems(command: str, comment: str) -> list[str]:
     rows = engine_rows(args.model_name_or_path, args, size)
     if args.vllm and rows < 1:
         wrong.append(f"--vllm-memory {args.vllm_memory}: cache for {rows:.1f} completions")
-    if args.max_steps > 0 and (args.learning_rate or 0) > (1e-4 if args.lora_rank else 1e-5):
-        wrong.append(f"--learning-rate {args.learning_rate:g} is one for tiny models")
-    if (args.max_completion_length or 1024) < 128 and not device[3]:
-        wrong.append(f"--max-completion-length {args.max_completion_length} cuts every answer")
     for name in ("num_prompts_per_step", "num_games_per_step", "num_documents_per_step"):
         if getattr(args, name, 0) % processes:
             wrong.append(f"{processes} processes do not divide --{name.replace('_', '-')}")
@@ -95,8 +91,3 @@ def test_commands_fit_the_gpu_beside_them(page, command, comment):
 def test_commands_are_found():
     pages = {f"{script}.md" for script in SCRIPTS.split("|")} | {"README.md", "scale.md"}
     assert pages <= {page for page, *_ in COMMANDS}
-
-
-def test_known_models_are_found_by_their_names():
-    assert all(shape_of(f"someone/{name}") == shape for name, shape in PUBLIC_MODELS.items())
-    assert shape_of("models/smollm2-135m") is PUBLIC_MODELS["SmolLM2-135M-Instruct"] and shape_of("Gemma") is None

@@ -1,15 +1,17 @@
 """--compile: the gradients of the update are those without it."""
 
 import copy
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from language_runs import SMALL, numbers, train
-from processes import train_by_two
+from processes import ROOT, train_by_two
 from run_folders import assert_close, assert_same_weights
 from simulated_cuda import compiler
 from test_grpo import ADVANTAGES, BASE, Recorder, relative, some_batch, tiny_model
+from transformers import AutoModelForCausalLM
 
 from algorithms import grpo
 
@@ -50,9 +52,15 @@ def gradient_of(model, batch, args) -> torch.Tensor:
 
 
 def test_sharded_and_recomputed(tmp_path):
-    """Two processes with --compile --fsdp --gradient-checkpointing take the step of one without."""
+    """Two processes with --compile --fsdp --gradient-checkpointing take the step of one without. With one layer of the
+    tiny model, because each layer takes some seconds to compile."""
+    shutil.copytree(ROOT / "envs" / "tiny_lm" / "countdown", tmp_path / "model")
+    fewer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **fewer)
+    model.save_pretrained(tmp_path / "model")
+    values = SMALL | {"model_name_or_path": str(tmp_path / "model"), "max_steps": 1}
     flags = {"fsdp": True, "gradient_checkpointing": True, "compile": True}
-    train_by_two(tmp_path, "grpo", [SMALL | flags | {"max_steps": 1, "output_dir": str(tmp_path / "two")}])
-    expected = train(grpo, tmp_path / "one", **SMALL)
+    train_by_two(tmp_path, "grpo", [values | flags | {"output_dir": str(tmp_path / "two")}])
+    expected = train(grpo, tmp_path / "one", **values)
     assert_close(numbers(tmp_path / "two"), expected, relative=1e-3)
     assert_same_weights(tmp_path / "two", tmp_path / "one")

@@ -7,11 +7,9 @@ import pytest
 from envs.control_tokens import without_control
 from envs.countdown import Countdown
 from envs.countdown import Problem as NumberProblem
-from envs.examples.retry import Retry
 from envs.search_problems import Request
 from envs.search_qa import Problem, SearchQA
-from envs.teams import Episode, RouterSearcherResponder, SolverVerifier
-from envs.text_games import make_game
+from envs.teams import RouterSearcherResponder, SolverVerifier
 
 TOKENS = """<|im_end|> <|im_start|> <|endoftext|> <|eot_id|> <|start_header_id|> <|END_OF_TURN_TOKEN|> <|channel|>
 <|system|> <｜end▁of▁sentence｜> <｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜DSML｜> <|turn> <turn|>
@@ -57,17 +55,6 @@ def test_teammates():
     assert_clean(team.prompt(episode))
 
 
-def test_the_example_of_a_team():
-    pytest.importorskip("reasoning_gym")
-    team = Retry()
-    episode = Episode(team.task.evaluation_problems(1)[0], "solver")
-    team.advance([episode], [ATTACK])
-    assert_clean(team.prompt(episode))
-    team.advance([episode], [ATTACK])
-    assert episode.agent == "refiner"
-    assert_clean(team.prompt(episode)[-1:])
-
-
 def test_the_question_of_an_examiner():
     task = SearchQA(hops=(1,))
     document = task.document(random.Random(0))
@@ -84,20 +71,6 @@ def test_the_question_of_an_examiner():
     assert problem.steps[0][0].endswith("one two")
     empty = last.replace(f"Who is one{TOKENS[8]}two {person}?", TOKENS[8])
     assert task.examined(request, [query, reading, empty]) == (0.0, None)
-
-
-@pytest.mark.parametrize("name", ["negotiation", "textarena:SimpleNegotiation-v0"])
-def test_a_player_s_message(name):
-    if name.startswith("textarena"):
-        pytest.importorskip("textarena")
-    game = make_game(name)
-    game.reset(random.Random(0))
-    writer = game.player
-    game.step(f"<think>t</think>{ATTACK}")
-    assert game.player != writer
-    prompt = game.prompt(game.player)
-    text = prompt if isinstance(prompt, str) else " ".join(message["content"] for message in prompt)
-    assert_clean([{"content": text}])
 
 
 def test_what_a_search_finds(monkeypatch):

@@ -1,4 +1,4 @@
-"""Countdown: the grader against hand-made cases and an oracle; the held-out split; the demonstrations."""
+"""Countdown: the grader against hand-made cases and an oracle."""
 
 import random
 import re
@@ -42,11 +42,6 @@ EIGHTS = Problem((8, 3, 8, 3), 24)
 def test_grades(problem, completion, correct, well_formed):
     assert countdown.correctness(problem, completion) == correct
     assert countdown.format(problem, completion) == well_formed
-
-
-def test_length_counts_only_the_text_before_the_answer():
-    assert countdown.length(EIGHTS, "8+3=11 no\n<answer>" + "8" * 200 + "</answer>") == 1
-    assert countdown.length(EIGHTS, "8+3+8+3=22 no\n" * 10 + "<answer>8</answer>") == 0
 
 
 def test_verdict():
@@ -97,14 +92,3 @@ def test_problems_keep_the_flags_and_are_solvable():
         assert len(problem.numbers) == 4 and all(1 <= number <= 9 for number in problem.numbers)
         assert 1 <= problem.target <= 30
         assert countdown.correctness(problem, f"<answer>{problem.solution}</answer>")
-
-
-def test_demonstrations_compute_right():
-    task, generator = Countdown(), random.Random(0)
-    for _ in range(500):
-        problem = task.sample(generator)
-        for line in task.demonstration(problem, generator).split("\n")[:-1]:
-            expression, value, hit = re.fullmatch(r"(.+)=(-?\d+) (yes|no)", line).groups()
-            result, numbers = countdown.evaluate_expression(expression)
-            assert result == int(value) and (hit == "yes") == (result == problem.target)
-            assert sorted(numbers) == sorted(problem.numbers)

@@ -15,7 +15,7 @@ import torch
 import transformers
 from language_runs import assert_same_run, completions, evaluation_answers, numbers, train
 from processes import ENVIRONMENT, ROOT
-from run_folders import command, refusal
+from run_folders import command
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_grpo import ADVANTAGES, BASE, G, some_batch, tiny_model
@@ -74,7 +74,7 @@ def test_a_step_for_each_minibatch_with_ratios_to_the_model_before_the_first():
     assert metrics["clip_ratio"] > 0.1, "the second part is behind a step"
 
 
-@pytest.mark.parametrize("script", [dapo, gdpo, igpo, empg, arpo, dr_mas, spiral_rae], ids=lambda s: s.__name__[11:])
+@pytest.mark.parametrize("script", [dapo, igpo, dr_mas], ids=lambda s: s.__name__[11:])
 def test_minibatches_take_other_steps_on_the_same_batch(script, tmp_path):
     values = FLAGS[script] | {"num_iterations": 1, "epsilon": 1e-6, "learning_rate": 1e-2, "warmup_steps": 0}
     values |= {"num_prompts_per_step": 8, "env": "countdown"} if script is dr_mas else {}  # a reward that is not 0
@@ -89,12 +89,6 @@ def test_minibatches_by_two_processes(tmp_path):
     values = SMALL | {"num_prompts_per_step": 4, "num_minibatches": 2, "epsilon": 1e-4, "max_steps": 1}
     language_runs.two_processes_equal_one(grpo, tmp_path, **values)
     assert numbers(tmp_path / "one")[1, "train/clip_ratio"] > 0
-
-
-@pytest.mark.quick
-def test_groups_must_divide(monkeypatch):
-    sentence = refusal(grpo, monkeypatch, "--num-minibatches", 3)
-    assert sentence.startswith("--num-prompts-per-step: not divisible by the 1 processes x 3 minibatches")
 
 
 @pytest.mark.quick
@@ -136,11 +130,12 @@ def test_every_script_has_them(script, tmp_path):
 
 
 @pytest.mark.quick
-def test_another_clip_range_above(monkeypatch, tmp_path):
+@pytest.mark.parametrize("script", [grpo, dapo, igpo], ids=lambda script: script.__name__[11:])
+def test_another_clip_range_above(script, monkeypatch, tmp_path):
     given = []
-    loss = grpo.policy_loss
-    monkeypatch.setattr(grpo, "policy_loss", lambda *words, **named: given.append(named) or loss(*words, **named))
-    train(grpo, tmp_path / "run", **SMALL, epsilon=0.1, epsilon_high=0.3)
+    loss = script.policy_loss
+    monkeypatch.setattr(script, "policy_loss", lambda *words, **named: given.append(named) or loss(*words, **named))
+    train(script, tmp_path / "run", **SMALL, epsilon=0.1, epsilon_high=0.3)
     assert {(named["epsilon"], named["epsilon_high"]) for named in given} == {(0.1, 0.3)}
 
 

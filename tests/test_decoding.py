@@ -39,13 +39,6 @@ def test_tokens_are_those_of_the_plain_loop(model, length, seeds, temperature):
     assert length < 60 or len({len(completion.ids) for completion in found}) > 3
 
 
-def test_one_row_and_parts_of_a_batch(model):
-    whole = grpo.generate(model, ROWS, ARGS, range(16))
-    assert_same(grpo.generate(model, ROWS[5:6], ARGS, [5]), whole[5:6])
-    parts = [grpo.generate(model, ROWS[i : i + 3], ARGS, [*range(16)][i : i + 3]) for i in range(0, 16, 3)]
-    assert_same(itertools.chain(*parts), whole)
-
-
 def test_rows_that_end_at_once(model, monkeypatch):
     """Some of them, and all."""
     first = grpo.generate(model, ROWS, ARGS, range(16))[0].ids[0]

@@ -9,7 +9,7 @@ from language_runs import numbers
 from processes import ROOT, as_flags, fork
 from run_folders import command, metrics, refusal
 
-from algorithms import dr_mas, grpo, mdpo, stream_x, unimodal_poisson
+from algorithms import grpo, mdpo, stream_x, unimodal_poisson
 
 SMALL = {"num_prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8, "eval_steps": 0, "save_steps": 1}
 CONTROL = {
@@ -75,12 +75,6 @@ def test_a_damaged_checkpoint_names_the_older_one(run_dir, monkeypatch):
     shutil.rmtree(run_dir / "checkpoints" / "step_00000002")
     (run_dir / "checkpoints" / "step_00000003" / ".metadata").write_bytes(b"no pickle")
     assert "and the run begins anew" in refusal(grpo, monkeypatch, "--resume", run_dir)
-
-
-def test_a_checkpoint_that_was_not_finished_does_not_count(run_dir):
-    (run_dir / "checkpoints" / "step_00000003" / ".metadata").write_bytes(b"")
-    assert [path.name for path in grpo.checkpoints(run_dir)] == ["step_00000002"]
-    assert dr_mas.checkpoints(run_dir) == grpo.checkpoints(run_dir)
 
 
 def test_a_row_that_was_cut_off_does_not_merge_with_the_next(run_dir, whole, monkeypatch):

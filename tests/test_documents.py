@@ -1,4 +1,4 @@
-"""Documents of one's own, searched in the process by BM25: exact ranks, file formats, the flags of five scripts."""
+"""Documents of one's own, searched in the process by BM25: exact ranks, file formats, the flags of three scripts."""
 
 import csv
 import importlib
@@ -11,9 +11,8 @@ import pytest
 
 from envs import retriever
 from envs.retriever import Documents, Retriever, split
-from envs.search_qa import SearchQA
 
-SCRIPTS = ("igpo", "empg", "arpo", "pi_play", "dr_mas")
+SCRIPTS = ("igpo", "pi_play", "dr_mas")  # with a text of its own that loads the task
 ROWS = [
     {"title": "Nile", "text": "The Nile is a river.\nIt is long."},
     {"title": "River mouths", "text": "A delta is where a river ends."},
@@ -60,13 +59,10 @@ def test_the_best_documents_are_the_exact_ones(tmp_path):
 
 
 def test_formats_equal_scores_and_broken_rows(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    paths = [tmp_path / f"own.{ending}" for ending in ("jsonl", "json", "csv", "parquet")]
+    paths = [tmp_path / "own.jsonl", tmp_path / "own.csv"]
     write_lines(paths[0], ROWS)
-    paths[1].write_text(json.dumps(ROWS))
-    with open(paths[2], "w", newline="") as file:
+    with open(paths[1], "w", newline="") as file:
         csv.writer(file).writerows([("title", "text"), *(row.values() for row in ROWS)])
-    importlib.import_module("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(ROWS), paths[3])
     contents = [{"id": "1", "contents": f'"{row["title"]}"\n{row["text"]}'} for row in ROWS]  # of Search-R1
     for path in (*map(str, paths), write_lines(tmp_path / "contents.jsonl", contents)):
         assert Documents(path).texts == SHOWN, path
@@ -121,7 +117,7 @@ def test_a_script_searches_them_without_a_server(name, tmp_path, monkeypatch, ca
 
 
 def test_a_resumed_run_finds_its_files_elsewhere_and_another_server(tmp_path, monkeypatch, capsys):
-    """The same contents under another name, in all twelve scripts; other contents are refused."""
+    """The same contents under another name, in scripts of each kind; other contents are refused."""
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "train.jsonl", ROWS)
     write_lines(tmp_path / "moved.jsonl", ROWS)
@@ -131,7 +127,7 @@ def test_a_resumed_run_finds_its_files_elsewhere_and_another_server(tmp_path, mo
         monkeypatch.setattr(sys, "argv", ["x", "--resume", script.__name__, *words.split()])
         return script.parse_args()
 
-    for name in (*SCRIPTS, "grpo", "dapo", "gdpo", "hpt", "ampo", "nash_preference", "spiral_rae"):
+    for name in (*SCRIPTS, "grpo", "spiral_rae"):
         script = importlib.import_module(f"algorithms.{name}")
         files = {flag: "train.jsonl" for flag in ("dataset", "eval_dataset") if hasattr(script.Args, flag)}
         server = {"retriever_url": "http://a:1/x"} if name in SCRIPTS else {}
@@ -160,15 +156,3 @@ def test_a_resumed_run_finds_its_files_elsewhere_and_another_server(tmp_path, mo
     write_lines(tmp_path / "moved.jsonl", ROWS[1:])  # the same name
     with pytest.raises(SystemExit, match="the run began with moved.jsonl, which had other contents"):
         script.parse_args()
-    saved = json.loads((tmp_path / "own" / "args.json").read_text())
-    del saved["checksums"]  # a run of an older version
-    (tmp_path / "own" / "args.json").write_text(json.dumps(saved))
-    assert script.parse_args().documents == "moved.jsonl"
-    monkeypatch.setattr(sys, "argv", "igpo --resume own --documents train.jsonl".split())
-    with pytest.raises(SystemExit, match="the run began with moved.jsonl, which cannot change"):
-        script.parse_args()
-
-
-def test_questions_from_a_file_need_something_to_search_in(tmp_path):
-    with pytest.raises(ValueError, match="need a file to search in, --documents, or a retrieval server"):
-        SearchQA(write_lines(tmp_path / "train.jsonl", [{"question": "Who?", "answer": "Ann"}]))

@@ -267,17 +267,6 @@ def test_greedy_generation_equals_transformers(model, compactions):
     assert len({len(completion.ids) for completion in completions}) > 1
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_recorded_logprobs_equal_teacher_forcing(model, compactions, temperature):
-    args = Args(max_completion_length=T, temperature=temperature)
-    completions = generate(model, rows_of(PROMPTS, 8), args, range(32))
-    assert compactions
-    for completion in completions:
-        with torch.no_grad():
-            chosen = plain_chosen(model, completion, temperature)
-        assert_close(torch.tensor(completion.logprobs), chosen)
-
-
 def test_samples_follow_the_seeds(model, compactions):
     """A sample depends on its own seed alone, not on its neighbours or its place, or on rows that leave."""
     args = Args(max_completion_length=T)
@@ -363,23 +352,6 @@ def test_packed_logprobs_equal_one_row_forwards(model, batch, monkeypatch, longe
     assert sorted(seen) == rows, "a row was lost or taken twice"
 
 
-def test_packing_shares_the_prompt(batch):
-    packed = grpo.pack(batch, [[12, 13, 14, 15]], torch.device("cpu"))
-    length = len(PROMPTS[3]) - 1 + sum(len(batch[row].ids) for row in (12, 13, 14, 15))
-    assert packed.owners.shape == (1, math.ceil(length / 8) * 8)
-    assert (packed.owners >= 0).sum() == length
-
-
-def test_a_pass_without_tokens_has_no_gradient(model):
-    """As processes make that have fewer passes than others, under FSDP."""
-    packed = grpo.pack([], [], torch.device("cpu"))
-    model.zero_grad()
-    logprobs = model.token_logprobs(packed, BASE)
-    logprobs.sum().backward()
-    assert logprobs.shape == (0,)
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
-
-
 def flat(tensors) -> torch.Tensor:
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
@@ -455,19 +427,6 @@ def test_gradient_equals_that_of_the_loss_written_out(model, other_model, batch,
     assert ("kl" in metrics) == (beta > 0)
 
 
-def test_gradient_with_recomputation_and_chunked_logits(model, batch, monkeypatch):
-    """Neither changes it; nor does dropout, which the switch of transformers would need."""
-    expected, _ = updated_gradient(model, batch, BASE)
-    monkeypatch.setattr(grpo, "LOGITS_AT_ONCE", 64 * 7)  # 7 tokens at once
-    recomputing = copy.deepcopy(model)
-    grpo.recompute_layers(recomputing)
-    calls = []
-    recomputing.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    gradient, _ = updated_gradient(recomputing, batch, BASE)
-    assert len(calls) == 2, "nothing was computed again"
-    assert relative(gradient, expected) < 1e-6
-
-
 def test_second_iteration_moves_the_ratios(model, batch):
     """Two steps on one batch equal those of the loss written out, whose ratios are then not 1."""
     args = replace(BASE, num_iterations=2, micro_batch_size=8, epsilon=0.02)
@@ -488,13 +447,6 @@ def test_second_iteration_moves_the_ratios(model, batch):
     start = flat(model.parameters())
     moved = flat(plain.parameters()) - start
     assert relative(flat(learner.parameters()) - start, moved) < 1e-4
-
-
-def test_a_wrong_logprob_of_the_sampler_shows(model, batch):
-    wrong = copy.deepcopy(batch)
-    wrong[1].logprobs[0] += 0.5
-    _, metrics = updated_gradient(model, wrong, BASE)
-    assert metrics["sampling/logprob_difference/max"] == pytest.approx(0.5, abs=1e-4)
 
 
 def test_gradient_is_scaled_down_to_max_grad_norm(model, batch):

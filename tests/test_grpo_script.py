@@ -2,7 +2,6 @@
 
 import json
 import math
-import pickle
 import re
 import shutil
 from functools import partial
@@ -242,15 +241,6 @@ def test_own_data_and_rewards(data, tmp_path):
         text = row["completion"]
         expected = {"brief": values[question] - len(text), "ones": text.count("1")}
         assert row["rewards"] == expected
-
-
-def test_a_reward_file_runs_once(data, tmp_path):
-    path = data / "rewards.py"
-    path.write_text(REWARDS + f"open({str(tmp_path / 'runs.txt')!r}, 'a').write('run\\n')\n")
-    train_here(tmp_path / "run", dataset=str(data / "train.jsonl"), reward=(f"{path}:brief", f"{path}:ones"))
-    assert (tmp_path / "runs.txt").read_text() == "run\n"
-    function = grpo.from_file("--reward", f"{path}:brief")
-    assert pickle.loads(pickle.dumps(function)) is function, "so that rewards can be given to a pool of processes"
 
 
 def test_evaluation_data_is_scored_whole(data, tmp_path):

@@ -155,28 +155,6 @@ def rewards() -> tuple[torch.Tensor, torch.Tensor]:
     return (solved + 0.3 * extra).flatten(), solved
 
 
-def test_a_question_is_in_one_term_and_in_both_with_srft():
-    for gate in range(-1, G + 1):
-        _, weights, in_rl, in_sft = assign(*rewards(), Args(num_generations=G, gate=gate, normalizer="length"))
-        expected = [float(count <= gate) for count in SOLVED]
-        assert in_sft[:, -1].tolist() == expected and in_sft[:, :-1].sum() == 0
-        assert (in_rl[:, :-1] == 1 - in_sft[:, -1:]).all() and in_rl[:, -1].sum() == 0
-        assert torch.equal(weights, in_rl + in_sft)
-    advantages, weights, in_rl, in_sft = assign(*rewards(), Args(num_generations=G, method="srft"))
-    assert (weights == 1).all() and (in_rl == 1).all()
-    assert (in_sft[:, -1] == 1).all() and in_sft[:, :-1].sum() == 0
-    assert_close(advantages[:, -1], [1 - (count + 1) / (G + 1) for count in SOLVED], 1e-6)
-    assert ((advantages[:, :-1] >= 0) == rewards()[1]).all(), "the sign tells right from wrong"
-
-
-def test_terms_weigh_as_much_as_their_questions():
-    weights = assign(*rewards(), Args(num_generations=G, gate=1))[1]
-    assert_close(weights[SOLVED.index(4)], [0.5] * G + [0.0], 1e-6)
-    weights = assign(*rewards(), Args(num_generations=G, gate=0))[1]
-    assert_close(weights[SOLVED.index(4)], [2 / 3] * G + [0.0], 1e-6)
-    assert_close(weights[SOLVED.index(0)], [0.0] * G + [1 / 3], 1e-6)
-
-
 # --- The update -------------------------------------------------------------------------------------------------------
 
 BASE = Args(temperature=0.9, num_generations=G, num_prompts_per_step=6, max_completion_length=T, max_grad_norm=math.inf)
@@ -206,16 +184,6 @@ def updated_gradient(model, rows, args: Args):
     recorder = Recorder(model)
     metrics = hpt.update(model, None, recorder, rows, assign(*rewards(), args).flatten(1), args)
     return recorder.gradient, metrics
-
-
-def test_a_demonstration_shares_the_prompt_of_its_rollouts(rows):
-    """And demonstrations that stand alone are together, behind the longer groups."""
-    device, args = torch.device("cpu"), replace(BASE, micro_batch_size=G + 1)
-    whole = hpt.micro_batches(rows, list(range(len(rows))), args, device)
-    assert [len(batch.input_ids) for batch in whole] == [1] * 6
-    some = [*range(2 * (G + 1)), *range(2 * (G + 1) + G, len(rows), G + 1)]
-    indices = [set(batch.completion_index.tolist()) for batch in hpt.micro_batches(rows, some, args, device)]
-    assert indices[-1] == set(some[-4:])
 
 
 def padded(model, rows):
@@ -277,16 +245,3 @@ def test_gate_minus_one_is_grpo(model, rows, scale):
     assert relative(found, recorder.gradient) < 1e-6
     control, _ = updated_gradient(model, rows, replace(args, method="grpo", gate=5))
     assert torch.equal(control, found)
-
-
-def test_gate_of_all_rollouts_is_supervised_fine_tuning(model, rows):
-    logprobs, _, mask = padded(model, rows[G :: G + 1])
-    loss = -(logprobs * mask).sum() / mask.sum()
-    expected = flat(torch.autograd.grad(loss, list(model.parameters())))
-    for normalizer in ("tokens", "length"):
-        found, metrics = updated_gradient(model, rows, replace(BASE, gate=G, normalizer=normalizer))
-        assert relative(found, expected) < 1e-5
-        assert metrics["sft_loss"] == pytest.approx(loss.item(), rel=1e-5)
-        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
-        control, _ = updated_gradient(model, rows, replace(BASE, method="sft", normalizer=normalizer))
-        assert torch.equal(control, found)

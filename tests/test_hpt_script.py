@@ -33,7 +33,7 @@ def test_command_and_its_files(tmp_path, own_data, monkeypatch):
     """Own data: what is trained on are the demonstrations of the questions without a right rollout."""
     given, update = [], hpt.update
     monkeypatch.setattr(hpt, "update", lambda *words: given.append(words[3:5]) or update(*words))
-    values = SMALL | {"max_steps": 2, "eval_steps": 2, "num_prompts_per_step": 8} | own_data
+    values = SMALL | {"max_steps": 2, "eval_steps": 2, "num_prompts_per_step": 8, "beta": 0.04} | own_data
     words = ["hpt.py", *as_flags(values), "--output-dir", str(tmp_path / "run")]
     monkeypatch.setattr("sys.argv", words)
     hpt.train(hpt.parse_args())
@@ -56,6 +56,7 @@ def test_command_and_its_files(tmp_path, own_data, monkeypatch):
     assert text.endswith("and 9." + tokenizer.eos_token)
     assert text.split()[0] in tokenizer.decode(given[0][0][4].prompt)
     assert all(map(math.isfinite, found.values()))
+    assert_tags_of_pages(tags(tmp_path / "run"), "hpt", "grpo")
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
@@ -97,11 +98,6 @@ def test_two_processes_equal_one(tmp_path, own_data):
             assert 0 < expected[1, "train/sft_share"] < 1
 
 
-def test_tags_are_those_of_the_page(tmp_path):
-    train_here(tmp_path, beta=0.04, eval_steps=1, num_generations_eval=8)
-    assert_tags_of_pages(tags(tmp_path), "hpt", "grpo")
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("rest", ["", ', "demonstration": [" "]'])
 def test_a_line_without_demonstration_gets_one_sentence(tmp_path, own_data, rest):
@@ -132,6 +128,3 @@ def test_long_demonstrations_are_dropped(own_data, capsys, graded):
         hpt.drop_long_demonstrations(long, tokenizer, args)
 
 
-def test_a_group_of_one_gets_one_sentence():
-    with pytest.raises(SystemExit, match="--num-generations: "):
-        hpt.train(Args(**SMALL | {"num_generations": 1}))

@@ -125,17 +125,6 @@ def test_parts(normalization):
         assert gain[i][-1] == 0 and outcome[i][-1] == both[i][-1] != 0
 
 
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_order_and_other_groups_do_not_matter(normalization):
-    scores, outcomes, groups = some_rows()
-    gains, options = gains_of(scores), (0.7, normalization)
-    whole = advantages_of(gains, outcomes, groups, *options)
-    for group in range(4):
-        rows = [i for i in range(len(scores)) if groups[i] == group][::-1]
-        alone = advantages_of([gains[i] for i in rows], outcomes[rows], None, *options)
-        assert_rows_close(alone, [whole[i] for i in rows], 1e-12)
-
-
 @pytest.mark.parametrize("value", [0.9, 1 / 3, -2.0, 1e-4, 12345.678])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_equal_and_lone_values_give_exactly_zero(value, normalization):
@@ -262,28 +251,6 @@ def test_an_episode_ends_before_its_context_is_too_long(played):
         assert len(context) <= longest and whole.ids[: len(short.ids)] == short.ids
         assert short.ended == (whole.ended and short.ids == whole.ids)
     assert 0 < sum(episode.ended for episode in cut) < len(cut)
-
-
-TEMPLATES = {  # of a message, and what is read between two turns
-    "<|{{ role }}|>{{ content }}<|end|>": "<|user|>Hi.<|end|><|assistant|>",
-    "<|{{ role }}|>\n{{ content }}<|end|>\n": "\n<|user|>\nHi.<|end|>\n<|assistant|>\n",
-    "{{ role }}:\n\n{{ content }}\n<|end|>\n\n": "\n\nuser:\n\nHi.\n<|end|>\n\nassistant:\n\n",
-}
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_replies_begin_behind_the_end_token(played, template):
-    model, tokenizer, *_ = played
-    head = template.partition("{{ content }}")[0].replace("role", "'assistant'")
-    body = template.replace("role", "m['role']").replace("content", "m['content']")
-    chat = "{% for m in messages %}" + body + "{% endfor %}{% if add_generation_prompt %}" + head + "{% endif %}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "chat_template", chat)
-        found = reply_ids(model, tokenizer, [[{"role": "user", "content": "Hi."}]], ARGS)[0]
-        assert tokenizer.decode(found) == TEMPLATES[template]
-        patch.setattr(tokenizer, "chat_template", chat.replace("<|end|>", "END"))
-        with pytest.raises(SystemExit, match="without an end token"):
-            reply_ids(model, tokenizer, [[{"role": "user", "content": "Hi."}]], ARGS)
 
 
 def test_update_gradient_equals_the_written_out_one(played):

@@ -1,4 +1,4 @@
-"""IGPO as people run it: its resume and its processes, controls, a search server, tools and rewards of their own."""
+"""IGPO as people run it: its resume and its processes, controls, a search server and rewards of their own."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from language_runs import completions, kill_and_resume, numbers, spy, train, two
 from run_folders import assert_tags_of_pages, tags
 
 from algorithms import igpo
-from algorithms.igpo import Args, load_task, turn_advantages
+from algorithms.igpo import turn_advantages
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -82,31 +82,3 @@ def test_own_questions_search_server_and_reward(tmp_path, monkeypatch):
     assert found[1, "train/reward"] == found[1, "train/igpo/turns"] - 1
     assert found[1, "eval/greedy"] == pytest.approx(found[1, "eval/turns"] - 1)
     assert 5 * found[1, "eval/turns"] == pytest.approx(round(5 * found[1, "eval/turns"])), "a mean of five"
-
-
-def test_own_tools(tmp_path):
-    """The example of envs/README.md, by a model that is made to use the calculator and then to answer."""
-    texts = ["<calc>12*(3+4)</calc>", "<answer>84</answer>"]
-    generate = igpo.generate
-
-    def scripted(model, contexts, args, seeds=None, memory=None):
-        completions, memory = generate(model, contexts, args, seeds, memory)
-        ends = model.generation_config.eos_token_id[:1]
-        for completion in completions:
-            spoken = tokenizer.decode(completion.prompt).count("<result>84") - 1  # not the example
-            completion.ids = tokenizer(texts[spoken], add_special_tokens=False)["input_ids"] + ends
-            completion.logprobs, completion.ended = [-1.0] * len(completion.ids), True
-        return completions, memory
-
-    args = Args(**SMALL | CALCULATOR)
-    task, problems = load_task(args)
-    model, tokenizer = igpo.load_model(args)
-    problems = [problems[0], {"question": "12 * (3 + 4)", "answer": "84"}]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(igpo, "generate", scripted)
-        episodes = igpo.play(model, tokenizer, task, problems, 2, args, [1, 2], scorer=model)
-    assert episodes[3].texts == [texts[0], "<result>84</result>", texts[1]]
-    assert [episode.rewards for episode in episodes] == [(0.0,), (0.0,), (1.0,), (1.0,)]
-    assert all(len(episode.answer_logprobs) == 2 for episode in episodes)
-    found = train_here(tmp_path, **CALCULATOR, eval_steps=1, learning_rate=1e-4)
-    assert all(map(math.isfinite, found.values())) and (1, "eval/rewards/right") in found

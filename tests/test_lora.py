@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from language_runs import kill_and_resume, numbers, train, two_processes_equal_one
-from run_folders import refusal
+from run_folders import name_of, refusal
 
 from algorithms import (
     ampo,
@@ -30,15 +30,18 @@ from algorithms import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LORA = language_runs.SMALL | {"max_steps": 2, "lora_rank": 4, "learning_rate": 1e-2, "max_completion_length": 48}
-OWN = {
+OWN = {  # flags of scripts with several models, or with another model to sample from or to compare with
+    grpo: {},
+    opd: {},
     dr_mas: {"max_rounds": 2, "share_model": True},
     nash_preference: {"method": "nash_mp", "learning_rate": 1e-3},
     pi_play: {"num_documents_per_step": 8, "num_answers": 2, "examiner_steps": 1, "student_steps": 1},
 }
-ONE_TURN = (grpo, dapo, gdpo, nash_preference, hpt, ampo, opd, unlikeliness)
-SCRIPTS = {script: LORA | OWN.get(script, {}) for script in (*ONE_TURN, dr_mas, igpo, empg, arpo, pi_play)}
-SCRIPTS[spiral_rae] = {key: LORA[key] for key in ("max_steps", "lora_rank", "learning_rate", "eval_steps", "save_steps")}
-SCRIPTS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 6, "max_completion_length": 32}
+SCRIPTS = {script: LORA | own for script, own in OWN.items()}
+ONE_STEP = LORA | {"max_steps": 1, "bf16": True}
+OTHERS = {script: ONE_STEP for script in (dapo, gdpo, hpt, ampo, unlikeliness, igpo, empg, arpo)}
+OTHERS[spiral_rae] = {key: ONE_STEP[key] for key in ("max_steps", "lora_rank", "bf16", "eval_steps", "save_steps")}
+OTHERS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 6, "max_completion_length": 32}
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +61,12 @@ def test_the_reference_is_the_base_and_the_sampler_the_merged_policy(whole):
 
 
 def test_final_is_the_merged_model_and_the_adapter_is_pefts(whole):
+    """The adapter says what model it is for."""
     base = transformers.AutoModelForCausalLM.from_pretrained(grpo.model_path(grpo.Args()))
     final = transformers.AutoModelForCausalLM.from_pretrained(whole[1] / "final")
     ids = torch.arange(5, 25)[None]
     before = base(ids).logits
-    adapted = peft.PeftModel.from_pretrained(base, whole[1] / "final" / "adapter")(ids).logits
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(whole[1] / "final" / "adapter")(ids).logits
     torch.testing.assert_close(final(ids).logits, adapted, atol=1e-4, rtol=1e-4)
     assert (adapted - before).abs().max() > 0.01
 
@@ -73,8 +77,8 @@ def test_a_checkpoint_holds_adapters_only(whole):
     assert sum(path.stat().st_size for path in files) < 4 * weights, "one copy of the weights in bytes"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rpartition(".")[2])
-def test_every_script_goes_on_after_a_kill(script, tmp_path):
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_goes_on_after_a_kill(script, tmp_path):
     """Its second step samples with the merged weights that the first one left."""
     values = SCRIPTS[script] | {"save_steps": 1}
     found = train(script, tmp_path / "whole", **values)
@@ -83,7 +87,7 @@ def test_every_script_goes_on_after_a_kill(script, tmp_path):
     kill_and_resume(script, tmp_path / "whole", tmp_path, 2, **values)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
 def test_two_processes_equal_one(script, tmp_path):
     kinds, steps = (("plain",), 2) if script is pi_play else (("plain", "fsdp"), 1)  # examiner, student; no FSDP
     values = SCRIPTS[script] | {"max_steps": steps, "learning_rate": 1e-3}
@@ -94,12 +98,13 @@ def test_under_fsdp_the_reference_is_the_base(tmp_path):
     two_processes_equal_one(grpo, tmp_path, ("fsdp",), **LORA | {"beta": 0.04, "num_iterations": 2, "max_steps": 1})
 
 
-@pytest.mark.parametrize("script", [grpo, hpt, ampo])
+@pytest.mark.parametrize("script", OTHERS, ids=name_of)
 def test_bfloat16_corrects_for_the_sampler(script, tmp_path):
     """In hpt.py and ampo.py also with demonstrations, which nobody sampled."""
-    found = train(script, tmp_path / "run", **LORA | {"max_steps": 1}, bf16=True)
+    found = train(script, tmp_path / "run", **OTHERS[script])
     ratio = found[1, "train/sampling/importance_sampling_ratio/mean"]
     assert ratio != 1 and math.isclose(ratio, 1, abs_tol=0.02)
+    assert (tmp_path / "run" / "final" / "adapter" / "adapter_config.json").exists()
 
 
 @pytest.mark.parametrize("package, flag", [("vllm", ("--vllm",)), ("peft", ("--lora-rank", "4"))])

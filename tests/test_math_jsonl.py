@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -19,26 +18,6 @@ from envs.math_jsonl import MathJsonl, Problem
 
 REFERENCE = json.loads((Path(__file__).parent / "reference/gdpo.json").read_text())["vectors"]
 GSM8K = [vector for vector in REFERENCE if vector["id"].startswith("gsm8k_rewards/")]
-
-
-@pytest.mark.parametrize(
-    "value, texts",
-    [
-        (72, ["72", " 72. ", "$72", "\\$72", "$72$", "072", "72 eggs", "72\\text{ cm}^2"]),
-        (-72, ["-$72", "$-72", "\u221272"]),
-        (1000, ["1,000", "1e3", "1 000", "1{,}000", "10^3", "$1,000.00"]),
-        (Fraction(2469135, 2), ["1,234,567.50"]),
-        (Fraction(3, 4), ["$\\frac{3}{4}$", "3/4", "6 / 8", "0.75", ".75", "7.5E-1"]),
-        (Fraction(-3, 4), ["-\\dfrac{3}{4}", "\\frac{-3}{4}"]),
-        (Fraction(11, 4), ["2\\frac{3}{4}", "2 3/4"]),
-        (Fraction(1, 3), ["0.\\overline{3}"]),
-        (50, ["50%", "50\\%", "+50"]),
-        (None, ["blue whale", "2k", "3 pi", "18 million", "1,0000", "1/0", "x", ""]),
-    ],
-)
-def test_exact_values_of_numbers(value, texts):
-    values = [math_jsonl.value(math_jsonl.split_unit(math_jsonl.normal(text))[0]) for text in texts]
-    assert values == [value] * len(texts)
 
 
 PAIRS = json.loads((Path(__file__).parent / "answer_pairs.json").read_text())  # kind, gold, completion, verdict
@@ -131,17 +110,6 @@ def test_without_math_verify_there_is_one_sentence(tmp_path, monkeypatch):
         MathJsonl(path)
 
 
-def test_the_package_is_pinned():
-    assert math_jsonl.PACKAGE in (ROOT / "requirements.txt").read_text().splitlines()
-
-
-def test_a_file_is_evaluated_in_full_with_its_copies(tmp_path):
-    rows = [{"question": f"{i % 3}?", "answer": f"{i}"} for i in range(5)]
-    task = MathJsonl(write(tmp_path / "data.jsonl", rows), evaluation_share=0.99)
-    assert len(task.rows) == 5 and len(task.evaluation_problems(99)) + len(task.train_rows) == 5
-    assert sorted(row.answer for row in task.rows) == ["0", "1", "2", "3", "4"]
-
-
 @pytest.mark.parametrize(
     "gold, completion, correct, well_formed",
     [
@@ -165,11 +133,6 @@ def test_a_file_is_evaluated_in_full_with_its_copies(tmp_path):
 def test_grades(gold, completion, correct, well_formed):
     assert math_jsonl.correctness(Problem("?", gold), completion) == correct
     assert math_jsonl.format(Problem("?", gold), completion) == well_formed
-
-
-@pytest.mark.parametrize("before, short", [(1000, 1), (1001, 0)])
-def test_length_counts_only_the_text_before_the_answer(before, short):
-    assert math_jsonl.length(Problem("?", "1"), "x" * before + "<answer>" + "1" * 5000 + "</answer>") == short
 
 
 def test_commas_of_gsm8k(tmp_path):
@@ -203,14 +166,6 @@ def test_gold_answers(tmp_path, row, gold):
     path = write(tmp_path / "data.jsonl", [row, "", '{"question": "other", "answer": "1"}', ""])
     task = MathJsonl(path)
     assert Problem("q", gold) in task.train_rows + task.evaluation_rows
-
-
-def test_utf8_with_byte_order_mark_and_windows_line_ends(tmp_path):
-    path = tmp_path / "data.jsonl"
-    first = '{"question": "a\u00e9\u2028b", "answer": "1"}'  # U+2028 ends a line of text, but not one of JSON lines
-    path.write_bytes(b"\xef\xbb\xbf" + first.encode() + b'\r\n{"question": "c", "answer": "2"}\r\n')
-    task = MathJsonl(path)
-    assert {row.question for row in task.train_rows + task.evaluation_rows} == {"a\u00e9\u2028b", "c"}
 
 
 def test_gsm8k_names_golds_that_are_no_integers(tmp_path, capsys):

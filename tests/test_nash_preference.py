@@ -337,14 +337,6 @@ def test_reference_egpo(vector):
     assert own_pairs or total.item() == pytest.approx(outputs["loss"], rel=1e-8)
 
 
-# --- Exact games ------------------------------------------------------------------------------------------------------
-
-GAMES = {
-    name: BY_ID[name]
-    for name in ("game/biased_cycle_a.4_b.1_c.2", "game/rps_plus_dominated", "game/rpsls_5cycle")
-}
-
-
 # --- Losses of groups -------------------------------------------------------------------------------------------------
 
 INPO = Args(method="inpo", tau=0.3, alpha=0.2)
@@ -374,37 +366,6 @@ def test_group_losses_written_out(opponent):
                     p = P[group, i, j].item()
                     total += p * (h - 0.2 / 0.6) ** 2 + (1 - p) * (h + 0.2 / 0.6) ** 2
         assert loss == pytest.approx(total / 16)
-
-
-def test_the_mean_gradient_of_groups_is_that_of_the_exact_loss():
-    """Of all groups of three answers from three actions, each with its probability. Equal answers in a group make it
-    2/3 of the gradient for pairs of different draws."""
-    P = tensor(GAMES["game/biased_cycle_a.4_b.1_c.2"]["inputs"]["P"])
-    last, ref, log_pi = (
-        tensor([0.5, 0.3, 0.2]).log(),
-        tensor([0.2, 0.2, 0.6]).log(),
-        tensor([0.3, 0.3, 0.4]).log(),
-    )
-    groups = torch.cartesian_prod(*[torch.arange(3)] * 3)  # (27,3)
-    chances = last.exp()[groups].prod(1)
-    logits = log_pi.clone().requires_grad_()
-    preferences = P[groups[:, :, None], groups[:, None, :]]
-    losses = group_losses(logits[groups], last[groups], ref[groups], preferences, None, INPO)
-    (gradient,) = torch.autograd.grad((chances * losses).sum(), logits)
-    errors = logits - nash_mp_target(last, ref, P @ last.exp(), 0.3, 0.25)
-    exact = (
-        last.exp()[:, None] * last.exp()[None] * (errors[:, None] - errors[None]).square()
-    ).sum()
-    (expected,) = torch.autograd.grad(exact, logits)
-    assert_close(gradient, expected * 2 / 3, 1e-10)
-
-
-def test_win_rates_ignore_the_diagonal_and_have_mean_one_half():
-    P = random_group()[3]
-    found = win_rates(P)
-    assert_close(found.mean(1), torch.full((3,), 0.5), 1e-12)
-    P.diagonal(dim1=1, dim2=2).fill_(9.0)
-    assert_close(win_rates(P), found, 1e-12)
 
 
 # --- Update -----------------------------------------------------------------------------------------------------------

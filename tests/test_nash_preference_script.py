@@ -8,7 +8,6 @@ import language_runs
 import pytest
 import torch
 from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
-from processes import ROOT
 from run_folders import assert_tags_of_pages, begin, tags
 from test_grpo import flat
 
@@ -18,7 +17,6 @@ from envs.sign_cycle import SignCycle, kind
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-TINY_MODEL = ROOT / "envs" / "tiny_lm" / "countdown"
 SMALL = language_runs.SMALL | {"num_iterations": 2, "learning_rate": 1e-3}
 LONG = SMALL | {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
 KINDS = {"sum", "difference", "product", "other"}
@@ -61,12 +59,6 @@ def test_a_killed_run_continues(whole, tmp_path):
     """Also its evaluations, which play against the initial model."""
     run_dir, _, values = whole
     kill_and_resume(nash_preference, run_dir, tmp_path, 3, **values)
-
-
-def test_the_control_continues(tmp_path):
-    values = SMALL | {"max_steps": 2, "save_steps": 1, "method": "grpo"}
-    train(nash_preference, tmp_path / "whole", **values)
-    kill_and_resume(nash_preference, tmp_path / "whole", tmp_path, 2, **values)
 
 
 @pytest.fixture
@@ -165,16 +157,16 @@ def test_mnpo_averages_log_probabilities(tmp_path, monkeypatch, lora_rank):
 
 
 def test_mnpo_with_one_policy_is_inpo(tmp_path):
-    train(nash_preference, tmp_path / "inpo", **LONG)
-    train(nash_preference, tmp_path / "mnpo", **LONG, method="mnpo", num_policies=1)
-    train(nash_preference, tmp_path / "two", **LONG, method="mnpo")
+    values = SMALL | {"max_steps": 2}
+    train(nash_preference, tmp_path / "inpo", **values)
+    train(nash_preference, tmp_path / "mnpo", **values, method="mnpo", num_policies=1)
+    train(nash_preference, tmp_path / "two", **values, method="mnpo")
     ends = [(tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("inpo", "mnpo", "two")]
     assert ends[0] == ends[1] != ends[2]
 
 
-@pytest.mark.parametrize("values", [{}, {"lora_rank": 4}])
-def test_mnpo_continues_with_the_policies_of_its_checkpoint(tmp_path, values):
-    values = SMALL | values | {"max_steps": 4, "save_steps": 2, "method": "mnpo", "num_policies": 3}
+def test_mnpo_continues_with_the_policies_of_its_checkpoint(tmp_path):
+    values = SMALL | {"max_steps": 4, "save_steps": 2, "method": "mnpo", "num_policies": 3, "lora_rank": 4}
     train(nash_preference, tmp_path / "whole", **values)
     kill_and_resume(nash_preference, tmp_path / "whole", tmp_path, 3, **values)
 
@@ -238,7 +230,7 @@ def test_the_game_between_kinds(tmp_path, monkeypatch):
     assert abs(found[0, "eval/win_rate"] - 0.5) < 0.06
 
 
-@pytest.mark.parametrize("method", ["mnpo", "nash_mp", "spo", "grpo"])
+@pytest.mark.parametrize("method", ["mnpo", "nash_mp", "grpo"])
 def test_two_processes_equal_one(method, tmp_path):
     values = SMALL | {"max_steps": 2 if method == "mnpo" else 1, "eval_steps": 1, "method": method, "beta": 0.1}
     two_processes_equal_one(nash_preference, tmp_path, **values)
@@ -274,8 +266,8 @@ def own(tmp_path) -> dict:
     return values | {"preference": f"{tmp_path}/judge.py:more_ones"}
 
 
-@pytest.mark.parametrize("method", ["inpo", "mnpo", "nash_mp", "spo", "grpo"])
-def test_every_method_learns_what_a_judge_prefers(own, tmp_path, method):
+@pytest.mark.parametrize("method", ["nash_mp", "grpo"])
+def test_learning(own, tmp_path, method):
     """Answers with more ones, in a game without a circle. With seeds 1 to 3 the rates were 0.94 to 1,
     and at most 0.19 with the judge turned around."""
     values = SMALL | own | {"max_steps": 8, "warmup_steps": 1, "num_generations_eval": 8}

@@ -113,36 +113,6 @@ def test_the_whole_vocabulary_is_the_reverse_kl(source, tail, normalize):
     torch.testing.assert_close(ours.grad, plain.grad, rtol=0, atol=1e-9)
 
 
-def test_a_teacher_that_is_the_student_costs_nothing():
-    logits = STUDENT.clone().requires_grad_()
-    for tail in (False, True):
-        losses = topk_losses(logits, STUDENT, SAMPLED, top_k=4, tail=tail)
-        (gradient,) = torch.autograd.grad(losses.sum(), logits)
-        assert losses.abs().max() < 1e-12 and gradient.abs().max() < 1e-12
-
-
-def test_logits_outside_the_support_have_no_gradient():
-    logits = STUDENT.clone().requires_grad_()
-    topk_losses(logits, TEACHER, SAMPLED, top_k=4).sum().backward()
-    inside = torch.zeros_like(TEACHER).scatter_(-1, TEACHER.topk(4).indices, 1.0).bool()
-    assert (logits.grad[~inside] == 0).all() and (logits.grad[inside] != 0).all()
-
-
-def test_without_renormalisation_the_student_leaves_the_support():
-    """The minimum is -q(S) / e, where the student has 1 / e of the teacher's probabilities: it is paid for leaving."""
-    teacher = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0], dtype=torch.float64)
-    logits = torch.zeros(5, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr=0.05)
-    for _ in range(2000):
-        optimizer.zero_grad()
-        loss = topk_losses(logits, teacher, torch.tensor(0), top_k=3, normalize=False)
-        loss.backward()
-        optimizer.step()
-    q = teacher.softmax(0)[:3]
-    torch.testing.assert_close(logits.detach().softmax(0)[:3], q / math.e, rtol=1e-4, atol=0)
-    assert loss.item() == pytest.approx(-q.sum().item() / math.e, rel=1e-6)
-
-
 def test_sampling_from_the_likeliest_tokens():
     logprobs = torch.tensor([[0.1, 0.5, 0.25, 0.15], [0.05, 0.05, 0.1, 0.8]]).log()
     kept = most_likely(logprobs, 0.7)
@@ -247,7 +217,6 @@ def test_gradient_is_that_of_one_completion_after_the_other(kind, monkeypatch):
 
 def test_memory_is_bounded_by_a_chunk(monkeypatch):
     """No tensor of the update holds the logits of more tokens than one chunk, at a vocabulary of 4,096."""
-    import transformers
     from torch.utils._python_dispatch import TorchDispatchMode
 
     sizes = []
@@ -261,18 +230,9 @@ def test_memory_is_bounded_by_a_chunk(monkeypatch):
             return out
 
     monkeypatch.setattr(opd, "LOGITS_AT_ONCE", 4096 * 16)
-    config = transformers.Qwen3Config(
-        vocab_size=4096,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        eos_token_id=1,
-    )
-    models = [transformers.Qwen3ForCausalLM(config).eval() for _ in range(2)]
+    models = student_and_teacher()
     for model in models:
+        model.resize_token_embeddings(4096)
         opd.add_methods(model)
     batch = [opd.Completion([5, 6], list(range(7, 27)), [0.0] * 20, True) for _ in range(8)]
     for divergence in ("top_k", "full", "sampled"):
@@ -285,6 +245,6 @@ def test_memory_is_bounded_by_a_chunk(monkeypatch):
                 batch,
                 replace(BASE, divergence=divergence, num_generations=8),
             )
-        assert sizes and max(sizes) <= 32, (
-            "a chunk has 16 tokens; the weights of the head have 32 rows"
+        assert sizes and max(sizes) <= 64, (
+            "a chunk has 16 tokens; the weights of the head have 64 columns"
         )

@@ -37,7 +37,7 @@ def test_goes_on_after_a_kill(whole, tmp_path):
     kill_and_resume(opd, whole, tmp_path, 2, **LONG)
 
 
-@pytest.mark.parametrize("kind", [{}, {"divergence": "sampled"}, {"divergence": "full", "num_prompts_per_step": 4, "num_minibatches": 2}])
+@pytest.mark.parametrize("kind", [{}, {"divergence": "full", "num_prompts_per_step": 4, "num_minibatches": 2}])
 def test_two_processes_equal_one(kind, tmp_path):
     two_processes_equal_one(opd, tmp_path, **SMALL | kind | {"max_steps": 1})
 
@@ -51,11 +51,10 @@ def test_a_teacher_that_is_the_student_teaches_nothing(tmp_path):
 
 
 def test_learning(tmp_path):
-    values = SMALL | {"num_prompts_per_step": 16, "max_completion_length": 64, "max_steps": 12, "warmup_steps": 1}
-    for kind in ("top_k", "sampled"):
-        found = train(opd, tmp_path / kind, **values, divergence=kind)
-        gaps = [found[step, "train/opd/sampled_kl"] for step in range(1, 13)]
-        assert sum(gaps[-3:]) < 0.7 * sum(gaps[:3]), kind
+    values = SMALL | {"num_prompts_per_step": 8, "max_completion_length": 64, "max_steps": 12, "warmup_steps": 1}
+    found = train(opd, tmp_path, **values)
+    gaps = [found[step, "train/opd/sampled_kl"] for step in range(1, 13)]
+    assert sum(gaps[-3:]) < 0.7 * sum(gaps[:3]), gaps
 
 
 def test_wrong_teachers_and_flags(monkeypatch, tmp_path):

@@ -57,11 +57,6 @@ def test_command_and_its_files(whole):
     assert_tags_of_pages(logged, "pi_play", "grpo")
 
 
-def test_evaluation_alone_asks_no_teacher(tmp_path):
-    found = train_here(tmp_path / "run", max_steps=0, eval_steps=1)
-    assert (0, "eval/greedy") in found and (0, "eval/pi_play/gate_with") not in found
-
-
 def test_one_policy_learns_and_the_other_rests(monkeypatch, tmp_path):
     """The teacher follows the student's steps alone, all three from the same weights."""
     followed, original = [], pi_play.update_teacher

@@ -4,21 +4,15 @@ import json
 import random
 import re
 from functools import partial
-from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from envs.countdown import Countdown
-from envs.examples import arithmetic_rewards
 from envs.examples.calculator import Calculator
 from envs.math_jsonl import MathJsonl
 from envs.reasoning_gym import ReasoningGym
 from envs.search_qa import SearchQA
-from envs.tiny_lm import pretrain
 from envs.tool_calls import ToolCalls
-
-COUNTDOWN = Path(pretrain.__file__).parent / "countdown"
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 DIGITS = {"min_terms": 1, "max_terms": 1, "max_digits": 1}
@@ -128,21 +122,16 @@ def test_copies_of_a_question_stay(name, tmp_path):
 
 BROKEN = {
     "math_jsonl": [
-        ('{"question": "q", "answer": "1"', "not JSON, Expecting ',' delimiter: column 32"),
         ('{"answer": "1"}', "found no prompt, expected a key prompt or question or problem"),
         ('{"question": "q", "answer": NaN}', "found answer NaN, expected a number"),
     ],
     "tool_calls": [
-        ('{"query": "q", "answer": "a"', "not JSON, Expecting ',' delimiter: column 29"),
-        ('["q", "a"]', "found ['q', 'a'], expected names and values"),
         ('{"answer": "a"}', "found no query, expected text under query or question or input or instruction"),
         ('{"query": "q", "answer": 5}', "found no answer, expected text under answer or output"),
         ('{"query": "q", "answer": "<tool_call>{}</tool_call>"}', "found a broken tool_call block"),
     ],
     "search_qa": [
-        ("question,answer", "not JSON, Expecting value: column 1"),
         ('{"answer": "1"}', "found no question, expected a key question"),
-        ("[" * 200_000, "not JSON, maximum recursion depth exceeded"),
         ('{"question": "q"}', "found no answer, expected a key golden_answers or answers or answer"),
         ('{"question": "q", "answer": 5}', "found answer of type int, expected a string"),
     ],
@@ -156,27 +145,6 @@ def test_a_broken_line_gives_its_sentence(tmp_path, name, line, sentence):
     with pytest.raises(ValueError) as error:
         FROM_FILES[name](str(path))
     assert re.sub("^, |^: ", "", str(error.value).removeprefix(f"{path}, line 3")).startswith(sentence)
-
-
-def test_pretraining_continues_a_model(tmp_path):
-    """A cold start: the model of another task learns the format of a game, with its own tokenizer."""
-    flags = ["--env", "text_games", "--model-name-or-path", str(COUNTDOWN), "--output-dir", str(tmp_path / "cold")]
-    pretrain.train(pretrain.tyro.cli(pretrain.Args, args=[*flags, "--steps", "2", "--batch-size", "2", "--no-compile"]))
-    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (COUNTDOWN, tmp_path / "cold"))
-    gaps = [(old - new).abs().max().item() for old, new in zip(before.parameters(), after.parameters())]
-    assert 0 < max(gaps) < 0.01
-    assert (tmp_path / "cold" / "tokenizer.json").read_text() == (COUNTDOWN / "tokenizer.json").read_text()
-
-
-def test_arithmetic_rewards():
-    problem = {"answer": "-4"}
-    texts = ["So 3 - 7 = -4.", "-4", "3 - 7 = 4"]
-    assert [arithmetic_rewards.right(problem, text) for text in texts] == [1.0, 1.0, 0.0]
-    assert [arithmetic_rewards.short(problem, text) for text in texts] == [26.0, 31.0, 27.0]
-    assert [arithmetic_rewards.well_formed(problem, text) for text in texts] == [0.1, 0.0, 0.1]
-    assert arithmetic_rewards.right({"answer": "1234"}, "= 1,234") == 1.0
-    five = ["It is 3.5", "8-5", "= 5.0", "-5"]
-    assert [arithmetic_rewards.right({"answer": "5"}, text) for text in five] == [0.0, 1.0, 1.0, 0.0]
 
 
 def test_the_calculator_never_trains_on_what_it_evaluates():

@@ -5,13 +5,8 @@ import sys
 import pytest
 
 pytest.importorskip("reasoning_gym")
-from reasoning_gym.factory import DATASETS
 
-from envs.reasoning_gym import LEFT_OUT, ReasoningGym, extract_answer
-
-SMALL_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-OFFERED = set(DATASETS) - set(" ".join(LEFT_OUT.values()).split())
-SLOW = {"futoshiki", "knight_swap", "sokoban"}  # a second or two for a problem
+from envs.reasoning_gym import ReasoningGym, extract_answer
 
 
 @pytest.mark.parametrize(
@@ -71,20 +66,6 @@ def test_right_and_wrong_answers(task, wrong, score):
     assert (task.correctness(problem, right), task.score(problem, right)) == (1.0, 1.0)
     assert (task.correctness(problem, wrong), task.score(problem, wrong)) == (0.0, score)
     assert task.correctness(problem, "") == 0.0
-
-
-def test_a_partial_score_is_not_correct():
-    task = ReasoningGym("calendar_arithmetic", {"tasks": ["weekday_of_date"]})
-    problem = task.train_problem(0, seed=1)
-    other = "Sunday" if problem["answer"] != "Sunday" else "Monday"
-    assert task.score(problem, other) == 0.1 and task.correctness(problem, other) == 0.0
-
-
-def test_every_task_gives_problems():
-    assert len(OFFERED) > 80
-    for name in sorted(OFFERED - SLOW):
-        problem = ReasoningGym(name).train_problem(0, seed=1)
-        assert problem["question"].strip() and "metadata" in problem, name
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The files around the code: citation, BibTeX, links, commands and flags on pages, no path of a machine."""
 
 import ast
+import functools
 import importlib
 import itertools
 import re
@@ -78,11 +79,6 @@ def test_bibtex_parses(block):
         assert author == "others" or author.startswith("{") or author.count(",") == 1, author
 
 
-def test_every_method_page_has_bibtex():
-    pages = {entry.id for entry in bibtex_entries()}
-    assert {name_of(script.with_suffix(".md")) for script in SCRIPTS} <= pages
-
-
 def test_lines_of_the_readme_are_those_of_grpo():
     """In its order, without their indentation."""
     shown = re.search(r"^```python\n(groups = .*?)^```", README, re.M | re.S)[1].split("\n")
@@ -157,6 +153,7 @@ def fields(path: Path) -> dict[str, str]:
     return found
 
 
+@functools.cache
 def flags_of(path: Path) -> set[str]:
     """Flags of a program that has Args, as they are typed."""
     names = [name.replace("_", "-") for name in fields(path)]

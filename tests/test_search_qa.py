@@ -5,14 +5,13 @@ import json
 import random
 import re
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from envs import search_qa, search_text
-from envs.retriever import RELATIONS, HttpRetriever, Retriever, World
-from envs.search_qa import INSTRUCTIONS, Problem, SearchQA, Turn, world
+from envs.retriever import RELATIONS, HttpRetriever
+from envs.search_qa import Problem, SearchQA, Turn, world
 
 REFERENCE = Path(__file__).parent / "reference"
 DR_MAS, IGPO, PI_PLAY = (json.loads((REFERENCE / f"{name}.json").read_text()) for name in ("dr_mas", "igpo", "pi_play"))
@@ -117,18 +116,6 @@ def test_the_exact_sentence_comes_first():
     assert world().lookup("Midra Oslen", "boss") is world().lookup("Midra", "teacher") is None
 
 
-def test_search_is_deterministic_and_ranks_by_bm25():
-    documents = [("Nile", "The Nile is a river."), ("Rhine", "The Rhine is a river."), ("Delta", "Nile delta delta.")]
-    retriever = Retriever(documents)
-    assert retriever.search("nile delta", 2)[0] == "Nile delta delta."
-    assert retriever.search("river", 9) == ["The Nile is a river.", "The Rhine is a river."]  # equal: in order
-    assert retriever.search("RHINE, please?", 1) == ["The Rhine is a river."]
-    assert retriever.search("unknown") == retriever.search("") == Retriever([]).search("nile") == []
-    assert retriever.search_batch(["rhine", "x"], 1) == [["The Rhine is a river."], []]
-    queries = ["rival", "Midra", "Midra Midra", "friend of Oslen", "is", "Oslen Bruby rival"]
-    assert World().search_batch(queries) == [world().search(query) for query in queries]
-
-
 @pytest.fixture
 def server(monkeypatch):
     """A local server that speaks Search-R1's protocol, or says what `server.answer` holds."""
@@ -222,24 +209,6 @@ def test_steps_end_with_an_answer_without_a_tag_and_at_the_limit():
     assert replies[0] == {"role": "user", "content": f"<result>{task.search(['friend of Aldra Bruby'])[0]}</result>"}
     assert task.step([search], turn=3) == [None]
     assert task.step(["<search>unknown words</search>"], turn=1)[0]["content"] == "<result>nothing found</result>"
-
-
-def test_prompts_show_what_the_role_may_see():
-    task, generator = SearchQA(hops=(2,)), random.Random(0)
-    problem = task.sample(generator)
-    steps = task.path_steps(problem)
-    for role in ("answerer", "router", "searcher", "responder"):
-        (message,) = task.prompt(replace(problem, privileged="SECRET"), role, steps, (("Router", "go on"),))
-        assert message["role"] == "user" and message["content"].endswith("\nRouter: go on\n" + INSTRUCTIONS[role])
-        assert message["content"].startswith("How the question was made:\nSECRET\nQuestion: ")
-        assert all(text in message["content"] for step in steps for text in step)
-    (message,) = task.prompt(problem)
-    assert message["content"] == f"Question: {problem.question}\n{INSTRUCTIONS['answerer']}"
-    assert task.qcp(problem) in task.prompt(replace(problem, privileged=task.qcp(problem)))[0]["content"]
-    assert task.qcp(problem) == search_qa.render(steps) and problem.answers[0] in task.qcp(problem)
-    document = task.document(generator)
-    assert document in [world().sentence(*fact) for fact in world().facts]
-    assert f"{document}\nSearches: 2\n" in task.prompt(search_qa.Request(document, 2))[0]["content"]
 
 
 def test_punctuation_makes_no_new_question():

@@ -1,13 +1,11 @@
 """SPIRAL: numbers of the official code, gradient variance of Kuhn poker by enumeration, games as
-rows of a batch, opponents, the read-out."""
+rows of a batch, the read-out."""
 
 import json
 import random
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -249,18 +247,6 @@ def test_a_game_ends_as_a_draw_when_its_prompt_gets_too_long(model_and_tokenizer
     assert not match.result().forfeit  # it is not the policy's
 
 
-def test_an_opponent_plays_each_role_in_turn_and_is_not_learned_from(model_and_tokenizer):
-    model, tokenizer = model_and_tokenizer
-    args = replace(ARGS, opponent="random", games=("tictactoe", "kuhn"))
-    found = [training_match(number, args) for number in range(8)]
-    play({"policy": model}, tokenizer, found, args)
-    roles = [match.players.index("policy") for match in found]
-    assert roles == [0, 0, 1, 1, 0, 0, 1, 1]
-    for match, role in zip(found, roles):
-        assert match.players[1 - role] == "random"
-        assert {turn[0] for turn in match.turns} == {role} and not match.result().learns[1 - role]
-
-
 def test_evaluation_counts_wins_by_role_and_without_handicap(monkeypatch):
     """Role 0 wins a chip in every game; with the handicap it still has less in the end."""
 
@@ -301,10 +287,3 @@ def test_kuhn_read_out(model_and_tokenizer, monkeypatch):
     average = [0.5] * 3 + [0.0] * 3 + [0.5] * 6
     assert scores[1]["eval/kuhn/nash_conv_average"] == pytest.approx(kuhn_nash_conv(average))
     assert scores[1]["eval/kuhn/illegal"] == pytest.approx(1 / 4)
-
-
-def test_random_opponents_of_a_game_of_ones_own_draw_uniformly():
-    game = SimpleNamespace(legal_actions=lambda: ["[left]", "[right]", "[stay]"])
-    match = SimpleNamespace(name="own.py:Steps", game=game)
-    counts = Counter(spiral_rae.random_action(match, random.Random(seed)) for seed in range(600))
-    assert len(counts) == 3 and min(counts.values()) > 150

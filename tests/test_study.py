@@ -74,13 +74,6 @@ def test_first_step_that_reaches_a_score():
     assert study.score(metrics, "x", "reach 3") == 6
 
 
-def test_points_of_a_curve_are_means_over_equal_parts(monkeypatch):
-    monkeypatch.setattr(study, "POINTS", 2)
-    metrics = pd.DataFrame({"step": [40, 100, 160, 200, 160], "tag": [*"xxxxy"], "value": [1.0, 3, 5, 7, 9], "time": 0})
-    assert sorted(study.thin(metrics).values.tolist()) == [[100, "x", 2], [160, "y", 9], [200, "x", 6]]
-    assert study.thin(metrics[:2]).values.tolist() == metrics[["step", "tag", "value"]][:2].values.tolist()
-
-
 @pytest.fixture
 def forked(monkeypatch):
     run_forked = lambda words, **_: fork(ROOT / words[1], *words[2:])  # noqa: E731
@@ -99,15 +92,6 @@ def test_a_run_and_its_row(tmp_path, forked):
     assert float(rows.nash_conv[0]) > 0 and "--game-seed 2" in rows.command[0]
     curves = pd.read_csv(tmp_path / "fm3q_games_curves.csv")
     assert set(curves.tag) == {"eval/nash_conv_mean"}
-
-
-def test_a_run_that_diverges_has_a_row(tmp_path, forked):
-    """Before its first metrics here, so without a score; a sweep goes on to other rates."""
-    args = Args("stream_parts", results=str(tmp_path))
-    args.extra = "--total-timesteps 1000"
-    study.train(args, Run("Hopper-v5", "none", 1, "1e-1"))
-    rows = study.finished(args)
-    assert list(rows.train_return) == ["nan"] and "--lr 1e-1" in rows.command[0]
 
 
 def test_the_cheapest_claim_again(tmp_path, forked, capsys):

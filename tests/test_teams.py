@@ -112,17 +112,6 @@ def pair() -> SolverVerifier:
     return SolverVerifier(Countdown())
 
 
-def test_everybody_sees_all_that_was_written(pair):
-    episode, prompts = pair.start(NUMBERS), []
-    for text in (WRONG, REJECT, RIGHT):
-        prompts.append(pair.prompt(episode)[-1]["content"])
-        drive(pair, episode, text)
-    assert [prompt.count(WRONG) for prompt in prompts] == [0, 1, 1]
-    assert [prompt.count(f"Verifier: {REJECT}") for prompt in prompts] == [0, 0, 1]
-    assert prompts[1].endswith(pair.task.prompt(NUMBERS, "verifier")[-1]["content"].split("\n")[-1])
-    assert prompts[2].endswith(pair.task.prompt(NUMBERS)[-1]["content"].split("\n")[-1])
-
-
 VERDICTS = [  # what the verifier writes, whether that is valid, who is next if a missing verdict approves, or rejects
     ("it is right", False, None, "solver"),
     ("<verdict> approve </verdict>", True, None, "solver"),  # no verdict, with its spaces
@@ -172,16 +161,6 @@ def test_searches_of_a_round_are_one_batch(trio):
     assert trio.task.batches == [["q", "r"]]
     assert [episode.history for episode in episodes] == [(("q", "found q"),), (), (), (("r", "found r"),)]
     assert [episode.agent for episode in episodes] == ["router", "responder", "router", "router"]
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_step_limit(rounds):
-    """A `no` at the last step: nobody answers."""
-    team = RouterSearcherResponder(Recorder(), rounds)
-    episode = team.start(QUESTION)
-    drive(team, episode, *[NO, QUERY] * (rounds - 1), NO)
-    assert episode.agent is None and episode.answer == ""
-    assert [agent for agent, _ in episode.calls] == ["router", "searcher"] * (rounds - 1) + ["router"]
 
 
 def test_an_answer_without_its_tag_is_no_answer(trio):

@@ -1,5 +1,5 @@
 """Text games: parsing, ends and transcripts of SPIRAL's code, OpenSpiel as the judge of rules and
-solutions, games of the package textarena and of one's own, the tiny model's demonstrations."""
+solutions, games of the package textarena and of one's own."""
 
 import copy
 import itertools
@@ -191,22 +191,6 @@ def test_reference_kuhn_nash_conv_by_openspiel(judge):
             assert solvers.kuhn_nash_conv(form) == nash_conv
 
 
-def test_the_average_policy_earns_the_mean():
-    """Against anybody, what one of the policies earns that is drawn anew for each hand."""
-    generator = np.random.default_rng(0)
-    rows = generator.random((5, 12))
-    rows[0, :3] = 1  # never checks
-    rows[1, :3] = 0
-    policies = [solvers.kuhn_policy(row) for row in rows]
-    average = solvers.kuhn_policy(solvers.kuhn_average(rows.tolist()))
-    for _ in range(10):
-        other = solvers.kuhn_policy(generator.random(12))
-        for deal in solvers.DEALS:
-            for seats in (lambda own, other=other: (own, other), lambda own, other=other: (other, own)):
-                values = [solvers.tree_value(deal, "", seats(policy)) for policy in policies]
-                assert solvers.tree_value(deal, "", seats(average)) == pytest.approx(np.mean(values))
-
-
 def test_kuhn_decision_points():
     """Their prompts are those that are met in play, and say nothing of the other card."""
     points = solvers.kuhn_decision_points(handicap=3.0)
@@ -245,17 +229,6 @@ def test_reference_negotiation(name):
     assert game.reason == ("rejected" if case["n_turns"] < 10 else end)
     for player, inventory in case["inventory_value"].items():
         assert game.gain(int(player)) == inventory["change"]
-
-
-def test_a_game_of_ones_own():
-    """Nim: who leaves a multiple of four wins from any other pile."""
-    for pile in (5, 6, 7):
-        game = begun("nim", pile=pile, handicap=3.0)
-        generator = random.Random(pile)
-        while not game.done:
-            wise = f"[{game.stones % 4}]"
-            game.step(wise if game.player == 0 else random_action(game, generator))
-        assert game.reason == "win" and game.rewards == [4.0, -4.0]
 
 
 PAPER = ["textarena:TicTacToe-v0", "textarena:KuhnPoker-v0", "textarena:SimpleNegotiation-v0"]

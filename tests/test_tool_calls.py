@@ -91,13 +91,6 @@ def test_format(gold, response, well_formed):
     assert tool_calls.format(Problem(GOLD[gold]), response) == well_formed
 
 
-def test_length_counts_the_thinking():
-    problem = Problem(GOLD["tool"])
-    assert tool_calls.length(problem, f"<think> {'x' * 28} </think>\n{'y' * 99}") == 1
-    assert tool_calls.length(problem, f"<think>{'x' * 29}</think>") == 0
-    assert tool_calls.length(problem, "x" * 29) == 0
-
-
 def test_gold_texts_answer_their_queries():
     task, counts = ToolCalls(), Counter()
     for index in range(1000):

@@ -10,7 +10,7 @@ import torch
 from algorithms import fm3q
 from algorithms.fm3q import PettingZooGame, observed
 from envs.pong import DOWN, STAY, UP, Pong, tracker
-from envs.two_team import TabularGame, arat_game, joint_actions, random_arat_game
+from envs.two_team import TabularGame, arat_game, random_arat_game
 
 PARTS = ("paddles", "ball", "velocity", "pace", "clock")
 
@@ -167,17 +167,6 @@ def test_tabular_game_moves_as_its_tables_say():
     torch.testing.assert_close(counts / drawn, transitions[0, 2, 1].float(), atol=0.02, rtol=0)
 
 
-def test_joint_actions():
-    """The first player's digit stands in front, as in the tables; teams need not be equal."""
-    actions = torch.tensor([[1, 0, 2, 0, 1], [2, 2, 2, 2, 2]])
-    pro, ant = joint_actions(actions, (2, 3), 3)
-    assert pro.tolist() == [3, 8] and ant.tolist() == [19, 26]
-    rewards, _, _ = arat_game("small")
-    alone = torch.cat([torch.zeros(1, 4), torch.eye(4)]).long()
-    gains = rewards[0][tuple(joint_actions(alone, (2, 2), 2))] - rewards[0, 0, 0]
-    assert gains.tolist() == [0, -1, 2, -1, 1], "state 0: what each player's second action changes"
-
-
 def test_random_additive_games():
     """The same for the same seed; every player matters, and none depends on another."""
     assert all(map(torch.equal, arat_game("large")[:2], random_arat_game(50, (3, 3), 0)[:2]))
@@ -317,16 +306,3 @@ def test_any_parallel_environment_is_a_game(duel):
     assert rewards.tolist() == [3, 2 / 2 - 1] and dones.tolist() == [False, False]
     assert over.tolist() == [False, True], "a cut, after which the value of what was seen counts"
     assert game.observations(state)[1, 0].tolist() == [3.5, 3.5, 0, 0, 1, 1, 0]
-
-
-def test_simple_tag_of_pettingzoo():
-    pytest.importorskip("mpe2")
-    game = PettingZooGame("mpe2.simple_tag_v3", 2, 3, "cpu")
-    assert game.teams == (1, 3) and game.observation_dim == 16 + 5 and game.num_actions == 5
-    first = game.state
-    for step in range(1, 26):
-        rewards, dones, over, state = game.step(game.random_actions())
-        assert not dones.any() and over.all() == over.any() == (step == 25)
-    assert not torch.equal(game.state, state)
-    game.reset(3)
-    assert torch.equal(game.state, first)

@@ -20,6 +20,8 @@ FLAGS = {name: SMALL for name in "grpo dapo gdpo nash_preference hpt ampo opd un
 FLAGS["pi_play"] = [*SMALL, "--examiner-steps", "1", "--num-documents-per-step", "4", "--num-answers", "2"]
 FLAGS["nash_preference"] = [*SMALL, "--method", "grpo"]  # the initial model takes turns in the engine
 FLAGS["spiral_rae"] = "--vllm --games kuhn tictactoe --num-games-per-step 8 --eval-games 2 --eval-samples 2".split()
+TWO_STEPS = ["--max-steps", 2, "--eval-steps", 2, "--save-steps", 1, "--learning-rate", 1e-3]
+FIRST_STEP = ["--max-steps", 1, "--eval-steps", 0]
 
 
 def command(script: str, *words, processes: int = 1) -> list[str]:
@@ -57,18 +59,29 @@ def largest_gap(run_dir) -> float:
     return max(gaps)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FLAGS])
-def whole(request, tmp_path_factory):
-    """A script, the flags of two steps with it, and the folder of such a run."""
-    words = ["--max-steps", 2, "--eval-steps", 2, "--save-steps", 1, "--learning-rate", 1e-3]
-    folder = tmp_path_factory.mktemp("runs") / request.param
-    run(request.param, *words, "--output-dir", folder)
-    return request.param, words, folder
+def scripts(names: str):
+    """A test for each, on one worker those of a script, which share its whole run."""
+    return pytest.mark.parametrize("script", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names.split()])
 
 
-def test_sampler_and_learner_agree(whole):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """From a script to the folder of its uninterrupted run, made once."""
+    folders = {}
+
+    def folder_of(script: str) -> Path:
+        if script not in folders:
+            folders[script] = tmp_path_factory.mktemp("runs") / script
+            run(script, *TWO_STEPS, "--output-dir", folders[script])
+        return folders[script]
+
+    return folder_of
+
+
+@scripts(" ".join(FLAGS))
+def test_sampler_and_learner_agree(script, whole):
     """The second step samples with the weights that the first has changed, and the last evaluation with the last."""
-    *_, folder = whole
+    folder = whole(script)
     assert largest_gap(folder) < 1e-3
     found = metrics(folder)
     assert any(step == 2 and tag.startswith("eval/") for step, tag in found)
@@ -76,28 +89,42 @@ def test_sampler_and_learner_agree(whole):
     assert ratios and all(ratio == pytest.approx(1, abs=1e-3) for ratio in ratios)
 
 
-def test_a_killed_run_that_goes_on_is_the_uninterrupted_one(whole, tmp_path):
-    script, words, folder = whole
+@scripts("grpo nash_preference dr_mas pi_play igpo")
+def test_a_killed_run_that_goes_on_is_the_uninterrupted_one(script, whole, tmp_path):
     with open(tmp_path / "output", "w") as output:
-        process = subprocess.Popen(command(script, *words, "--output-dir", tmp_path / "run"), stdout=output, stderr=output)
+        process = subprocess.Popen(command(script, *TWO_STEPS, "--output-dir", tmp_path / "run"), stdout=output, stderr=output)
     while process.poll() is None and not list((tmp_path / "run").glob("checkpoints/*/.metadata")):
         time.sleep(0.02)
     process.kill()
     assert process.wait() == -9, (tmp_path / "output").read_text()[-4000:]
     run(script, "--resume", tmp_path / "run")
-    assert metrics(tmp_path / "run") == metrics(folder)
+    assert metrics(tmp_path / "run") == metrics(whole(script))
 
 
-def test_two_processes_take_the_step_of_one(whole, tmp_path):
-    script, words, folder = whole
-    run(script, *words, "--max-steps", 1, "--eval-steps", 0, "--output-dir", tmp_path / "two", processes=2)
-    assert_first_steps_agree(tmp_path / "two", folder)
+@scripts("grpo dr_mas pi_play igpo")
+def test_two_processes_take_the_step_of_one(script, whole, tmp_path):
+    run(script, *TWO_STEPS, *FIRST_STEP, "--output-dir", tmp_path / "two", processes=2)
+    assert_first_steps_agree(tmp_path / "two", whole(script))
 
 
-def test_adapters_are_merged_into_what_samples(whole, tmp_path):
-    script, words, _ = whole
+@scripts("grpo arpo nash_preference")
+def test_sharded_weights_go_into_the_engines(script, whole, tmp_path):
+    run(script, *TWO_STEPS, *FIRST_STEP, "--fsdp", "--output-dir", tmp_path / "two", processes=2)
+    assert_first_steps_agree(tmp_path / "two", whole(script))
+
+
+def assert_first_steps_agree(run_dir, other) -> None:
+    """Rewards and gradient norms of the first step."""
+    found, expected = metrics(run_dir), metrics(other)
+    tags = [tag for step, tag in found if step == 1 and tag.endswith(("train/reward", "grad_norm"))]
+    assert tags and all(found[1, tag] == pytest.approx(expected[1, tag], rel=1e-3) for tag in tags)
+    assert largest_gap(run_dir) < 1e-3
+
+
+@scripts("grpo nash_preference dr_mas pi_play")
+def test_adapters_are_merged_into_what_samples(script, tmp_path):
     adapters = ["--lora-rank", 4, "--learning-rate", 1e-2, "--eval-steps", 0, "--output-dir", tmp_path / "run"]
-    run(script, *words, *adapters)
+    run(script, *TWO_STEPS, *adapters)
     assert largest_gap(tmp_path / "run") < 1e-3
     folders = list((tmp_path / "run").glob("**/adapter"))
     assert folders
@@ -132,28 +159,6 @@ for a, b in pairs:
     assert process.returncode == 0, process.stderr[-2000:]
 
 
-@pytest.mark.parametrize("script", ["grpo", "ampo", "empg", "arpo", "nash_preference"])
-def test_sharded_weights_go_into_the_engines(script, tmp_path):
-    words = ["--max-steps", 1, "--eval-steps", 0]
-    run(script, *words, "--output-dir", tmp_path / "one")
-    run(script, *words, "--fsdp", "--output-dir", tmp_path / "two", processes=2)
-    assert_first_steps_agree(tmp_path / "two", tmp_path / "one")
-
-
-def assert_first_steps_agree(run_dir, other) -> None:
-    """Rewards and gradient norms of the first step."""
-    found, expected = metrics(run_dir), metrics(other)
-    tags = [tag for step, tag in found if step == 1 and tag.endswith(("train/reward", "grad_norm"))]
-    assert tags and all(found[1, tag] == pytest.approx(expected[1, tag], rel=1e-3) for tag in tags)
-    assert largest_gap(run_dir) < 1e-3
-
-
-def test_after_ten_large_updates_the_weights_are_still_those_of_the_learner(tmp_path):
-    words = ["--max-steps", 10, "--eval-steps", 0, "--learning-rate", 1e-3, "--output-dir", tmp_path / "run"]
-    run("grpo", *words)
-    assert largest_gap(tmp_path / "run") < 1e-3
-
-
 def test_new_weights_empty_the_cache_of_prompts():
     """A prompt longer than a block, sampled before and after a change of the weights."""
     program = """
@@ -183,24 +188,14 @@ def test_bfloat16_differs_by_rounding_and_is_corrected(tmp_path):
     assert 0 < abs(found[2, "train/sampling/importance_sampling_ratio/mean"] - 1) < 0.02
 
 
-def test_grpo_learns(tmp_path):
-    """Its own task: from 26 % of samples right to 38 to 41 % in 50 steps, on three seeds with either sampler."""
-    words = "--vllm --max-steps 50 --eval-steps 50 --save-steps 0 --output-dir".split()
-    script = str(ROOT / "algorithms" / "grpo.py")
-    subprocess.run([sys.executable, script, *words, tmp_path / "run"], check=True, capture_output=True)
-    found = metrics(tmp_path / "run")
-    assert found[0, "eval/mean_at_8"] < 0.3 and found[50, "eval/mean_at_8"] > 0.34
-
-
 def test_what_does_not_go_is_one_sentence(tmp_path):
     assert refusal("igpo", "--fsdp", "--output-dir", tmp_path / "run").startswith("--vllm: not with --fsdp")
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "envs" / "tiny_lm" / "countdown")
     size = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "bos_token_id": 0, "pad_token_id": 0}
-    unknown = transformers.CodeGenConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=8, tie_word_embeddings=False, **size)
     heads = {"num_hidden_layers": 2, "num_attention_heads": 32, "head_dim": 256, "max_position_embeddings": 65536}
     large = transformers.LlamaConfig(hidden_size=64, intermediate_size=64, **heads, **size)
     other = transformers.SmolLM3Config(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **size)
-    reasons = ((unknown, 64, "not supported"), (large, 60000, "KV cache"), (other, 64, "no code of its own"))
+    reasons = ((large, 60000, "KV cache"), (other, 64, "no code of its own"))
     for config, length, reason in reasons:
         folder = tmp_path / config.model_type
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
