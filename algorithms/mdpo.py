@@ -207,8 +207,7 @@ def gae(rewards, dones, values, last_values, gamma, gae_lambda) -> tuple[Tensor,
 
 def train(args):
     """Train as the flags say."""
-    device = setup(args)
-    check_least(args, num_envs=1, num_steps=1, sgd_steps=1)
+    device = setup(args, num_envs=1, num_steps=1, sgd_steps=1)
     off_policy = args.method == "off_policy"
     args.sgd_steps = args.sgd_steps or (1000 if off_policy else 10)
     args.num_steps = args.num_steps or (16 if off_policy else 256)
@@ -250,7 +249,7 @@ def train(args):
             break
         if not unfinished:  # at the beginning and after each checkpoint, see save_checkpoint
             torch.manual_seed(random_seed(args.seed, step))
-            unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step) % 2**31)
+            unfinished = Unfinished(envs, random_seed(args.seed, "episodes", step) % 2**31)
 
         # 1. act
         began = time.perf_counter()
@@ -450,13 +449,14 @@ class Agent(nn.Module):
     def __init__(self, envs, args):
         super().__init__()
         self.space = envs.single_action_space
-        self.low = torch.from_numpy(np.float32(self.space.low).ravel())  # (A,)
-        self.width = torch.from_numpy(np.float32(self.space.high).ravel()) - self.low
+        low, high, is_bounded = action_ends(self.space)
+        self.middle = torch.from_numpy((low + high) / 2)  # (A,)
+        self.half_width = torch.from_numpy((high - low) / 2)
         self.off_policy = args.method == "off_policy"
-        if self.off_policy and not self.space.is_bounded():
+        if self.off_policy and not is_bounded:
             sys.exit(f"--method off_policy: actions are unbounded, {self.space}; use on_policy")
         seen = envs.single_observation_space.shape[0]
-        size = len(self.low)
+        size = len(low)
         self.statistics = RunningMeanStd(shape=seen), RunningMeanStd()
         self.observation_stats, self.return_stats = self.statistics
         self.actor = mlp(seen, size * (1 + self.off_policy), self.off_policy, 0.01)
@@ -509,11 +509,8 @@ class Agent(nn.Module):
     def to_env(self, actions):
         """(N,A) -> what the environments' step() takes"""
         if self.off_policy:
-            actions = self.low + self.width * (actions.tanh() + 1) / 2
-        else:
-            stretched = self.low + self.width / 2 + self.width / 2 * actions
-            actions = stretched.where(self.width.isfinite(), actions)
-        return as_actions(actions.numpy(), self.space)
+            actions = actions.tanh()
+        return as_actions((self.middle + self.half_width * actions).numpy(), self.space)
 
     def get_extra_state(self):
         """The part of state_dict() that holds the statistics: mean, var, count of each by name."""
@@ -549,20 +546,18 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
 def check_envs(envs: VectorEnv, env_id: str) -> None:
     """Exit if nobody can act in these spaces, or learn from what a first random step gives."""
     space, seen = envs.single_action_space, envs.single_observation_space
-    if not isinstance(space, SPACES) or (
-        isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
-    ):
+    is_whole = isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
+    if is_whole or not isinstance(space, SPACES):
         names = " or ".join(kind.__name__ for kind in SPACES)
         sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
     if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
         sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
         observations, _ = envs.reset(seed=0)
-        actions = [space.sample() for _ in range(envs.num_envs)]
-        _, rewards, *_ = envs.step(np.array(actions))
+        _, rewards, *_ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
     except Exception as error:
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if any("site-packages" not in file for file in files[1:]):
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        if any("site-packages" not in frame.filename for frame in frames):
             raise  # an error in the task
         sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
     found = np.shape(observations), np.shape(rewards)
@@ -583,6 +578,18 @@ def make_env(args: Args, **options) -> gym.Env:
         sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
     is_picture = len(env.observation_space.shape or ()) > 2
     return env if is_picture else gym.wrappers.FlattenObservation(env)
+
+
+def action_ends(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Actions that -1 and 1 stand for, (A,) each, and whether all of them are bounds of the space.
+
+    Where there is no bound, or one of 1e18 and more, it is 2 away from the other; or -1 and 1.
+    """
+    low, high = space.low.ravel(), space.high.ravel()
+    has_low, has_high = low > -1e18, high < 1e18
+    low = np.where(has_low, low, np.where(has_high, high - 2, -1))
+    high = np.where(has_high, high, low + 2)
+    return np.float32(low), np.float32(high), bool(np.all(has_low & has_high))
 
 
 def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:
@@ -612,21 +619,13 @@ def load_function(path: str):
     return names[name]
 
 
-@dataclass
 class Unfinished:
-    """Episodes that have not ended, which a rollout hands to the next one."""
+    """New episodes; then those that have not ended, which a rollout hands to the next one."""
 
-    observations: np.ndarray  # (N,O)
-    returns: np.ndarray  # (N,)
-    lengths: np.ndarray  # (N,)
-    discounted: np.ndarray  # (N,), the sum whose std scales rewards
-
-
-def start_episodes(envs: VectorEnv, seed: int) -> Unfinished:
-    """Reset all environments."""
-    observations, _ = envs.reset(seed=seed)
-    zeros = np.zeros(envs.num_envs)
-    return Unfinished(np.array(observations), zeros.copy(), zeros.copy(), zeros.copy())
+    def __init__(self, envs: VectorEnv, seed: int):
+        self.observations = np.array(envs.reset(seed=seed)[0])  # (N,O)
+        self.returns, self.lengths = np.zeros((2, envs.num_envs))
+        self.discounted = np.zeros(envs.num_envs)  # the sum whose std scales rewards
 
 
 def act(envs, agent, unfinished, args):
@@ -639,9 +638,9 @@ def act(envs, agent, unfinished, args):
     episodes = []
     for _ in range(args.num_steps):
         observations = unfinished.observations
+        check_finite(args.env_id, observations=observations)
         actions = agent.choose(observations)
         following, rewards, terminated, truncated, info = envs.step(agent.to_env(actions))
-        check_finite(args.env_id, observations=following)
         dones = terminated | truncated
         # Copies, because a simulator may use its arrays again.
         next_observations = np.array(following)
@@ -658,7 +657,7 @@ def act(envs, agent, unfinished, args):
         happened = observations, actions.numpy(), rewards, terminated, dones, next_observations
         steps.append([np.array(values) for values in happened])
     rollout = [np.stack(values) for values in zip(*steps)]
-    check_finite(args.env_id, rewards=rollout[2])
+    check_finite(args.env_id, observations=rollout[-1], rewards=rollout[2])
     return rollout, episodes
 
 
@@ -682,7 +681,8 @@ def learning_batch(rollout, agent, unfinished, args):
     observations = agent.normalize(observations)  # (T,N,O)
     values = agent.values(observations).cpu()  # (T,N), where gae runs
     next_values = agent.values(agent.normalize(next_observations)).cpu()
-    rewards += args.gamma * (dones & ~terminated) * next_values.numpy()  # at the time limit
+    cut = dones & ~terminated  # a time limit is not the end
+    rewards[cut] += args.gamma * next_values.numpy()[cut]
     advantages, returns = gae(
         torch.from_numpy(rewards).float(),
         torch.from_numpy(dones),
@@ -731,21 +731,20 @@ def store(replay, first, rows, args):
 # --- Processes, checkpoints, logs ---------------------------------------------------------------
 
 
-def setup(args: Args) -> torch.device:
-    """The device. One thread: small networks are slower with more of them."""
+def setup(args: Args, **lowest: int) -> torch.device:
+    """The device. Exit if a flag is below its lowest value.
+
+    One thread: small networks are slower with more of them.
+    """
+    for name, least in lowest.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch finds no CUDA device here; use --device auto or cpu")
     torch.set_num_threads(1)
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
-
-
-def check_least(args: Args, **lowest: int) -> None:
-    """Exit if one of these flags is below its lowest value."""
-    for name, least in lowest.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
 
 
 def random_seed(*names) -> int:
@@ -787,12 +786,11 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
 
 def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
-    run_dir = args.resume or args.output_dir
-    if run_dir is None:
-        started = f"{time.time():.0f}_{os.getpid()}"
-        run_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
+    started = f"{time.time():.0f}_{os.getpid()}"
+    new_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
+    run_dir = args.resume or args.output_dir or new_dir
     path = Path(run_dir, "args.json")
-    if path.exists() and not args.resume:
+    if not args.resume and (path.exists() or checkpoints(run_dir)):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
     try:
         os.makedirs(run_dir, exist_ok=True)
@@ -836,16 +834,14 @@ def report(step: int, last_step: int, metrics: dict[str, float]) -> None:
 
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints and logs can fail for lack of space."""
+    reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+    reasons += ["unexpected pos", "failed writing"]  # what torch.save says
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
-        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-        for reason in reasons:
-            if reason in text:
-                sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
+    except Exception as error:
+        if any(reason in str(error) for reason in reasons):
+            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
         raise
 
 
@@ -868,12 +864,10 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before:
-            continue
         flag = "--" + name.replace("_", "-")
-        if args.resume and name in FIXED.split():
+        if now != before and args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if name not in ("resume", "evaluate", "opponent", "video"):
+        if now != before and name not in ("resume", "evaluate", "opponent", "video"):
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 

@@ -523,20 +523,18 @@ def make_env(args: Args, **options) -> gym.Env:
 def check_envs(envs: VectorEnv, env_id: str) -> None:
     """Exit if nobody can act in these spaces, or learn from what a first random step gives."""
     space, seen = envs.single_action_space, envs.single_observation_space
-    if not isinstance(space, SPACES) or (
-        isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
-    ):
+    is_whole = isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
+    if is_whole or not isinstance(space, SPACES):
         names = " or ".join(kind.__name__ for kind in SPACES)
         sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
     if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
         sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
         observations, _ = envs.reset(seed=0)
-        actions = [space.sample() for _ in range(envs.num_envs)]
-        _, rewards, *_ = envs.step(np.array(actions))
+        _, rewards, *_ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
     except Exception as error:
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if any("site-packages" not in file for file in files[1:]):
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        if any("site-packages" not in frame.filename for frame in frames):
             raise  # an error in the task
         sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
     found = np.shape(observations), np.shape(rewards)
@@ -544,6 +542,18 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
     if found != expected:
         sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
     check_finite(env_id, observations=observations, rewards=rewards)
+
+
+def action_ends(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Actions that -1 and 1 stand for, (A,) each, and whether all of them are bounds of the space.
+
+    Where there is no bound, or one of 1e18 and more, it is 2 away from the other; or -1 and 1.
+    """
+    low, high = space.low.ravel(), space.high.ravel()
+    has_low, has_high = low > -1e18, high < 1e18
+    low = np.where(has_low, low, np.where(has_high, high - 2, -1))
+    high = np.where(has_high, high, low + 2)
+    return np.float32(low), np.float32(high), bool(np.all(has_low & has_high))
 
 
 def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:
@@ -586,16 +596,14 @@ def is_due(every: int, step: int, size: int) -> bool:
 
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints and logs can fail for lack of space."""
+    reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+    reasons += ["unexpected pos", "failed writing"]  # what torch.save says
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
-        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-        for reason in reasons:
-            if reason in text:
-                sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
+    except Exception as error:
+        if any(reason in str(error) for reason in reasons):
+            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
         raise
 
 

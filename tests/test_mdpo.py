@@ -134,7 +134,7 @@ def made(method="on_policy", **values):
     args = Args(env_id="test/mdpo-walk-v0", method=method, num_envs=3, num_steps=40, **values)
     torch.manual_seed(0)
     envs = mdpo.make_envs(args, 3)
-    agent, unfinished = Agent(envs, args), mdpo.start_episodes(envs, 4)
+    agent, unfinished = Agent(envs, args), mdpo.Unfinished(envs, 4)
     return agent, args, *mdpo.act(envs, agent, unfinished, args), unfinished
 
 
