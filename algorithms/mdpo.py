@@ -11,11 +11,10 @@ the divergence keeps the new policy near the old one.
 Tomar, Shani, Efroni & Ghavamzadeh, Mirror Descent Policy Optimization, arXiv 2005.09814, after the
 authors' code; the text was not available.
 
-On-policy, rollout_loss joins mdpo_loss and gaussian_kl, and update_on_policy takes the steps.
-Off-policy it is SAC with a network for V, a fixed weight of the entropy, and one more term in
-actor_loss; the old policy is a copy that is replaced every m steps.
-tsallis_log is for both. To try another divergence on-policy, change kl in rollout_loss; off-policy,
-change squashed_log and the old policy's term in actor_loss. Networks are made by mlp.
+On-policy, rollout_loss joins mdpo_loss and gaussian_kl. Off-policy it is SAC with a network for V,
+a fixed weight of the entropy, and one more term in actor_loss; the old policy is a copy that is
+replaced every m steps. For another divergence change kl in rollout_loss, or off-policy squashed_log
+and the old policy's term in actor_loss.
 
 Differs from the authors' code:
 1. Off-policy training acts with sampled actions. Their loop takes the likeliest one, without noise.
@@ -33,8 +32,7 @@ The rollout and its normalization are those of unimodal_poisson.py, our PPO.
     python algorithms/mdpo.py --method off_policy --total-timesteps 50000
     python algorithms/mdpo.py --method off_policy --kl-coef 0.2       # SAC with one Q
 
-Shapes: T steps, N environments, B rows of a batch, O numbers of an observation, A action
-dimensions.
+Shapes: T steps, N environments, B rows of a batch, O numbers observed, A action dimensions.
 """
 
 from __future__ import annotations
@@ -90,8 +88,7 @@ class Args:
     sgd_steps: int | None = None
     """m, gradient steps until the old policy is replaced; None is 10, or 1000 off-policy"""
     tsallis_q: float = 1.0
-    """1 is the KL divergence; above 1, up to 2, the authors' Tsallis form. On-policy that is no
-    divergence and may push away from the old policy, see mdpo.md"""
+    """1 is the KL divergence; above 1, up to 2, the authors' Tsallis form, see mdpo.md"""
     kl_coef: float = 1.0
     """off-policy: c = --ent-coef + 1 / t, with the step size t of mirror descent; c = --ent-coef is
     SAC's actor loss. Off-policy rewards are not normalized: with rewards ten times as large,
@@ -230,7 +227,7 @@ def train(args):
     run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
     step = 0
     replay = {}  # off-policy: columns (total_timesteps,...), filled up to the step
-    state = load_checkpoint(run_dir, device)  # None in a new run
+    state = load_checkpoint(run_dir, device) if args.resume else None
     if state is not None:
         step = state["step"]
         agent.load_state_dict(state["agent"])
@@ -243,9 +240,10 @@ def train(args):
     unfinished = None
     while True:
         due = step > 0 and is_due(args.eval_steps, step, rollout_size)
-        if args.eval_episodes and (step >= last_step or due):
+        last = step >= last_step
+        if args.eval_episodes and (last or due):
             log(run_dir, board, step, evaluate(agent, args))
-        if step >= last_step:
+        if last:
             break
         if not unfinished:  # at the beginning and after each checkpoint, see save_checkpoint
             torch.manual_seed(random_seed(args.seed, step))
@@ -398,14 +396,12 @@ def evaluate(agent, args):
             for _ in range(MOST_STEPS):
                 actions = agent.to_env(agent.choose(observations, is_sampled))
                 observations, rewards, terminated, truncated, _ = envs.step(actions)
-                returns += rewards * running
+                returns[running] += rewards[running]
                 running &= ~(terminated | truncated)
                 if not running.any():
                     break
-            else:
-                print(
-                    f"{running.sum()} episodes did not end in {MOST_STEPS} steps, and count so far"
-                )
+            if running.any():
+                print(f"{running.sum()} episodes did not end in {MOST_STEPS} steps; they count too")
             scores[f"eval/{name}/return_mean"] = returns.mean()
             scores[f"eval/{name}/return_std"] = returns.std()
     envs.close()
@@ -425,33 +421,26 @@ def mlp(inputs, outputs, off_policy, last_gain=1.0):
     """Two hidden layers; orthogonal weights, zero biases."""
     hidden = 256 if off_policy else 64
     activation = nn.ReLU if off_policy else nn.Tanh
-    layers = [
-        nn.Linear(inputs, hidden),
-        activation(),
-        nn.Linear(hidden, hidden),
-        activation(),
-        nn.Linear(hidden, outputs),
-    ]
-    for layer in layers[::2]:
+    first, second, last = map(nn.Linear, (inputs, hidden, hidden), (hidden, hidden, outputs))
+    for layer in (first, second, last):
         nn.init.orthogonal_(layer.weight, 2**0.5)
         nn.init.zeros_(layer.bias)
-    nn.init.orthogonal_(layers[-1].weight, last_gain)
-    return nn.Sequential(*layers)
+    nn.init.orthogonal_(last.weight, last_gain)
+    return nn.Sequential(first, activation(), second, activation(), last)
 
 
 class Agent(nn.Module):
     """Policy, value networks, and the statistics that normalize observations and rewards.
 
-    An action is a sample of a Gaussian, off-policy tanh of it. From -1 and 1 it is stretched to the
-    task's range, where there is one, and clipped to it.
+    An action is a sample of a Gaussian, off-policy tanh of it, stretched as action_ends says.
     """
 
     def __init__(self, envs, args):
         super().__init__()
         self.space = envs.single_action_space
         low, high, is_bounded = action_ends(self.space)
-        self.middle = torch.from_numpy((low + high) / 2)  # (A,)
-        self.half_width = torch.from_numpy((high - low) / 2)
+        self.low = torch.from_numpy(low)  # (A,)
+        self.width = torch.from_numpy(high - low)
         self.off_policy = args.method == "off_policy"
         if self.off_policy and not is_bounded:
             sys.exit(f"--method off_policy: actions are unbounded, {self.space}; use on_policy")
@@ -509,15 +498,15 @@ class Agent(nn.Module):
     def to_env(self, actions):
         """(N,A) -> what the environments' step() takes"""
         if self.off_policy:
-            actions = actions.tanh()
-        return as_actions((self.middle + self.half_width * actions).numpy(), self.space)
+            actions = self.low + self.width * (actions.tanh() + 1) / 2
+        else:
+            actions = self.low + self.width / 2 + self.width / 2 * actions
+        return as_actions(actions.numpy(), self.space)
 
     def get_extra_state(self):
         """The part of state_dict() that holds the statistics: mean, var, count of each by name."""
-        return [
-            {name: np.float64(value).tolist() for name, value in vars(stats).items()}
-            for stats in self.statistics
-        ]
+        columns = [vars(stats).items() for stats in self.statistics]
+        return [{name: np.float64(value).tolist() for name, value in column} for column in columns]
 
     def set_extra_state(self, state):
         for stats, saved in zip(self.statistics, state):
@@ -682,7 +671,7 @@ def learning_batch(rollout, agent, unfinished, args):
     values = agent.values(observations).cpu()  # (T,N), where gae runs
     next_values = agent.values(agent.normalize(next_observations)).cpu()
     cut = dones & ~terminated  # a time limit is not the end
-    rewards[cut] += args.gamma * next_values.numpy()[cut]
+    rewards[cut] += args.gamma * next_values.double().numpy()[cut]
     advantages, returns = gae(
         torch.from_numpy(rewards).float(),
         torch.from_numpy(dones),
@@ -723,8 +712,7 @@ def store(replay, first, rows, args):
     """Put rows (B,...) into the columns (total_timesteps,...) of the replay buffer."""
     for name, values in rows.items():
         if name not in replay:
-            size = max(args.total_timesteps, len(values))
-            replay[name] = values.new_zeros(size, *values.shape[1:])
+            replay[name] = values.new_zeros(args.total_timesteps, *values.shape[1:])
         replay[name][first : first + len(values)] = values
 
 
