@@ -712,7 +712,8 @@ def store(replay, first, rows, args):
     """Put rows (B,...) into the columns (total_timesteps,...) of the replay buffer."""
     for name, values in rows.items():
         if name not in replay:
-            replay[name] = values.new_zeros(args.total_timesteps, *values.shape[1:])
+            size = max(args.total_timesteps, len(values))
+            replay[name] = values.new_zeros(size, *values.shape[1:])
         replay[name][first : first + len(values)] = values
 
 

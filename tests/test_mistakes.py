@@ -102,6 +102,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("unimodal_poisson", "--env-id Hoper-v5", "--env-id Hoper-v5: Environment"),
     ("unimodal_poisson", "--env-id nothing.py:make", "there is no file nothing.py"),
     ("unimodal_poisson", "--env-id CartPole-v1 --policy gaussian", "Discrete(2); use categorical"),
+    ("unimodal_poisson", "--num-envs 2 --num-steps 16", "normalized, the advantage of a single row is 0"),
     ("unimodal_poisson", "--temperature 0.5 --rate-init 0.5", "--rate-init: must be from 0.67 to 33, else"),
     ("unimodal_poisson", "--env-id CartPole-v1 --policy poisson --rate-init 50", "--rate-init: must be from 0.22 to 18, else"),
     ("unimodal_poisson", "--num-minibatches 7", "does not divide 2048"),
