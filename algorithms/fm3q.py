@@ -262,12 +262,10 @@ def nash_conv(
     from envs.two_team import best_response
 
     states = torch.arange(len(rewards), device=rewards.device)
-    against_ant = best_response(
-        rewards[states, :, ant_actions], transitions[states, :, ant_actions], gamma
-    )
-    against_pro = best_response(
-        -rewards[states, pro_actions], transitions[states, pro_actions], gamma
-    )
+    if_ant = states, slice(None), ant_actions
+    if_pro = states, pro_actions
+    against_ant = best_response(rewards[if_ant], transitions[if_ant], gamma)
+    against_pro = best_response(-rewards[if_pro], transitions[if_pro], gamma)
     return against_ant + against_pro
 
 
@@ -384,7 +382,6 @@ def train(args: Args) -> dict[str, float]:
             state["count"] = learner.buffer.count
             save_checkpoint(run_dir, step, state | {"step": step})
             begin_anew = True
-    board.close()
     return scores
 
 

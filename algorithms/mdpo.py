@@ -79,8 +79,7 @@ MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time li
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v5"
-    """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment as in
-    envs/examples/carts.py, or an AsyncVectorEnv"""
+    """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment"""
     env_kwargs: str = "{}"
     """what gymnasium.make passes on to the task, as JSON"""
     method: Literal["on_policy", "off_policy"] = "on_policy"
@@ -125,8 +124,7 @@ class Args:
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>_<process>"""
     resume: str | None = None
-    """run folder to continue; its flags are used unless given anew. A larger --total-timesteps
-    extends it, and the step size t then follows the new length"""
+    """run folder to continue; its flags are used unless given anew"""
     evaluate: str | None = None
     """run folder to score instead of training; its flags are used unless given anew"""
 
@@ -355,9 +353,8 @@ def update_off_policy(agent, optimizer, batch, args):
     old = agent.gaussian(observations, agent.old_actor)
     old_log_probs = squashed_log(x, *old, args.tsallis_q)
     q_values = agent.q_values(observations, x.tanh())
-    policy_loss = actor_loss(
-        log_probs, old_log_probs, q_values[0], args.kl_coef, args.ent_coef, args.tsallis_q
-    )
+    coefficients = args.kl_coef, args.ent_coef, args.tsallis_q
+    policy_loss = actor_loss(log_probs, old_log_probs, q_values[0], *coefficients)
     # not the method: the authors keep means and log-stds small
     policy_loss += 1e-3 * (mean.square() + log_std.square()).mean()
 
@@ -375,11 +372,8 @@ def update_off_policy(agent, optimizer, batch, args):
     value_loss.backward()
     optimizer.step()
     update_target(agent.target_critic, agent.critic, 0.005)
-    return {
-        "policy_loss": policy_loss,
-        "kl": (log_probs - old_log_probs).mean(),
-        "value_loss": value_loss,
-    }
+    kl = (log_probs - old_log_probs).mean()
+    return {"policy_loss": policy_loss, "kl": kl, "value_loss": value_loss}
 
 
 def evaluate(agent, args):
@@ -479,10 +473,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def choose(self, observations, is_sampled=True):
-        """Actions before clipping or tanh, sampled or the mean. (N,O) of the task -> (N,A)
-
-        They are on the CPU, as the environments are.
-        """
+        """Actions before clipping or tanh, sampled or the mean. (N,O) of the task -> (N,A), CPU"""
         mean, log_std = self.gaussian(self.normalize(observations))
         return (mean + is_sampled * log_std.exp() * torch.randn_like(mean)).cpu()
 
@@ -672,14 +663,8 @@ def learning_batch(rollout, agent, unfinished, args):
     next_values = agent.values(agent.normalize(next_observations)).cpu()
     cut = dones & ~terminated  # a time limit is not the end
     rewards[cut] += args.gamma * next_values.double().numpy()[cut]
-    advantages, returns = gae(
-        torch.from_numpy(rewards).float(),
-        torch.from_numpy(dones),
-        values,
-        next_values[-1],
-        args.gamma,
-        args.gae_lambda,
-    )
+    given = torch.from_numpy(rewards).float(), torch.from_numpy(dones)
+    advantages, returns = gae(*given, values, next_values[-1], args.gamma, args.gae_lambda)
     std, average = torch.std_mean(advantages, correction=0)
     mean, log_std = agent.gaussian(observations)
     rows = {

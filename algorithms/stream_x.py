@@ -25,8 +25,7 @@ Differs from the authors' code:
     python algorithms/stream_x.py --algorithm q --env-id CartPole-v1 --hidden-size 32
     python algorithms/stream_x.py --optimizer sgd --lr 1e-3          # the same without the bound
 
-It runs on one CPU core: with one transition to compute at a time, a GPU has nothing to gain.
-In shapes, O is the size of an observation plus 1, for the time.
+It runs on one CPU core. In shapes, O is the size of an observation plus 1, for the time.
 """
 
 from __future__ import annotations
@@ -411,9 +410,9 @@ class Agent:
     def learn(self, reward, next_observation, done):
         """One step of each network, for the last action. -> metrics
 
-        The critic's objective is V(s) or Q(s, a), the actor's ln pi(a|s) + c sign(delta) H(s) with
-        the entropy H and c = --entropy-coef. ObGD multiplies their gradients by delta: with its
-        sign, the factor is |delta|, so that good and bad surprises alike raise the entropy.
+        Objectives are V(s) or Q(s, a), and ln pi(a|s) + c sign(delta) H(s) with the entropy H and
+        c = --entropy-coef. ObGD multiplies gradients by delta: |delta| with the sign, so that good
+        and bad surprises alike raise the entropy.
         """
         both = torch.cat([self.observation, next_observation])
         values = self.critic(both)

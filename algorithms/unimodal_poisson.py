@@ -32,8 +32,7 @@ deviation, and a Gaussian whose -1 and 1 are the ends of a bounded action.
     python algorithms/unimodal_poisson.py --env-id CartPole-v1      # discrete actions
     python algorithms/unimodal_poisson.py --evaluate runs/<run> --video
 
-Shapes: T steps, N environments, B rows of a minibatch, O numbers of an observation, A action
-dimensions, K atoms.
+Shapes: T steps, N environments, B rows, O numbers observed, A action dimensions, K atoms.
 """
 
 from __future__ import annotations
@@ -81,13 +80,11 @@ MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time li
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v5"
-    """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment as in
-    envs/examples/carts.py, or an AsyncVectorEnv"""
+    """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment"""
     env_kwargs: str = "{}"
     """what gymnasium.make passes on to the task, as JSON"""
     policy: POLICIES | None = None
-    """distribution of actions: the method, the released code's version of it, or a control; None is
-    poisson, or categorical where actions are discrete"""
+    """distribution of actions; None is poisson, or categorical where actions are discrete"""
     num_atoms: int = 11
     """K, values of each continuous dimension; categorical with 2 is a bang-bang policy"""
     temperature: float | None = None
@@ -156,8 +153,7 @@ class Args:
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>_<process>"""
     resume: str | None = None
-    """run folder to continue; its flags are used unless given anew. A larger --total-timesteps
-    extends it, and the learning rate then follows the new length"""
+    """run folder to continue; its flags are used unless given anew"""
     evaluate: str | None = None
     """run folder to score instead of training; its flags are used unless given anew"""
     video: bool = False
@@ -407,8 +403,7 @@ def ppo_loss(
     """Loss of a minibatch, and metrics. All (B,) -> scalar
 
     Advantages are normalized by the population's std. A clipped value moves by clip_coef at most.
-    The 37 implementation details of PPO, most of which are in this file, are explained at
-    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
+    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/ explains the details.
     """
     if norm_adv:
         std, mean = torch.std_mean(advantages, correction=0)
@@ -536,8 +531,6 @@ def train(args: Args) -> dict[str, float]:
             state = {"step": step, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             save_checkpoint(run_dir, step, state)
             start_anew = True
-    board.close()
-    envs.close()
     return scores
 
 
@@ -712,8 +705,7 @@ class RunningMeanStd(nn.Module):
         return {"mean": self.mean.tolist(), "var": self.var.tolist(), "count": self.count}
 
     def set_extra_state(self, state: dict) -> None:
-        self.mean = np.array(state["mean"])
-        self.var = np.array(state["var"])
+        self.mean, self.var = np.array(state["mean"]), np.array(state["var"])
         self.count = state["count"]
 
 
@@ -978,14 +970,9 @@ def learning_batch(rollout: tuple, agent: Agent, unfinished: Unfinished, args: A
         rewards[cut] += args.gamma * agent.values(last).cpu().numpy()
     values = agent.values(observations)  # (T,N)
     next_values = agent.values(agent.normalize(unfinished.observations))  # (N,)
-    advantages, returns = gae(  # a loop over steps, faster on the CPU
-        torch.from_numpy(rewards).float(),
-        torch.from_numpy(dones),
-        values.cpu(),
-        next_values.cpu(),
-        args.gamma,
-        args.gae_lambda,
-    )
+    given = torch.from_numpy(rewards).float(), torch.from_numpy(dones)
+    decays = args.gamma, args.gae_lambda
+    advantages, returns = gae(*given, values.cpu(), next_values.cpu(), *decays)  # faster on the CPU
     observations = observations.flatten(0, 1)
     actions = actions.flatten(0, 1)
     outputs = agent.outputs(observations)
