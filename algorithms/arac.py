@@ -51,7 +51,6 @@ import os
 import random
 import sys
 import time
-import traceback
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -262,7 +261,7 @@ def coefficient_loss(log_beta: Tensor, kl: Tensor, target: Tensor | float) -> Te
 
 def train(args: Args) -> dict:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    check_least(args, num_agents=1, num_envs=1, horizon=1, batch_size=1, buffer_size=1)
+    device = setup(args, num_agents=1, num_envs=1, horizon=1, batch_size=1, buffer_size=1)
     if args.embed_dim % NUM_HEADS:
         sys.exit(f"--embed-dim {args.embed_dim}: must be a multiple of {NUM_HEADS}")
     if args.beta <= 0:
@@ -273,7 +272,6 @@ def train(args: Args) -> dict:
         sys.exit(
             "--gamma 1: any entropy bonus makes endless play worth more than a win; set --alpha"
         )
-    device = setup(args)
     if args.evaluate:
         return score_run(args, device)
     games = make_games(args, args.graph, device)
@@ -1137,21 +1135,20 @@ class ReplayBuffer:
 # --- Processes, checkpoints, logs ---------------------------------------------------------------
 
 
-def setup(args: Args) -> torch.device:
-    """The device. One thread: small networks are slower with more of them."""
+def setup(args: Args, **lowest: int) -> torch.device:
+    """The device. Exit if a flag is below its lowest value.
+
+    One thread: small networks are slower with more of them.
+    """
+    for name, least in lowest.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch finds no CUDA device here; use --device auto or cpu")
     torch.set_num_threads(1)
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
-
-
-def check_least(args: Args, **lowest: int) -> None:
-    """Exit if one of these flags is below its lowest value."""
-    for name, least in lowest.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
 
 
 def random_seed(*names) -> int:
@@ -1193,12 +1190,11 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
 
 def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
-    run_dir = args.resume or args.output_dir
-    if run_dir is None:
-        started = f"{time.time():.0f}_{os.getpid()}"
-        run_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
+    started = f"{time.time():.0f}_{os.getpid()}"
+    new_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
+    run_dir = args.resume or args.output_dir or new_dir
     path = Path(run_dir, "args.json")
-    if path.exists() and not args.resume:
+    if not args.resume and (path.exists() or checkpoints(run_dir)):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
     try:
         os.makedirs(run_dir, exist_ok=True)
@@ -1243,16 +1239,14 @@ def report(step: int, metrics: dict[str, float], args: Args) -> None:
 
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints and logs can fail for lack of space."""
+    reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+    reasons += ["unexpected pos", "failed writing"]  # what torch.save says
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
-        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-        for reason in reasons:
-            if reason in text:
-                sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
+    except Exception as error:
+        if any(reason in str(error) for reason in reasons):
+            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
         raise
 
 
@@ -1275,12 +1269,10 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before:
-            continue
         flag = "--" + name.replace("_", "-")
-        if args.resume and name in FIXED.split():
+        if now != before and args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if name not in ("resume", "evaluate", "opponent", "video"):
+        if now != before and name not in ("resume", "evaluate", "opponent", "video"):
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 

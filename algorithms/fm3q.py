@@ -46,7 +46,6 @@ import random
 import runpy
 import sys
 import time
-import traceback
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -263,12 +262,10 @@ def nash_conv(
     from envs.two_team import best_response
 
     states = torch.arange(len(rewards), device=rewards.device)
-    against_ant = best_response(
-        rewards[states, :, ant_actions], transitions[states, :, ant_actions], gamma
-    )
-    against_pro = best_response(
-        -rewards[states, pro_actions], transitions[states, pro_actions], gamma
-    )
+    if_ant = states, slice(None), ant_actions
+    if_pro = states, pro_actions
+    against_ant = best_response(rewards[if_ant], transitions[if_ant], gamma)
+    against_pro = best_response(-rewards[if_pro], transitions[if_pro], gamma)
     return against_ant + against_pro
 
 
@@ -277,8 +274,8 @@ def nash_conv(
 
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    device = setup(args)
-    check_least(args, num_envs=1, num_pro=1, num_ant=1, batch_size=1, buffer_size=1, eval_games=1)
+    lowest = {"num_envs": 1, "num_pro": 1, "num_ant": 1, "eval_games": 1}
+    device = setup(args, batch_size=1, buffer_size=1, **lowest)
     if args.env_id in [*SOLVED_GAMES, "pong"] and find_spec("envs") is None:
         sys.exit(
             f"--env-id {args.env_id}: needs the folder envs/ of the repository beside this script; "
@@ -364,11 +361,7 @@ def train(args: Args) -> dict[str, float]:
         step += interval
         total, games = results.tolist()  # waits for the device
         speed = interval / (time.perf_counter() - began)
-        metrics = {
-            "charts/epsilon": epsilon,
-            "charts/learning_rate": rate,
-            "charts/SPS": speed,
-        }
+        metrics = {"charts/epsilon": epsilon, "charts/learning_rate": rate, "charts/SPS": speed}
         line = f"step {step:>9,}/{end:,}  {speed:7,.0f} steps/s"
         if games:
             metrics["charts/episodic_return"] = total / games
@@ -389,7 +382,6 @@ def train(args: Args) -> dict[str, float]:
             state["count"] = learner.buffer.count
             save_checkpoint(run_dir, step, state | {"step": step})
             begin_anew = True
-    board.close()
     return scores
 
 
@@ -923,11 +915,7 @@ def train_exploiter(frozen: Networks, side: int, args: Args, device) -> float:
 def exploit(networks, args: Args, device) -> dict[str, float]:
     """Gains of trained opponents of both sides, in rewards without discount, and their sum."""
     pro, ant = [train_exploiter(networks, side, args, device) for side in (0, 1)]
-    return {
-        "eval/exploiter_pro": pro,
-        "eval/exploiter_ant": ant,
-        "eval/exploitability": pro + ant,
-    }
+    return {"eval/exploiter_pro": pro, "eval/exploiter_ant": ant, "eval/exploitability": pro + ant}
 
 
 def load_teams(run_dir: str, args: Args, device) -> Networks:
@@ -967,21 +955,20 @@ def score_run(args: Args, device) -> dict[str, float]:
 # --- Processes, checkpoints, logs ---------------------------------------------------------------
 
 
-def setup(args: Args) -> torch.device:
-    """The device. One thread: small networks are slower with more of them."""
+def setup(args: Args, **lowest: int) -> torch.device:
+    """The device. Exit if a flag is below its lowest value.
+
+    One thread: small networks are slower with more of them.
+    """
+    for name, least in lowest.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch finds no CUDA device here; use --device auto or cpu")
     torch.set_num_threads(1)
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
-
-
-def check_least(args: Args, **lowest: int) -> None:
-    """Exit if one of these flags is below its lowest value."""
-    for name, least in lowest.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
 
 
 def linear_schedule(start: float, end: float, duration: float, t: float) -> float:
@@ -1028,12 +1015,11 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
 
 def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
-    run_dir = args.resume or args.output_dir
-    if run_dir is None:
-        started = f"{time.time():.0f}_{os.getpid()}"
-        run_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
+    started = f"{time.time():.0f}_{os.getpid()}"
+    new_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
+    run_dir = args.resume or args.output_dir or new_dir
     path = Path(run_dir, "args.json")
-    if path.exists() and not args.resume:
+    if not args.resume and (path.exists() or checkpoints(run_dir)):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
     try:
         os.makedirs(run_dir, exist_ok=True)
@@ -1066,16 +1052,14 @@ def is_due(every: int, step: int, size: int) -> bool:
 
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints and logs can fail for lack of space."""
+    reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+    reasons += ["unexpected pos", "failed writing"]  # what torch.save says
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
-        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-        for reason in reasons:
-            if reason in text:
-                sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
+    except Exception as error:
+        if any(reason in str(error) for reason in reasons):
+            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
         raise
 
 
@@ -1098,12 +1082,10 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before:
-            continue
         flag = "--" + name.replace("_", "-")
-        if args.resume and name in FIXED.split():
+        if now != before and args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if name not in ("resume", "evaluate", "opponent", "video"):
+        if now != before and name not in ("resume", "evaluate", "opponent", "video"):
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 

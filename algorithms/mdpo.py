@@ -11,11 +11,10 @@ the divergence keeps the new policy near the old one.
 Tomar, Shani, Efroni & Ghavamzadeh, Mirror Descent Policy Optimization, arXiv 2005.09814, after the
 authors' code; the text was not available.
 
-On-policy, rollout_loss joins mdpo_loss and gaussian_kl, and update_on_policy takes the steps.
-Off-policy it is SAC with a network for V, a fixed weight of the entropy, and one more term in
-actor_loss; the old policy is a copy that is replaced every m steps.
-tsallis_log is for both. To try another divergence on-policy, change kl in rollout_loss; off-policy,
-change squashed_log and the old policy's term in actor_loss. Networks are made by mlp.
+On-policy, rollout_loss joins mdpo_loss and gaussian_kl. Off-policy it is SAC with a network for V,
+a fixed weight of the entropy, and one more term in actor_loss; the old policy is a copy that is
+replaced every m steps. For another divergence change kl in rollout_loss, or off-policy squashed_log
+and the old policy's term in actor_loss.
 
 Differs from the authors' code:
 1. Off-policy training acts with sampled actions. Their loop takes the likeliest one, without noise.
@@ -33,8 +32,7 @@ The rollout and its normalization are those of unimodal_poisson.py, our PPO.
     python algorithms/mdpo.py --method off_policy --total-timesteps 50000
     python algorithms/mdpo.py --method off_policy --kl-coef 0.2       # SAC with one Q
 
-Shapes: T steps, N environments, B rows of a batch, O numbers of an observation, A action
-dimensions.
+Shapes: T steps, N environments, B rows of a batch, O numbers observed, A action dimensions.
 """
 
 from __future__ import annotations
@@ -81,8 +79,7 @@ MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time li
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v5"
-    """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment as in
-    envs/examples/carts.py, or an AsyncVectorEnv"""
+    """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment"""
     env_kwargs: str = "{}"
     """what gymnasium.make passes on to the task, as JSON"""
     method: Literal["on_policy", "off_policy"] = "on_policy"
@@ -90,8 +87,7 @@ class Args:
     sgd_steps: int | None = None
     """m, gradient steps until the old policy is replaced; None is 10, or 1000 off-policy"""
     tsallis_q: float = 1.0
-    """1 is the KL divergence; above 1, up to 2, the authors' Tsallis form. On-policy that is no
-    divergence and may push away from the old policy, see mdpo.md"""
+    """1 is the KL divergence; above 1, up to 2, the authors' Tsallis form, see mdpo.md"""
     kl_coef: float = 1.0
     """off-policy: c = --ent-coef + 1 / t, with the step size t of mirror descent; c = --ent-coef is
     SAC's actor loss. Off-policy rewards are not normalized: with rewards ten times as large,
@@ -128,8 +124,7 @@ class Args:
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>_<process>"""
     resume: str | None = None
-    """run folder to continue; its flags are used unless given anew. A larger --total-timesteps
-    extends it, and the step size t then follows the new length"""
+    """run folder to continue; its flags are used unless given anew"""
     evaluate: str | None = None
     """run folder to score instead of training; its flags are used unless given anew"""
 
@@ -207,8 +202,7 @@ def gae(rewards, dones, values, last_values, gamma, gae_lambda) -> tuple[Tensor,
 
 def train(args):
     """Train as the flags say."""
-    device = setup(args)
-    check_least(args, num_envs=1, num_steps=1, sgd_steps=1)
+    device = setup(args, num_envs=1, num_steps=1, sgd_steps=1)
     off_policy = args.method == "off_policy"
     args.sgd_steps = args.sgd_steps or (1000 if off_policy else 10)
     args.num_steps = args.num_steps or (16 if off_policy else 256)
@@ -231,7 +225,7 @@ def train(args):
     run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
     step = 0
     replay = {}  # off-policy: columns (total_timesteps,...), filled up to the step
-    state = load_checkpoint(run_dir, device)  # None in a new run
+    state = load_checkpoint(run_dir, device) if args.resume else None
     if state is not None:
         step = state["step"]
         agent.load_state_dict(state["agent"])
@@ -244,13 +238,14 @@ def train(args):
     unfinished = None
     while True:
         due = step > 0 and is_due(args.eval_steps, step, rollout_size)
-        if args.eval_episodes and (step >= last_step or due):
+        last = step >= last_step
+        if args.eval_episodes and (last or due):
             log(run_dir, board, step, evaluate(agent, args))
-        if step >= last_step:
+        if last:
             break
         if not unfinished:  # at the beginning and after each checkpoint, see save_checkpoint
             torch.manual_seed(random_seed(args.seed, step))
-            unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step) % 2**31)
+            unfinished = Unfinished(envs, random_seed(args.seed, "episodes", step) % 2**31)
 
         # 1. act
         began = time.perf_counter()
@@ -358,9 +353,8 @@ def update_off_policy(agent, optimizer, batch, args):
     old = agent.gaussian(observations, agent.old_actor)
     old_log_probs = squashed_log(x, *old, args.tsallis_q)
     q_values = agent.q_values(observations, x.tanh())
-    policy_loss = actor_loss(
-        log_probs, old_log_probs, q_values[0], args.kl_coef, args.ent_coef, args.tsallis_q
-    )
+    coefficients = args.kl_coef, args.ent_coef, args.tsallis_q
+    policy_loss = actor_loss(log_probs, old_log_probs, q_values[0], *coefficients)
     # not the method: the authors keep means and log-stds small
     policy_loss += 1e-3 * (mean.square() + log_std.square()).mean()
 
@@ -378,11 +372,8 @@ def update_off_policy(agent, optimizer, batch, args):
     value_loss.backward()
     optimizer.step()
     update_target(agent.target_critic, agent.critic, 0.005)
-    return {
-        "policy_loss": policy_loss,
-        "kl": (log_probs - old_log_probs).mean(),
-        "value_loss": value_loss,
-    }
+    kl = (log_probs - old_log_probs).mean()
+    return {"policy_loss": policy_loss, "kl": kl, "value_loss": value_loss}
 
 
 def evaluate(agent, args):
@@ -399,14 +390,12 @@ def evaluate(agent, args):
             for _ in range(MOST_STEPS):
                 actions = agent.to_env(agent.choose(observations, is_sampled))
                 observations, rewards, terminated, truncated, _ = envs.step(actions)
-                returns += rewards * running
+                returns[running] += rewards[running]
                 running &= ~(terminated | truncated)
                 if not running.any():
                     break
-            else:
-                print(
-                    f"{running.sum()} episodes did not end in {MOST_STEPS} steps, and count so far"
-                )
+            if running.any():
+                print(f"{running.sum()} episodes did not end in {MOST_STEPS} steps; they count too")
             scores[f"eval/{name}/return_mean"] = returns.mean()
             scores[f"eval/{name}/return_std"] = returns.std()
     envs.close()
@@ -426,37 +415,31 @@ def mlp(inputs, outputs, off_policy, last_gain=1.0):
     """Two hidden layers; orthogonal weights, zero biases."""
     hidden = 256 if off_policy else 64
     activation = nn.ReLU if off_policy else nn.Tanh
-    layers = [
-        nn.Linear(inputs, hidden),
-        activation(),
-        nn.Linear(hidden, hidden),
-        activation(),
-        nn.Linear(hidden, outputs),
-    ]
-    for layer in layers[::2]:
+    first, second, last = map(nn.Linear, (inputs, hidden, hidden), (hidden, hidden, outputs))
+    for layer in (first, second, last):
         nn.init.orthogonal_(layer.weight, 2**0.5)
         nn.init.zeros_(layer.bias)
-    nn.init.orthogonal_(layers[-1].weight, last_gain)
-    return nn.Sequential(*layers)
+    nn.init.orthogonal_(last.weight, last_gain)
+    return nn.Sequential(first, activation(), second, activation(), last)
 
 
 class Agent(nn.Module):
     """Policy, value networks, and the statistics that normalize observations and rewards.
 
-    An action is a sample of a Gaussian, off-policy tanh of it. From -1 and 1 it is stretched to the
-    task's range, where there is one, and clipped to it.
+    An action is a sample of a Gaussian, off-policy tanh of it, stretched as action_ends says.
     """
 
     def __init__(self, envs, args):
         super().__init__()
         self.space = envs.single_action_space
-        self.low = torch.from_numpy(np.float32(self.space.low).ravel())  # (A,)
-        self.width = torch.from_numpy(np.float32(self.space.high).ravel()) - self.low
+        low, high, is_bounded = action_ends(self.space)
+        self.low = torch.from_numpy(low)  # (A,)
+        self.width = torch.from_numpy(high - low)
         self.off_policy = args.method == "off_policy"
-        if self.off_policy and not self.space.is_bounded():
+        if self.off_policy and not is_bounded:
             sys.exit(f"--method off_policy: actions are unbounded, {self.space}; use on_policy")
         seen = envs.single_observation_space.shape[0]
-        size = len(self.low)
+        size = len(low)
         self.statistics = RunningMeanStd(shape=seen), RunningMeanStd()
         self.observation_stats, self.return_stats = self.statistics
         self.actor = mlp(seen, size * (1 + self.off_policy), self.off_policy, 0.01)
@@ -490,10 +473,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def choose(self, observations, is_sampled=True):
-        """Actions before clipping or tanh, sampled or the mean. (N,O) of the task -> (N,A)
-
-        They are on the CPU, as the environments are.
-        """
+        """Actions before clipping or tanh, sampled or the mean. (N,O) of the task -> (N,A), CPU"""
         mean, log_std = self.gaussian(self.normalize(observations))
         return (mean + is_sampled * log_std.exp() * torch.randn_like(mean)).cpu()
 
@@ -511,16 +491,13 @@ class Agent(nn.Module):
         if self.off_policy:
             actions = self.low + self.width * (actions.tanh() + 1) / 2
         else:
-            stretched = self.low + self.width / 2 + self.width / 2 * actions
-            actions = stretched.where(self.width.isfinite(), actions)
+            actions = self.low + self.width / 2 + self.width / 2 * actions
         return as_actions(actions.numpy(), self.space)
 
     def get_extra_state(self):
         """The part of state_dict() that holds the statistics: mean, var, count of each by name."""
-        return [
-            {name: np.float64(value).tolist() for name, value in vars(stats).items()}
-            for stats in self.statistics
-        ]
+        columns = [vars(stats).items() for stats in self.statistics]
+        return [{name: np.float64(value).tolist() for name, value in column} for column in columns]
 
     def set_extra_state(self, state):
         for stats, saved in zip(self.statistics, state):
@@ -549,20 +526,18 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
 def check_envs(envs: VectorEnv, env_id: str) -> None:
     """Exit if nobody can act in these spaces, or learn from what a first random step gives."""
     space, seen = envs.single_action_space, envs.single_observation_space
-    if not isinstance(space, SPACES) or (
-        isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
-    ):
+    is_whole = isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
+    if is_whole or not isinstance(space, SPACES):
         names = " or ".join(kind.__name__ for kind in SPACES)
         sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
     if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
         sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
         observations, _ = envs.reset(seed=0)
-        actions = [space.sample() for _ in range(envs.num_envs)]
-        _, rewards, *_ = envs.step(np.array(actions))
+        _, rewards, *_ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
     except Exception as error:
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if any("site-packages" not in file for file in files[1:]):
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        if any("site-packages" not in frame.filename for frame in frames):
             raise  # an error in the task
         sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
     found = np.shape(observations), np.shape(rewards)
@@ -583,6 +558,18 @@ def make_env(args: Args, **options) -> gym.Env:
         sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
     is_picture = len(env.observation_space.shape or ()) > 2
     return env if is_picture else gym.wrappers.FlattenObservation(env)
+
+
+def action_ends(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Actions that -1 and 1 stand for, (A,) each, and whether all of them are bounds of the space.
+
+    Where there is no bound, or one of 1e18 and more, it is 2 away from the other; or -1 and 1.
+    """
+    low, high = space.low.ravel(), space.high.ravel()
+    has_low, has_high = low > -1e18, high < 1e18
+    low = np.where(has_low, low, np.where(has_high, high - 2, -1))
+    high = np.where(has_high, high, low + 2)
+    return np.float32(low), np.float32(high), bool(np.all(has_low & has_high))
 
 
 def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:
@@ -612,21 +599,13 @@ def load_function(path: str):
     return names[name]
 
 
-@dataclass
 class Unfinished:
-    """Episodes that have not ended, which a rollout hands to the next one."""
+    """New episodes; then those that have not ended, which a rollout hands to the next one."""
 
-    observations: np.ndarray  # (N,O)
-    returns: np.ndarray  # (N,)
-    lengths: np.ndarray  # (N,)
-    discounted: np.ndarray  # (N,), the sum whose std scales rewards
-
-
-def start_episodes(envs: VectorEnv, seed: int) -> Unfinished:
-    """Reset all environments."""
-    observations, _ = envs.reset(seed=seed)
-    zeros = np.zeros(envs.num_envs)
-    return Unfinished(np.array(observations), zeros.copy(), zeros.copy(), zeros.copy())
+    def __init__(self, envs: VectorEnv, seed: int):
+        self.observations = np.array(envs.reset(seed=seed)[0])  # (N,O)
+        self.returns, self.lengths = np.zeros((2, envs.num_envs))
+        self.discounted = np.zeros(envs.num_envs)  # the sum whose std scales rewards
 
 
 def act(envs, agent, unfinished, args):
@@ -639,9 +618,9 @@ def act(envs, agent, unfinished, args):
     episodes = []
     for _ in range(args.num_steps):
         observations = unfinished.observations
+        check_finite(args.env_id, observations=observations)
         actions = agent.choose(observations)
         following, rewards, terminated, truncated, info = envs.step(agent.to_env(actions))
-        check_finite(args.env_id, observations=following)
         dones = terminated | truncated
         # Copies, because a simulator may use its arrays again.
         next_observations = np.array(following)
@@ -658,7 +637,7 @@ def act(envs, agent, unfinished, args):
         happened = observations, actions.numpy(), rewards, terminated, dones, next_observations
         steps.append([np.array(values) for values in happened])
     rollout = [np.stack(values) for values in zip(*steps)]
-    check_finite(args.env_id, rewards=rollout[2])
+    check_finite(args.env_id, observations=rollout[-1], rewards=rollout[2])
     return rollout, episodes
 
 
@@ -682,15 +661,10 @@ def learning_batch(rollout, agent, unfinished, args):
     observations = agent.normalize(observations)  # (T,N,O)
     values = agent.values(observations).cpu()  # (T,N), where gae runs
     next_values = agent.values(agent.normalize(next_observations)).cpu()
-    rewards += args.gamma * (dones & ~terminated) * next_values.numpy()  # at the time limit
-    advantages, returns = gae(
-        torch.from_numpy(rewards).float(),
-        torch.from_numpy(dones),
-        values,
-        next_values[-1],
-        args.gamma,
-        args.gae_lambda,
-    )
+    cut = dones & ~terminated  # a time limit is not the end
+    rewards[cut] += args.gamma * next_values.double().numpy()[cut]
+    given = torch.from_numpy(rewards).float(), torch.from_numpy(dones)
+    advantages, returns = gae(*given, values, next_values[-1], args.gamma, args.gae_lambda)
     std, average = torch.std_mean(advantages, correction=0)
     mean, log_std = agent.gaussian(observations)
     rows = {
@@ -731,21 +705,20 @@ def store(replay, first, rows, args):
 # --- Processes, checkpoints, logs ---------------------------------------------------------------
 
 
-def setup(args: Args) -> torch.device:
-    """The device. One thread: small networks are slower with more of them."""
+def setup(args: Args, **lowest: int) -> torch.device:
+    """The device. Exit if a flag is below its lowest value.
+
+    One thread: small networks are slower with more of them.
+    """
+    for name, least in lowest.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch finds no CUDA device here; use --device auto or cpu")
     torch.set_num_threads(1)
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
-
-
-def check_least(args: Args, **lowest: int) -> None:
-    """Exit if one of these flags is below its lowest value."""
-    for name, least in lowest.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
 
 
 def random_seed(*names) -> int:
@@ -787,12 +760,11 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
 
 def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
-    run_dir = args.resume or args.output_dir
-    if run_dir is None:
-        started = f"{time.time():.0f}_{os.getpid()}"
-        run_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
+    started = f"{time.time():.0f}_{os.getpid()}"
+    new_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
+    run_dir = args.resume or args.output_dir or new_dir
     path = Path(run_dir, "args.json")
-    if path.exists() and not args.resume:
+    if not args.resume and (path.exists() or checkpoints(run_dir)):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
     try:
         os.makedirs(run_dir, exist_ok=True)
@@ -836,16 +808,14 @@ def report(step: int, last_step: int, metrics: dict[str, float]) -> None:
 
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints and logs can fail for lack of space."""
+    reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+    reasons += ["unexpected pos", "failed writing"]  # what torch.save says
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
-        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-        for reason in reasons:
-            if reason in text:
-                sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
+    except Exception as error:
+        if any(reason in str(error) for reason in reasons):
+            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
         raise
 
 
@@ -868,12 +838,10 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before:
-            continue
         flag = "--" + name.replace("_", "-")
-        if args.resume and name in FIXED.split():
+        if now != before and args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if name not in ("resume", "evaluate", "opponent", "video"):
+        if now != before and name not in ("resume", "evaluate", "opponent", "video"):
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 

@@ -5,8 +5,7 @@
 # ]
 # ///
 """Stream AC(lambda) and stream Q(lambda): deep reinforcement learning from one transition at a
-time. There is no replay buffer, no batch and no target network. The agent learns from a transition
-when it happens, and then forgets it.
+time. There is no replay buffer, no batch and no target network.
 
 Elsayed, Vasan & Mahmood, Streaming Deep Reinforcement Learning Finally Works, arXiv 2410.14606.
 
@@ -23,12 +22,10 @@ Differs from the authors' code:
 4. Discrete tasks keep their own time limit (authors: 10,000 steps).
 
     python algorithms/stream_x.py                                    # Hopper-v5, CPU, a minute
-    python algorithms/stream_x.py --env-id HalfCheetah-v5 --total-timesteps 2000000
     python algorithms/stream_x.py --algorithm q --env-id CartPole-v1 --hidden-size 32
     python algorithms/stream_x.py --optimizer sgd --lr 1e-3          # the same without the bound
 
-It runs on one CPU core: with one transition to compute at a time, a GPU has nothing to gain.
-In shapes, O is the size of an observation plus 1, for the time.
+It runs on one CPU core. In shapes, O is the size of an observation plus 1, for the time.
 """
 
 from __future__ import annotations
@@ -42,6 +39,7 @@ import traceback
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -55,8 +53,10 @@ from torch.distributions import Categorical, Normal
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.tensorboard import SummaryWriter
 
-FREE = ("total_timesteps", "save_steps", "eval_steps", "eval_episodes")  # can change on resume
+# Flags that can change when a run is resumed.
+FREE = "total_timesteps save_steps eval_steps eval_episodes resume evaluate".split()
 SPACES = (gym.spaces.Box, gym.spaces.Discrete)  # of actions
+USED = ("args.json", "checkpoint.pt", "final.pt")  # what a run folder holds
 MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time limit, it may not end
 
 
@@ -105,8 +105,7 @@ class Args:
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>"""
     resume: str | None = None
-    """run folder to continue; --total-timesteps, --save-steps, --eval-steps and --eval-episodes can
-    be given anew, and the schedule of --end-e stretches with --total-timesteps"""
+    """run folder to continue; --total-timesteps, --save-steps and --eval-... can be given anew"""
     evaluate: str | None = None
     """run folder to score instead of training, with the flags of that run"""
 
@@ -121,18 +120,18 @@ class ObGD:
     entropy. A step adds delta z to the weights, times lr / max(M, 1) with
     M = lr kappa max(|delta|, 1) ||z||_1, the norm over the traces z of all parameters. So the
     absolute changes add up to 1 / kappa at most. With kappa = 0 this is SGD with traces, known as
-    TD(lambda).
+    TD(lambda). Adaptive: z is divided by sqrt(v + 1e-8), v being Adam's mean of (delta z)^2.
     """
 
-    adaptive = False
     power = 1.0  # 0.999 to the power of the number of steps
 
-    def __init__(self, params, lr=1.0, gamma=0.99, lamda=0.8, kappa=2.0):
+    def __init__(self, params, lr=1.0, gamma=0.99, lamda=0.8, kappa=2.0, adaptive=False):
+        self.adaptive = adaptive
         self.params = list(params)
         self.weights = parameters_to_vector(self.params).detach()
         vector_to_parameters(self.weights, self.params)  # from now on, they are views of it
         self.trace = torch.zeros_like(self.weights)  # z, the eligibility trace
-        self.square = torch.zeros_like(self.weights)  # v of AdaptiveObGD
+        self.square = torch.zeros_like(self.weights)  # v
         self.lr = lr
         self.decay = gamma * lamda
         self.kappa = kappa
@@ -154,10 +153,7 @@ class ObGD:
         return step_size
 
 
-class AdaptiveObGD(ObGD):
-    """Divides z by sqrt(v + 1e-8), where v is Adam's mean of (delta z)^2."""
-
-    adaptive = True
+AdaptiveObGD = partial(ObGD, adaptive=True)
 
 
 def sparse_init_(weight, sparsity=0.9):
@@ -226,7 +222,7 @@ def train(args):
         return evaluate(stream, agent, args)
     new_dir = f"runs/stream_x__{args.env_id}__{args.seed}__{time.time():.3f}"
     run_dir = args.resume or args.output_dir or new_dir
-    if os.path.exists(f"{run_dir}/args.json") and not args.resume:
+    if not args.resume and any(Path(run_dir, name).exists() for name in USED):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
     try:
         os.makedirs(run_dir, exist_ok=True)
@@ -236,7 +232,7 @@ def train(args):
     if metrics.exists():  # its last row may be cut off
         os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
     step = 0
-    if os.path.exists(f"{run_dir}/checkpoint.pt"):
+    if Path(run_dir, "checkpoint.pt").exists():
         step, agent, stream.stats, stream.scale_reward = load(run_dir, ["checkpoint"])
     board = SummaryWriter(run_dir, purge_step=step + 1)
     board.add_text("hyperparameters", f"```\n{json.dumps(vars(args), indent=1)}\n```")
@@ -274,9 +270,8 @@ def train(args):
         window += 1
 
         # 1. act
-        epsilon = epsilon_schedule(
-            step, 1, args.end_e, args.exploration_fraction, args.total_timesteps
-        )
+        fraction = args.exploration_fraction
+        epsilon = epsilon_schedule(step, 1, args.end_e, fraction, args.total_timesteps)
         observation, reward, done = stream.step(agent.act(observation, epsilon))
 
         # 2. learn from this one transition, and forget it; Counter.update adds
@@ -298,15 +293,10 @@ def train(args):
             metrics["charts/episodic_return"] = np.mean(returns)
             metrics["charts/SPS"] = window / (time.perf_counter() - began)
             log(metrics)
-            print(
-                f"step {step:>9,}/{args.total_timesteps:,}  return {np.mean(returns):9.1f}"
-                f"  {metrics['charts/SPS']:6,.0f} steps/s",
-                flush=True,
-            )
+            line = f"step {step:>9,}/{args.total_timesteps:,}  return {np.mean(returns):9.1f}"
+            print(f"{line}  {metrics['charts/SPS']:6,.0f} steps/s", flush=True)
             save(f"{run_dir}/checkpoint")
     save(f"{run_dir}/final")
-
-    # 4. evaluate
     log(evaluate(stream, agent, args))
 
 
@@ -326,11 +316,10 @@ def evaluate(stream, agent, args):
                 print(f"an episode did not end in {MOST_STEPS} steps, and counts so far")
             returns.append(stream.episodic_return)
         if returns:
-            print(
-                f"{len(returns)} episodes, {name}: {np.mean(returns):.1f} +- {np.std(returns):.1f}"
-            )
-            scores[f"eval/{name}/return_mean"] = np.mean(returns)
-            scores[f"eval/{name}/return_std"] = np.std(returns)
+            mean, std = np.mean(returns), np.std(returns)
+            print(f"{len(returns)} episodes, {name}: {mean:.1f} +- {std:.1f}")
+            scores[f"eval/{name}/return_mean"] = mean
+            scores[f"eval/{name}/return_std"] = std
     stream.frozen = False
     return scores
 
@@ -363,12 +352,12 @@ class Network(nn.Module):
     def forward(self, x):
         """(...,inputs) -> (...,outputs)"""
         *hidden, output = self.layers
-        for layer in hidden:
-            x = layer(x)
+        for layer in hidden:  # calling nn.Linear takes longer than so small a product
+            x = nn.functional.linear(x, layer.weight, layer.bias)
             if self.layer_norm:
                 x = nn.functional.layer_norm(x, x.shape[-1:])
             x = nn.functional.leaky_relu(x)
-        return output(x)
+        return nn.functional.linear(x, output.weight, output.bias)
 
 
 class Agent:
@@ -390,12 +379,9 @@ class Agent:
         self.actor = Network(num_inputs, num_outputs, args.kappa_policy, args)
 
     def policy(self, observation):
-        """Distribution of actions. (1,O) -> of a number, or of A numbers
-
-        Of a Gaussian's outputs half are means, softplus of the others are stds.
-        """
+        """Distribution of actions. (1,O) -> of a number, or of A numbers"""
         outputs = self.actor(observation)[0]
-        if not outputs.isfinite().all():
+        if not math.isfinite(outputs.sum().item()):
             sys.exit("the policy is not finite; the last checkpoint is kept")
         if self.is_discrete:
             return Categorical(logits=outputs, validate_args=False)
@@ -424,9 +410,9 @@ class Agent:
     def learn(self, reward, next_observation, done):
         """One step of each network, for the last action. -> metrics
 
-        The critic's objective is V(s) or Q(s, a), the actor's ln pi(a|s) + c sign(delta) H(s) with
-        the entropy H and c = --entropy-coef. ObGD multiplies their gradients by delta: with its
-        sign, the factor is |delta|, so that good and bad surprises alike raise the entropy.
+        Objectives are V(s) or Q(s, a), and ln pi(a|s) + c sign(delta) H(s) with the entropy H and
+        c = --entropy-coef. ObGD multiplies gradients by delta: |delta| with the sign, so that good
+        and bad surprises alike raise the entropy.
         """
         both = torch.cat([self.observation, next_observation])
         values = self.critic(both)
@@ -465,10 +451,8 @@ class Stream:
         self.args = args
         self.env = make_env(args)
         space = self.env.action_space
-        if isinstance(space, gym.spaces.Box):  # -1 and 1 stand for the ends of a bounded action
-            bounded = np.isfinite(space.low) & np.isfinite(space.high)
-            low = np.where(bounded, space.low, -1).ravel()
-            high = np.where(bounded, space.high, 1).ravel()
+        if isinstance(space, gym.spaces.Box):
+            low, high, _ = action_ends(space)
             self.middle = (low + high) / 2
             self.half_width = (high - low) / 2
         self.time_limit = self.env.spec.max_episode_steps or math.inf
@@ -477,6 +461,7 @@ class Stream:
 
     def observe(self, observation):
         """(O-1,) -> tensor (1,O)"""
+        check_finite(self.args.env_id, observations=observation)
         if not self.frozen:
             self.stats.update(observation)
         normalized = (observation - self.stats.mean) / np.sqrt(self.stats.var + 1e-8)
@@ -497,7 +482,7 @@ class Stream:
             action = self.middle + self.half_width * action
         (action,) = as_actions(action.reshape(1, -1), self.env.action_space)
         observation, reward, terminated, truncated, _ = self.env.step(action)
-        check_finite(self.args.env_id, observations=observation, rewards=reward)
+        check_finite(self.args.env_id, rewards=reward)
         reward = float(reward)
         done = terminated or truncated  # the time is observed, so its limit is an end like others
         self.length += 1
@@ -523,20 +508,18 @@ def make_env(args: Args, **options) -> gym.Env:
 def check_envs(envs: VectorEnv, env_id: str) -> None:
     """Exit if nobody can act in these spaces, or learn from what a first random step gives."""
     space, seen = envs.single_action_space, envs.single_observation_space
-    if not isinstance(space, SPACES) or (
-        isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
-    ):
+    is_whole = isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
+    if is_whole or not isinstance(space, SPACES):
         names = " or ".join(kind.__name__ for kind in SPACES)
         sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
     if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
         sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
         observations, _ = envs.reset(seed=0)
-        actions = [space.sample() for _ in range(envs.num_envs)]
-        _, rewards, *_ = envs.step(np.array(actions))
+        _, rewards, *_ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
     except Exception as error:
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if any("site-packages" not in file for file in files[1:]):
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        if any("site-packages" not in frame.filename for frame in frames):
             raise  # an error in the task
         sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
     found = np.shape(observations), np.shape(rewards)
@@ -544,6 +527,18 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
     if found != expected:
         sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
     check_finite(env_id, observations=observations, rewards=rewards)
+
+
+def action_ends(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Actions that -1 and 1 stand for, (A,) each, and whether all of them are bounds of the space.
+
+    Where there is no bound, or one of 1e18 and more, it is 2 away from the other; or -1 and 1.
+    """
+    low, high = space.low.ravel(), space.high.ravel()
+    has_low, has_high = low > -1e18, high < 1e18
+    low = np.where(has_low, low, np.where(has_high, high - 2, -1))
+    high = np.where(has_high, high, low + 2)
+    return np.float32(low), np.float32(high), bool(np.all(has_low & has_high))
 
 
 def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:
@@ -567,8 +562,7 @@ def check_finite(env_id: str, **arrays) -> None:
 def load(run_dir, names=("final", "checkpoint")):
     """Step, agent, statistics of observations and of rewards, of the latest of these files."""
     found = []
-    for name in names:
-        path = Path(run_dir, f"{name}.pt")
+    for path in [Path(run_dir, f"{name}.pt") for name in names]:
         if path.exists():
             try:
                 found.append(torch.load(path, weights_only=False))
@@ -586,16 +580,14 @@ def is_due(every: int, step: int, size: int) -> bool:
 
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints and logs can fail for lack of space."""
+    reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+    reasons += ["unexpected pos", "failed writing"]  # what torch.save says
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
-        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-        for reason in reasons:
-            if reason in text:
-                sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
+    except Exception as error:
+        if any(reason in str(error) for reason in reasons):
+            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
         raise
 
 
@@ -608,14 +600,13 @@ if __name__ == "__main__":
         if not path.is_file():
             sys.exit(f"{run_dir}: no args.json, so not a run folder")
         try:
-            saved = json.loads(path.read_text())
-            defaults = Args(**saved)
+            saved = Args(**json.loads(path.read_text()))
         except (ValueError, TypeError) as error:
             sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
-        args = tyro.cli(Args, default=defaults)
-        for name, before in saved.items():
+        args = tyro.cli(Args, default=saved)
+        for name, before in vars(saved).items():
             now = getattr(args, name)
-            if now != before and name not in ("resume", "evaluate", *FREE):
+            if now != before and name not in FREE:
                 flag = "--" + name.replace("_", "-")
                 sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
     with one_sentence_for_a_full_disk():

@@ -32,8 +32,7 @@ deviation, and a Gaussian whose -1 and 1 are the ends of a bounded action.
     python algorithms/unimodal_poisson.py --env-id CartPole-v1      # discrete actions
     python algorithms/unimodal_poisson.py --evaluate runs/<run> --video
 
-Shapes: T steps, N environments, B rows of a minibatch, O numbers of an observation, A action
-dimensions, K atoms.
+Shapes: T steps, N environments, B rows, O numbers observed, A action dimensions, K atoms.
 """
 
 from __future__ import annotations
@@ -81,13 +80,11 @@ MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time li
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v5"
-    """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment as in
-    envs/examples/carts.py, or an AsyncVectorEnv"""
+    """gymnasium task, or FILE.py:make, where make(num_envs) returns a vector environment"""
     env_kwargs: str = "{}"
     """what gymnasium.make passes on to the task, as JSON"""
     policy: POLICIES | None = None
-    """distribution of actions: the method, the released code's version of it, or a control; None is
-    poisson, or categorical where actions are discrete"""
+    """distribution of actions; None is poisson, or categorical where actions are discrete"""
     num_atoms: int = 11
     """K, values of each continuous dimension; categorical with 2 is a bang-bang policy"""
     temperature: float | None = None
@@ -156,8 +153,7 @@ class Args:
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>_<process>"""
     resume: str | None = None
-    """run folder to continue; its flags are used unless given anew. A larger --total-timesteps
-    extends it, and the learning rate then follows the new length"""
+    """run folder to continue; its flags are used unless given anew"""
     evaluate: str | None = None
     """run folder to score instead of training; its flags are used unless given anew"""
     video: bool = False
@@ -309,15 +305,13 @@ class PoissonRepoHead(PoissonHead):
 
 
 class GaussianHead(Head):
-    """A Gaussian with std 1 at first, which does not depend on the state. Where an action is
-    bounded, -1 and 1 stand for its ends, else it has the environment's units."""
+    """A Gaussian with std 1 at first, which does not depend on the state; see action_ends."""
 
     def __init__(self, low: Tensor, high: Tensor, args: Args, sizes=None):
         super().__init__(low, high, args)
         self.log_std = nn.Parameter(torch.zeros(len(low)))
-        bounded = self.width.isfinite()
-        self.register_buffer("middle", ((low + high) / 2).where(bounded, 0.0), persistent=False)
-        self.register_buffer("half_width", (self.width / 2).where(bounded, 1.0), persistent=False)
+        self.register_buffer("middle", (low + high) / 2, persistent=False)
+        self.register_buffer("half_width", self.width / 2, persistent=False)
 
     def mode(self, outputs: Tensor) -> Tensor:
         return outputs[..., 0]
@@ -409,8 +403,7 @@ def ppo_loss(
     """Loss of a minibatch, and metrics. All (B,) -> scalar
 
     Advantages are normalized by the population's std. A clipped value moves by clip_coef at most.
-    The 37 implementation details of PPO, most of which are in this file, are explained at
-    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
+    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/ explains the details.
     """
     if norm_adv:
         std, mean = torch.std_mean(advantages, correction=0)
@@ -442,9 +435,8 @@ def ppo_loss(
 
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    device = setup(args)
-    check_least(args, num_atoms=2, num_envs=1, num_steps=1, num_minibatches=1, update_epochs=1)
-    check_least(args, temperature=1e-3, rate_init=1e-3)
+    lowest = {"num_envs": 1, "num_steps": 1, "num_minibatches": 1, "update_epochs": 1}
+    device = setup(args, num_atoms=2, temperature=1e-3, rate_init=1e-3, **lowest)
     if args.evaluate:
         return score_run(args, device)
     if args.video:
@@ -452,6 +444,8 @@ def train(args: Args) -> dict[str, float]:
     rollout_size = args.num_envs * args.num_steps
     if rollout_size % args.num_minibatches:
         sys.exit(f"--num-minibatches: does not divide {rollout_size}, the steps of a rollout")
+    if rollout_size == args.num_minibatches and args.norm_adv:
+        sys.exit("--num-minibatches: normalized, the advantage of a single row is 0; take fewer")
     last_step = args.total_timesteps // rollout_size * rollout_size
     if last_step == 0:
         sys.exit(f"--total-timesteps: fewer than the {rollout_size} steps of one rollout")
@@ -459,14 +453,10 @@ def train(args: Args) -> dict[str, float]:
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
     if args.policy == "poisson" and args.rate_init:
-        rate = torch.tensor(args.rate_init)
-        logits = poisson_logits(rate, agent.head.args.num_atoms, args.temperature or 1)
-        mass = logits.softmax(-1).max().item()
-        if mass > 0.9:
-            sys.exit(
-                f"--rate-init {args.rate_init}: one atom begins with {100 * mass:.0f} % of the "
-                "probability, so nothing else is tried; leave --rate-init out"
-            )
+        factor = 9 ** (args.temperature or 1)  # outside, an atom has 9/10 of the probability
+        least, most = 2 / factor, agent.head.args.num_atoms * factor
+        if not least <= args.rate_init <= most:
+            sys.exit(f"--rate-init: must be from {least:.2g} to {most:.4g}, else nothing is tried")
     vector = as_vector(agent)
     optimizer = torch.optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True)
     loss_function = minibatch_loss
@@ -495,18 +485,18 @@ def train(args: Args) -> dict[str, float]:
             break
         if start_anew:  # at the beginning and after each checkpoint, see save_checkpoint
             torch.manual_seed(random_seed(args.seed, step))
-            unfinished = start_episodes(envs, random_seed(args.seed, "episodes", step) % 2**31)
+            unfinished = Unfinished(envs, random_seed(args.seed, "episodes", step) % 2**31)
             start_anew = False
 
         # 1. act
         began = time.perf_counter()
-        rollout = act(envs, agent, unfinished, args)
+        rollout, episodes = act(envs, agent, unfinished, args)
         acted = time.perf_counter()
 
         # 2. scale rewards, estimate advantages; then update the statistics of observations
         batch = learning_batch(rollout, agent, unfinished, args)
         if args.norm_obs:
-            agent.observation_stats.update(np.concatenate(rollout["raw_observations"]))
+            agent.observation_stats.update(np.concatenate(rollout[2]))
 
         # 3. several epochs of the clipped loss
         learning_rate = args.learning_rate
@@ -525,8 +515,8 @@ def train(args: Args) -> dict[str, float]:
         explained = 1 - (residuals.var() / batch["returns"].var()).item()
         metrics["losses/explained_variance"] = explained
         metrics["charts/learning_rate"] = learning_rate
-        if rollout["episodes"]:
-            returns, lengths = np.mean(rollout["episodes"], 0).tolist()
+        if episodes:
+            returns, lengths = np.mean(episodes, 0).tolist()
             metrics["charts/episodic_return"] = returns
             metrics["charts/episodic_length"] = lengths
         if isinstance(agent.head, CategoricalHead) and not agent.is_discrete:
@@ -541,8 +531,6 @@ def train(args: Args) -> dict[str, float]:
             state = {"step": step, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             save_checkpoint(run_dir, step, state)
             start_anew = True
-    board.close()
-    envs.close()
     return scores
 
 
@@ -577,9 +565,8 @@ def update(agent: Agent, vector: Tensor, optimizer, batch: dict, args: Args, los
 def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args):
     """The loss of a minibatch (B,...), and metrics."""
     outputs = agent.outputs(batch["observations"])
-    entropy = batch["entropy"]  # of the policy that acted, only to be logged
-    if args.ent_coef != 0:
-        entropy = agent.head.entropy(outputs)
+    is_only_logged = args.ent_coef == 0  # then that of the policy that acted will do
+    entropy = batch["entropy"] if is_only_logged else agent.head.entropy(outputs)
     return ppo_loss(
         agent.head.log_prob(outputs, batch["actions"]),
         batch["logprobs"],
@@ -655,7 +642,7 @@ def play(envs: VectorEnv, agent: Agent, seed: int, deterministic: bool, video: b
                 pictures.append(envs.render()[0])
             actions = choose(agent.outputs(agent.normalize(observations)))
             observations, rewards, terminated, truncated, _ = envs.step(agent.to_env(actions))
-            returns += rewards * running
+            returns[running] += rewards[running]
             running &= ~(terminated | truncated)
     if running.any() and not video:
         print(f"{running.sum()} episodes did not end in {MOST_STEPS} steps; they count so far")
@@ -718,8 +705,7 @@ class RunningMeanStd(nn.Module):
         return {"mean": self.mean.tolist(), "var": self.var.tolist(), "count": self.count}
 
     def set_extra_state(self, state: dict) -> None:
-        self.mean = np.array(state["mean"])
-        self.var = np.array(state["var"])
+        self.mean, self.var = np.array(state["mean"]), np.array(state["var"])
         self.count = state["count"]
 
 
@@ -757,15 +743,15 @@ class Agent(nn.Module):
         args.policy = args.policy or ("categorical" if self.is_discrete else "poisson")
         if self.is_discrete:  # atoms are the actions
             args = replace(args, num_atoms=max(sizes))
-            low, high = np.zeros(len(sizes)), np.array(sizes) - 1
+            low, high, is_bounded = np.zeros(len(sizes)), np.array(sizes) - 1, True
         else:
-            low, high = self.space.low.ravel(), self.space.high.ravel()
+            low, high, is_bounded = action_ends(self.space)
             sizes = [args.num_atoms] * len(low)
         if self.is_discrete and args.policy in ("gaussian", "beta"):
             sys.exit(f"--policy {args.policy}: actions are {self.space}; use categorical")
         if args.policy == "poisson_repo" and len(set(sizes)) > 1:
             sys.exit(f"--policy poisson_repo: takes dimensions of one size, not {self.space}")
-        if args.policy != "gaussian" and not np.isfinite([low, high]).all():
+        if args.policy != "gaussian" and not is_bounded:
             sys.exit(f"--policy {args.policy}: actions are unbounded, {self.space}; use gaussian")
         low = torch.tensor(low, dtype=torch.float32)
         high = torch.tensor(high, dtype=torch.float32)
@@ -826,20 +812,18 @@ def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
 def check_envs(envs: VectorEnv, env_id: str) -> None:
     """Exit if nobody can act in these spaces, or learn from what a first random step gives."""
     space, seen = envs.single_action_space, envs.single_observation_space
-    if not isinstance(space, SPACES) or (
-        isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
-    ):
+    is_whole = isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
+    if is_whole or not isinstance(space, SPACES):
         names = " or ".join(kind.__name__ for kind in SPACES)
         sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
     if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
         sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
         observations, _ = envs.reset(seed=0)
-        actions = [space.sample() for _ in range(envs.num_envs)]
-        _, rewards, *_ = envs.step(np.array(actions))
+        _, rewards, *_ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
     except Exception as error:
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if any("site-packages" not in file for file in files[1:]):
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        if any("site-packages" not in frame.filename for frame in frames):
             raise  # an error in the task
         sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
     found = np.shape(observations), np.shape(rewards)
@@ -860,6 +844,18 @@ def make_env(args: Args, **options) -> gym.Env:
         sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
     is_picture = len(env.observation_space.shape or ()) > 2
     return env if is_picture else gym.wrappers.FlattenObservation(env)
+
+
+def action_ends(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Actions that -1 and 1 stand for, (A,) each, and whether all of them are bounds of the space.
+
+    Where there is no bound, or one of 1e18 and more, it is 2 away from the other; or -1 and 1.
+    """
+    low, high = space.low.ravel(), space.high.ravel()
+    has_low, has_high = low > -1e18, high < 1e18
+    low = np.where(has_low, low, np.where(has_high, high - 2, -1))
+    high = np.where(has_high, high, low + 2)
+    return np.float32(low), np.float32(high), bool(np.all(has_low & has_high))
 
 
 def as_actions(values: np.ndarray, space: gym.Space) -> np.ndarray:
@@ -900,38 +896,31 @@ def load_function(path: str):
     return names[name]
 
 
-@dataclass
 class Unfinished:
-    """Episodes that have not ended, which a rollout hands to the next one."""
+    """New episodes; then those that have not ended, which a rollout hands to the next one."""
 
-    observations: np.ndarray  # (N,O)
-    returns: np.ndarray  # (N,)
-    lengths: np.ndarray  # (N,)
-    discounted: np.ndarray  # (N,), the sum whose std scales rewards
-
-
-def start_episodes(envs: VectorEnv, seed: int) -> Unfinished:
-    """Reset all environments."""
-    observations, _ = envs.reset(seed=seed)
-    zeros = np.zeros(envs.num_envs)
-    return Unfinished(np.array(observations), zeros.copy(), zeros.copy(), zeros.copy())
+    def __init__(self, envs: VectorEnv, seed: int):
+        self.observations = np.array(envs.reset(seed=seed)[0])  # (N,O)
+        self.returns, self.lengths = np.zeros((2, envs.num_envs))
+        self.discounted = np.zeros(envs.num_envs)  # the sum whose std scales rewards
 
 
 @torch.inference_mode()
-def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> dict:
+def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> tuple:
     """T steps of N environments with sampled actions.
 
-    Returns what happened, (T,N,...) each, and episodes, (return, length) of each that ended. The
-    next observation of an episode's last step is the one before the reset.
+    Returns what happened, (T,N,...) each, and (return, length) of each episode that ended. The
+    next observation of an episode's last step is the one before the reset. Normalized observations
+    and actions are on the device.
     """
     steps = []
     episodes = []
     for _ in range(args.num_steps):
         raw_observations = unfinished.observations
+        check_finite(args.env_id, observations=raw_observations)
         observations = agent.normalize(raw_observations)
         actions = agent.head.sample(agent.outputs(observations))
         following, rewards, terminated, truncated, info = envs.step(agent.to_env(actions))
-        check_finite(args.env_id, observations=following)
         dones = terminated | truncated
         # Copies, because a simulator may use its arrays again.
         unfinished.observations = np.array(following)
@@ -952,17 +941,10 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> di
         steps.append((observations, actions, *happened))
     observations, actions, *happened = zip(*steps)
     raw_observations, rewards, dones, cut, next_observations = map(np.stack, happened)
-    check_finite(args.env_id, rewards=rewards)
-    return {
-        "raw_observations": raw_observations,
-        "observations": torch.stack(observations),  # normalized, on the device
-        "actions": torch.stack(actions),  # on the device
-        "rewards": rewards.astype(np.float64),
-        "dones": dones,
-        "cut": cut,
-        "next_observations": next_observations,
-        "episodes": episodes,
-    }
+    check_finite(args.env_id, observations=next_observations, rewards=rewards)
+    rewards = rewards.astype(np.float64)
+    happened = raw_observations, rewards, dones, cut, next_observations
+    return (torch.stack(observations), torch.stack(actions), *happened), episodes
 
 
 def scale_rewards(rewards: np.ndarray, dones: np.ndarray, agent, unfinished, args: Args):
@@ -978,27 +960,21 @@ def scale_rewards(rewards: np.ndarray, dones: np.ndarray, agent, unfinished, arg
 
 
 @torch.no_grad()
-def learning_batch(rollout: dict, agent: Agent, unfinished: Unfinished, args: Args) -> dict:
+def learning_batch(rollout: tuple, agent: Agent, unfinished: Unfinished, args: Args) -> dict:
     """What update() needs of a rollout, as rows (T N,...), with advantages and returns."""
-    rewards = rollout["rewards"]  # (T,N)
+    observations, actions, _, rewards, dones, cut, next_observations = rollout
     if args.norm_reward:
-        rewards = scale_rewards(rewards, rollout["dones"], agent, unfinished, args)
-    cut = rollout["cut"]
+        rewards = scale_rewards(rewards, dones, agent, unfinished, args)
     if args.bootstrap_truncation and cut.any():
-        last = agent.normalize(rollout["next_observations"][cut])
+        last = agent.normalize(next_observations[cut])
         rewards[cut] += args.gamma * agent.values(last).cpu().numpy()
-    values = agent.values(rollout["observations"])  # (T,N)
+    values = agent.values(observations)  # (T,N)
     next_values = agent.values(agent.normalize(unfinished.observations))  # (N,)
-    advantages, returns = gae(  # a loop over steps, faster on the CPU
-        torch.from_numpy(rewards).float(),
-        torch.from_numpy(rollout["dones"]),
-        values.cpu(),
-        next_values.cpu(),
-        args.gamma,
-        args.gae_lambda,
-    )
-    observations = rollout["observations"].flatten(0, 1)
-    actions = rollout["actions"].flatten(0, 1)
+    given = torch.from_numpy(rewards).float(), torch.from_numpy(dones)
+    decays = args.gamma, args.gae_lambda
+    advantages, returns = gae(*given, values.cpu(), next_values.cpu(), *decays)  # faster on the CPU
+    observations = observations.flatten(0, 1)
+    actions = actions.flatten(0, 1)
     outputs = agent.outputs(observations)
     return {
         "observations": observations,
@@ -1014,21 +990,20 @@ def learning_batch(rollout: dict, agent: Agent, unfinished: Unfinished, args: Ar
 # --- Processes, checkpoints, logs ---------------------------------------------------------------
 
 
-def setup(args: Args) -> torch.device:
-    """The device. One thread: small networks are slower with more of them."""
+def setup(args: Args, **lowest: int) -> torch.device:
+    """The device. Exit if a flag is below its lowest value.
+
+    One thread: small networks are slower with more of them.
+    """
+    for name, least in lowest.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch finds no CUDA device here; use --device auto or cpu")
     torch.set_num_threads(1)
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     return torch.device("cuda" if use_cuda else "cpu")
-
-
-def check_least(args: Args, **lowest: int) -> None:
-    """Exit if one of these flags is below its lowest value."""
-    for name, least in lowest.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
 
 
 def random_seed(*names) -> int:
@@ -1070,12 +1045,11 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
 
 def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
-    run_dir = args.resume or args.output_dir
-    if run_dir is None:
-        started = f"{time.time():.0f}_{os.getpid()}"
-        run_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
+    started = f"{time.time():.0f}_{os.getpid()}"
+    new_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
+    run_dir = args.resume or args.output_dir or new_dir
     path = Path(run_dir, "args.json")
-    if path.exists() and not args.resume:
+    if not args.resume and (path.exists() or checkpoints(run_dir)):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
     try:
         os.makedirs(run_dir, exist_ok=True)
@@ -1119,16 +1093,14 @@ def report(step: int, last_step: int, metrics: dict[str, float]) -> None:
 
 @contextmanager
 def one_sentence_for_a_full_disk():
-    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
+    """Around a run: checkpoints and logs can fail for lack of space."""
+    reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+    reasons += ["unexpected pos", "failed writing"]  # what torch.save says
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
-        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-        for reason in reasons:
-            if reason in text:
-                sys.exit(f"the disk is full ({reason}): make room and go on with --resume RUN_DIR")
+    except Exception as error:
+        if any(reason in str(error) for reason in reasons):
+            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
         raise
 
 
@@ -1151,12 +1123,10 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)
-        if now == before:
-            continue
         flag = "--" + name.replace("_", "-")
-        if args.resume and name in FIXED.split():
+        if now != before and args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if name not in ("resume", "evaluate", "opponent", "video"):
+        if now != before and name not in ("resume", "evaluate", "opponent", "video"):
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 

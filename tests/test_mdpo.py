@@ -134,7 +134,7 @@ def made(method="on_policy", **values):
     args = Args(env_id="test/mdpo-walk-v0", method=method, num_envs=3, num_steps=40, **values)
     torch.manual_seed(0)
     envs = mdpo.make_envs(args, 3)
-    agent, unfinished = Agent(envs, args), mdpo.start_episodes(envs, 4)
+    agent, unfinished = Agent(envs, args), mdpo.Unfinished(envs, 4)
     return agent, args, *mdpo.act(envs, agent, unfinished, args), unfinished
 
 
@@ -187,6 +187,8 @@ def test_rollout_and_advantages():
         expected[t] = advantage
     assert_close(batch["returns"].view(40, 3), expected + values, 1e-4)
     assert_close(batch["advantages"].view(40, 3), (expected - expected.mean()) / expected.std(), 1e-4)
+    following[:-1][~(dones & ~terminated)[:-1]] = np.nan  # these are not used
+    assert mdpo.learning_batch(rollout, agent, unfinished, args)["advantages"].isfinite().all()
     batch = mdpo.learning_batch([np.zeros_like(x) for x in rollout], agent, unfinished, args)
     assert batch["advantages"].isfinite().all(), "where all are equal, the authors' code gives NaN"
 

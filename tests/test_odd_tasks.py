@@ -12,7 +12,7 @@ from control_runs import results, train
 from gymnasium import spaces
 from processes import ROOT, as_flags, fork
 
-from algorithms import mdpo, stream_x, unimodal_poisson
+from algorithms import arac, fm3q, mdpo, stream_x, unimodal_poisson
 
 ROW = np.arange(3, dtype=np.float32)
 ACTIONS = {
@@ -20,6 +20,8 @@ ACTIONS = {
     "double": spaces.Box(np.array([-0.1, 0.3]), np.array([0.1, 0.7]), dtype=np.float64),  # 0.1 in float32 is above 0.1
     "row": spaces.Box(-ROW[None] - 1, ROW[None] + 1),
     "single": spaces.Box(0, 100, (), np.float32),
+    "far": spaces.Box(5, np.inf, (2,), np.float32),
+    "huge": spaces.Box(-3e38, 3e38, (2,), np.float32),
     "half": spaces.Box(0, np.inf, (2,), np.float32),
     "unbounded": spaces.Box(-np.inf, np.inf, (2,), np.float32),
     "whole": spaces.Box(0, 5, (2,), np.int64),
@@ -49,6 +51,8 @@ class Odd(gym.Env):
     def see(self):
         if self.kind in ("later inf seen", "later nan seen") and self.clock == 7:
             return np.full(2, np.inf if "inf" in self.kind else np.nan, np.float32)
+        if self.kind == "nan seen at the end" and self.clock == 20:
+            return np.full(2, np.nan, np.float32)
         return self.observation_space.sample()
 
     def reset(self, *, seed=None, options=None):
@@ -80,6 +84,8 @@ REFUSED = {  # kind: the runs that refuse it, and what they say; all others trai
     "row": {"q": "not discrete"},
     "single": {"q": "not discrete"},
     "half": {"poisson": ENDLESS, "off": ENDLESS, "q": "not discrete"},
+    "far": {"poisson": ENDLESS, "off": ENDLESS, "q": "not discrete"},
+    "huge": {"poisson": ENDLESS, "off": ENDLESS, "q": "not discrete"},
     "unbounded": {"poisson": ENDLESS, "off": ENDLESS, "q": "not discrete"},
     "whole": dict.fromkeys(RUNS, "of real numbers"),
     "number": {"gaussian": "use categorical", "mdpo": NOT_DISCRETE, "off": NOT_DISCRETE},
@@ -92,6 +98,8 @@ REFUSED = {  # kind: the runs that refuse it, and what they say; all others trai
     "picture": dict.fromkeys(RUNS, "expected vectors as observations"),
     "nan": dict.fromkeys(RUNS, "its rewards are not finite numbers"),
     "none": dict.fromkeys(RUNS, "its rewards are not finite numbers"),
+    "row of one": dict.fromkeys(RUNS, "its reset or its first step fails"),
+    "nan seen at the end": dict.fromkeys(RUNS, "its observations are not finite numbers") | {"q": "not discrete"},
     "later nan": dict.fromkeys(RUNS, "its rewards are not finite numbers") | {"q": "not discrete"},
     "later inf seen": dict.fromkeys(RUNS, "its observations are not finite numbers") | {"q": "not discrete"},
     "later nan seen": dict.fromkeys(RUNS, "its observations are not finite numbers") | {"q": "not discrete"},
@@ -196,9 +204,52 @@ def test_stretching_changes_nothing_from_minus_one_to_one():
     assert torch.equal(found, actions)
     agent = mdpo.Agent(mdpo.make_envs(mdpo.Args(env_id="test/Odd-v0"), 1), mdpo.Args())
     assert np.array_equal(agent.to_env(actions[:, :1]), actions[:, :1].clamp(-1, 1).numpy())
-    low, high = torch.tensor([[0.0, -0.4, 0.0], [100.0, 0.4, torch.inf]])
-    found = unimodal_poisson.GaussianHead(low, high, args).to_env(torch.tensor([[-1.0] * 3, [0.0] * 3, [1.0] * 3]))
-    torch.testing.assert_close(found, torch.tensor([[0.0, -0.4, -1.0], [50.0, 0.0, 0.0], [100.0, 0.4, 1.0]]))
+    low, high = torch.tensor([[0.0, -0.4], [100.0, 0.4]])
+    found = unimodal_poisson.GaussianHead(low, high, args).to_env(torch.tensor([[-1.0] * 2, [0.0] * 2, [1.0] * 2]))
+    torch.testing.assert_close(found, torch.tensor([[0.0, -0.4], [50.0, 0.0], [100.0, 0.4]]))
+
+
+def test_a_side_without_a_bound():
+    """A unit of the task begins at the other bound, however far it is from 0; bounds that no action reaches are none."""
+    low, high = [5.0, -np.inf, -np.inf, -3e38, 0.0], [np.inf, -7.0, np.inf, 3e38, 3e38]
+    space = spaces.Box(np.array([low, low]), np.array([high, high]), dtype=np.float64)
+    *ends, is_bounded = mdpo.action_ends(space)
+    assert [end.tolist() for end in ends] == [[5, -9, -1, -1, 0] * 2, [7, -7, 1, 1, 2] * 2] and not is_bounded
+    assert mdpo.action_ends(ACTIONS["row"])[2]
+
+
+class Once(Odd):
+    """The first episode has 5 or 15 steps; rewards of later ones are NaN."""
+
+    def reset(self, *, seed=None, options=None):
+        self.length = None if seed is None else 5 + 10 * (seed % 2)
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        observation, *_ = super().step(action)
+        return observation, 1.0 if self.length else np.nan, self.clock == (self.length or 20), False, {}
+
+
+gym.register("test/Once-v0", Once)
+
+
+@pytest.mark.parametrize("script", [unimodal_poisson, mdpo], ids=["ppo", "mdpo"])
+def test_what_follows_an_evaluated_episode_does_not_count(script):
+    args = script.Args(env_id="test/Once-v0", eval_episodes=2)
+    agent = script.Agent(script.make_envs(args, 2), args)
+    scores = script.evaluate(agent, args)
+    assert scores["eval/deterministic/return_mean"] == scores["eval/sampled/return_mean"] == 10
+
+
+@pytest.mark.parametrize("script", [unimodal_poisson, mdpo, stream_x, fm3q, arac])
+def test_a_folder_that_lost_its_flags(script, tmp_path):
+    """Its checkpoints are those of another run: nothing is trained on top of them."""
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("checkpoint.pt", "checkpoints/step_000000000064.pt"):
+        (tmp_path / name).write_bytes(b"")
+    values = {"env_id": "CartPole-v1"} if script in (unimodal_poisson, stream_x) else {}
+    with pytest.raises(SystemExit, match="holds a run"):
+        script.train(script.Args(**values, output_dir=str(tmp_path)))
 
 
 class Reach(gym.Env):

@@ -48,12 +48,13 @@ group_advantages kl_estimate policy_loss token_weights add_methods Decoder token
 """  # not in opd.py, or with a text of its own there
 RARE = "evaluate update add_methods token_logprobs"  # with a text of its own in unlikeliness.py
 TEACHERS = "load_problems log_completions"  # problems are those that the shipped model cannot solve
-CONTROL = "setup check_least random_seed checkpoints save_checkpoint load_checkpoint open_run log is_due parse_args"
+CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log is_due parse_args"
+CONTROL += " one_sentence_for_a_full_disk"
 OFF_POLICY = "ReplayBuffer update_target"
 PPO = """
-make_envs load_function Unfinished start_episodes scale_rewards gae report
+make_envs load_function Unfinished scale_rewards gae report
 """
-TASKS = "make_env check_envs as_actions check_finite is_due one_sentence_for_a_full_disk"
+TASKS = "make_env check_envs action_ends as_actions check_finite is_due one_sentence_for_a_full_disk"
 
 
 def without(others: str, names: str) -> list[str]:

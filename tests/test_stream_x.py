@@ -312,7 +312,7 @@ def test_actions_are_those_of_the_space():
     """A unit Gaussian reaches both ends of a bounded dimension, in the shape and type of the space."""
     stream = Stream(Args(env_id="test/Far-v0"))
     stream.reset(0)
-    for unit, action in (([-1, -1, -1], [0, -1, 0]), ([0, 0, 0], [50, 0, 0]), ([0.5, 0.5, 9], [75, 0.5, 9]), ([7, 7, 7], [100, 1, 7])):
+    for unit, action in (([-1, -1, -1], [0, -1, 0]), ([0, 0, 0], [50, 0, 1]), ([0.5, 0.5, 9], [75, 0.5, 10]), ([7, 7, 7], [100, 1, 8])):
         stream.step(np.float32(unit))
         assert stream.env.unwrapped.given.tolist() == [action]
     stream = Stream(Args(env_id="test/Far-v0", env_kwargs='{"discrete": true}'))

@@ -448,8 +448,9 @@ def test_act_and_learning_batch(policy, bootstrap):
     agent.observation_stats.update(np.random.default_rng(0).normal(2, 3, (100, 3)))
     envs = unimodal_poisson.make_envs(args, 3)
     envs.copy = False  # it uses its arrays again, as a fast simulator may
-    unfinished = unimodal_poisson.start_episodes(envs, 4)
-    rollout = unimodal_poisson.act(envs, agent, unfinished, args)
+    unfinished = unimodal_poisson.Unfinished(envs, 4)
+    rollout, episodes = unimodal_poisson.act(envs, agent, unfinished, args)
+    normalized_observations, chosen, raw_observations, *_ = rollout
     bare = SyncVectorEnv([lambda: gym.make(args.env_id)] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
     observations, _ = bare.reset(seed=4)
     totals, expected, cut = np.zeros(3), [], 0
@@ -457,9 +458,9 @@ def test_act_and_learning_batch(policy, bootstrap):
     std = np.sqrt(agent.observation_stats.var + 1e-8)
     for t in range(40):
         normalized = ((observations - agent.observation_stats.mean) / std).clip(-10, 10)
-        np.testing.assert_allclose(rollout["observations"][t], normalized, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(rollout["raw_observations"][t], observations, rtol=1e-5)
-        actions = rollout["actions"][t].numpy()
+        np.testing.assert_allclose(normalized_observations[t], normalized, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(raw_observations[t], observations, rtol=1e-5)
+        actions = chosen[t].numpy()
         scaled = np.array([-1, -3]) + np.array([2, 8]) * actions / 10
         stretched = np.array([0, 1]) + np.array([1, 4]) * actions  # -1 and 1 are the ends of a range
         actions = scaled if policy == "poisson" else stretched.clip([-1, -3], [1, 5])
@@ -473,11 +474,11 @@ def test_act_and_learning_batch(policy, bootstrap):
                 cut += 1
                 last = agent.normalize(info["final_obs"][n])
                 rewards[t, n] += 0.9 * agent.values(last).item()
-    assert [total for total, _ in rollout["episodes"]] == expected and len(expected) > 10
+    assert [total for total, _ in episodes] == expected and len(expected) > 10
     assert (cut > 3) == bootstrap
 
     with torch.no_grad():
-        values = agent.values(rollout["observations"])
+        values = agent.values(normalized_observations)
         following = torch.cat([values, agent.values(agent.normalize(observations))[None]]).double()
     advantages = np.zeros((41, 3))
     for t in reversed(range(40)):
@@ -496,7 +497,7 @@ def test_act_and_learning_batch(policy, bootstrap):
 def test_rewards_are_in_units_of_the_discounted_return():
     """As in gymnasium's NormalizeReward, but with all returns of a rollout at once."""
     agent = agent_of(num_envs=2, gamma=0.9)
-    unfinished = unimodal_poisson.start_episodes(unimodal_poisson.make_envs(agent.args, 2), 1)
+    unfinished = unimodal_poisson.Unfinished(unimodal_poisson.make_envs(agent.args, 2), 1)
     rewards = np.random.default_rng(0).normal(1, 3, (30, 2))
     dones = np.random.default_rng(1).random((30, 2)) < 0.2
     found = unimodal_poisson.scale_rewards(rewards, dones, agent, unfinished, agent.args)
