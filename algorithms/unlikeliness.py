@@ -2,33 +2,34 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
-"""Unlikeliness reward and RepExp: GRPO in which rare right answers earn more. GRPO raises what a
-model already finds likely, so one sample is right more often, and of 64 samples fewer problems are
-solved than before. Two remedies, chosen by --method:
+"""Unlikeliness reward and RepExp: GRPO in which unusual answers earn more. GRPO raises what a model
+already finds likely, so one sample is right more often, and of 64 samples fewer problems are solved
+than before. Two remedies, chosen by --method:
 
     unlikeliness   r = R * (1 - 0.25 * rank / G), rank 0 is the rarest answer of its group by its
                    mean log-probability before the update. He et al., arXiv 2506.02355
-    rep_exp        r = R + 0.01 * h, h is how far the hidden states of an answer are from those of
-                   its group in a frozen copy of the first model. Tuyls et al., arXiv 2510.11686
+    rep_exp        r = R + 0.01 * h, where h says how far the hidden states of an answer are from
+                   those of its group in a frozen copy of the first model; 0 in groups without a
+                   right answer. Tuyls et al., arXiv 2510.11686
     none           r = R, which is GRPO, the control
 
 Then r takes the place of the reward R in GRPO's advantages. The method is unlikeliness_rewards,
-leverage_bonus and add_bonus, called in step 2 of train through shaped_rewards.
+leverage_bonus and add_bonus, which shaped_rewards calls in step 2 of train.
 
-Differs from grpo.py: step 2 of train, evaluations with pass@k for several k, and uplift, the share
-of right answers that the update made likelier, by rank.
+Differs from grpo.py: step 2 of train; pass@k for several k in evaluations; and uplift, which says
+for each rank what share of the right answers a step made likelier.
 
 Differs from the papers and their code:
-1. Rewards are shaped by the first reward function alone, whose values above 0 are right answers.
-   Values below 0 are refused: a penalty factor would raise them.
-2. Unlikeliness: equal answers share a rank, where the code ranks them at random. `--rank-form
-   paper` ranks by the sum of log-probabilities and scales by 1 - 0.25 * (G - rank) / G, with rank
-   0 for the likeliest.
-3. Groups that are all right keep their rewards, so they teach nothing. The code of unlikeliness
-   drops them, too; that of RepExp trains on their bonuses alone, as `--keep-solved` does.
-4. RepExp projects to at most G / 2 dimensions. With as many as answers, as released, all bonuses
-   tend to 1 - 1 / G and rank nothing; train/rep_exp/spread shows it. An answer's state is the mean
-   of the states from which its tokens follow, one place earlier than in the code.
+1. Only the first reward function is shaped; its values above 0 are right answers. Values below 0
+   are refused, because a penalty factor would raise them.
+2. Unlikeliness: equal answers share a rank, where the code ranks them at random. The paper's
+   formula is `--rank-form paper`.
+3. Groups that are all right keep their rewards with unlikeliness, whose code drops them, and get
+   their bonuses with RepExp, as in its code: `--solved-groups` changes that. In mixed groups a
+   bonus of 0.01 changes advantages by a per cent or two.
+4. RepExp projects to G / 2 dimensions or fewer. With G - 1 and more, as released (32 for 8
+   answers), all bonuses are nearly 1 - 1 / G; train/rep_exp/spread shows it. The state of an
+   answer is the mean of those that predict its tokens, one place earlier than in the code.
 
     python algorithms/unlikeliness.py                        # tiny model, CPU, offline
     python algorithms/unlikeliness.py --method rep_exp --num-generations-eval 64
@@ -156,9 +157,9 @@ class Args:
     """sampling temperature, also of the log-probabilities in the loss"""
     # method
     method: Literal["unlikeliness", "rep_exp", "none"] = "unlikeliness"
-    """which right answers earn more: rare ones, or those with other hidden states; none is GRPO"""
+    """which answers earn more: rare ones, or those with unusual hidden states; none is GRPO"""
     rank_penalty: float = 0.25
-    """unlikeliness: share of the reward that the likeliest answer loses, about"""
+    """unlikeliness: the likeliest answer loses this share of its reward, times (G - 1) / G"""
     rank_form: Literal["code", "paper"] = "code"
     """unlikeliness: which of two formulas, see unlikeliness_rewards"""
     bonus_weight: float = 0.01
@@ -171,8 +172,9 @@ class Args:
     """rep_exp: ridge of the covariance"""
     shuffle_bonus: bool = False
     """rep_exp: give the bonuses of a group to its answers at random (a control)"""
-    keep_solved: bool = False
-    """shape the rewards of groups that are all right, too; then they teach rarity alone"""
+    solved_groups: Literal["plain", "shaped"] | None = None
+    """rewards of groups that are all right; shaped, they teach rarity alone. None is plain for
+    unlikeliness and shaped for rep_exp, as released"""
     advantage: Literal["group", "none"] = "group"
     """group is GRPO; the control, none, uses the bare reward"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
@@ -184,7 +186,7 @@ class Args:
     epsilon_high: float | None = None
     """clip range above 1; None is that of --epsilon"""
     beta: float = 0.0
-    """weight of the KL penalty (paper: 0.04); above 0, the initial model is kept"""
+    """weight of the KL penalty (He et al.: 0.1); above 0, the initial model is kept"""
     num_iterations: int = 1
     """mu, times that each batch of completions is trained on"""
     num_minibatches: int = 1
@@ -334,7 +336,7 @@ def shaped_rewards(rewards: Tensor, logprobs: Tensor, bonuses: Tensor, args: Arg
         shaped = unlikeliness_rewards(rewards, logprobs, size, args.rank_penalty, args.rank_form)
     else:
         shaped = add_bonus(rewards, bonuses, size, args.bonus_weight)
-    if args.keep_solved:
+    if args.solved_groups == "shaped" or (args.method == "rep_exp" and not args.solved_groups):
         return shaped
     solved = (rewards.view(-1, size) > 0).all(1).repeat_interleave(size)
     return torch.where(solved, rewards, shaped)
@@ -443,8 +445,8 @@ def token_weights(
 
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    if (args.bonus_dim or 1) > args.num_generations // 2:
-        sys.exit("--bonus-dim: with more than G / 2 dimensions all bonuses are nearly the same")
+    if args.bonus_dim and args.bonus_dim > args.num_generations // 2:
+        sys.exit("--bonus-dim: at most G / 2, as with G - 1 all bonuses are nearly the same")
     if args.bonus_lambda == 0:
         sys.exit("--bonus-lambda: must be above 0")
     if args.learning_rate is None:
@@ -483,6 +485,7 @@ def train(args: Args) -> dict[str, float]:
         recompute_layers(model)
     if args.fsdp:
         shard(model, args)
+        register_fsdp_forward_method(model, "hidden_states")
     if args.vllm:  # after adapters and sharding, when the weights take less memory
         sampler = VllmSampler(model, args)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -525,27 +528,29 @@ def train(args: Args) -> dict[str, float]:
         # 2. raise the rewards of rare right answers, then compare each completion with its group;
         # B counts the completions of all processes
         logs_uplift = is_due(args.eval_steps, step + 1, args)
-        recompute = logs_uplift or args.vllm or args.bf16  # else the sampler's are the learner's
-        before = answer_logprobs(model, completions, recompute, args)
-        bonuses = [0.0] * len(completions)
+        rounded = args.method == "unlikeliness" and (args.vllm or args.bf16)  # by the sampler
+        own_logprobs = answer_logprobs(model, completions, logs_uplift or rounded, args)
+        own_bonuses = [0.0] * len(completions)
         if args.method == "rep_exp":
-            bonuses = state_bonuses(reference, completions, step, indices, args)
-        columns = zip(completions, before, bonuses)
-        table = [(c.rewards, len(c.ids), c.ended, sum(c.logprobs), *more) for c, *more in columns]
-        rewards, lengths, ended, logprobs, before, bonuses = zip(*gather(table))
+            own_bonuses = state_bonuses(reference, completions, step, indices, args)
+        table = []
+        for c, logprob, bonus in zip(completions, own_logprobs, own_bonuses):
+            table.append((c.rewards, len(c.ids), c.ended, sum(c.logprobs), logprob, bonus))
+        rewards, lengths, ended, logprobs, sums, bonuses = zip(*gather(table))
         rewards = torch.tensor(rewards)  # (B,K)
-        if rewards[:, 0].min() < 0:
+        plain = rewards[:, 0]
+        if args.method != "none" and plain.min() < 0:
             name = next(iter(task.reward_functions))
-            sys.exit(f"reward function {name}: {rewards[:, 0].min():g} is below 0, see --method")
-        ranked = torch.tensor(before, dtype=torch.float64)  # (B,)
+            sys.exit(f"reward function {name}: {plain.min():g} is below 0, see --method")
+        before = torch.tensor(sums, dtype=torch.float64)  # (B,)
         if args.rank_form == "code":
-            ranked = ranked / torch.tensor(lengths)
-        shaped = shaped_rewards(rewards[:, 0], ranked, torch.tensor(bonuses), args)
+            before = before / torch.tensor(lengths)
+        shaped = shaped_rewards(plain, before, torch.tensor(bonuses), args)
         weights = torch.tensor(task.reward_weights)
-        totals = (rewards * weights).sum(1)  # (B,)
-        advantages = totals + weights[0] * (shaped - rewards[:, 0])
+        totals = (rewards * weights).sum(1)  # (B,) as logged
+        advantages = paid = totals + weights[0] * (shaped - plain)  # of the first function alone
         if args.advantage == "group":
-            advantages = group_advantages(advantages, args.num_generations, args.scale_rewards)
+            advantages = group_advantages(paid, args.num_generations, args.scale_rewards)
         own_advantages = advantages.chunk(world_size)[rank]
 
         # 3. clipped policy-gradient steps
@@ -555,14 +560,21 @@ def train(args: Args) -> dict[str, float]:
             sampler.sleep()
         metrics = update(model, reference, optimizer, completions, own_advantages, args)
         if logs_uplift:
-            after = gather(answer_logprobs(model, completions, True, args))
-            metrics |= uplift_metrics(before, after, rewards[:, 0] > 0, args)
+            after = torch.tensor(gather(answer_logprobs(model, completions, True, args)))
+            if args.rank_form == "code":
+                after = after / torch.tensor(lengths)
+            tables = [
+                column.view(-1, args.num_generations) for column in (before, after, plain > 0)
+            ]
+            for rank, share in enumerate(uplift(*tables).tolist()):
+                if math.isfinite(share):  # some answer of this rank was right
+                    metrics[f"uplift/{rank}"] = share
         refresh(sampler, model)
 
         # 4. log and save
         progress["step"] = step = step + 1
         progress["num_tokens"] += sum(lengths)
-        groups = totals.view(-1, args.num_generations)  # (P,G)
+        groups = paid.view(-1, args.num_generations)  # (P,G)
         for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
             metrics[f"rewards/{name}/mean"] = mean
         metrics |= {
@@ -573,7 +585,7 @@ def train(args: Args) -> dict[str, float]:
             "completions/clipped_ratio": 1 - sum(ended) / len(ended),
             "learning_rate": rate,
             "num_tokens": progress["num_tokens"],
-            "shaped": (shaped != rewards[:, 0]).float().mean().item(),
+            "shaped": (shaped != plain).float().mean().item(),
             "seconds/rollout": sampled - began,
             "seconds/step": time.perf_counter() - began,
         }
@@ -624,15 +636,15 @@ def state_bonuses(reference, completions, step: int, indices, args: Args) -> lis
     """The bonus of each answer of this process by the hidden states of the initial model."""
     rows = list(range(len(completions)))
     width = reference.config.get_text_config().hidden_size
-    states = torch.zeros(len(rows), width, device=reference.device)  # (B,H)
+    means = torch.zeros(len(rows), width, device=reference.device)  # (B,H)
     with adapters_off(reference, args):
         for batch in micro_batches(completions, rows, args, reference.device):
             hidden = reference.hidden_states(batch, args).float()  # (N,H)
-            states.index_add_(0, batch.completion_index, hidden)
-    states = states.cpu() / torch.tensor([[len(c.ids)] for c in completions])
+            means.index_add_(0, batch.completion_index, hidden)
+    means = means.cpu() / torch.tensor([[len(c.ids)] for c in completions])
     generator = torch.Generator().manual_seed(random_seed("projection", args.seed, step))
     size = args.bonus_dim or args.num_generations // 2
-    projected = states @ sparse_projection(width, size, generator)  # (B,D)
+    projected = means @ sparse_projection(width, size, generator)  # (B,D)
     groups = projected.view(-1, args.num_generations, size)  # (P,G,D)
     bonuses = leverage_bonus(groups, args.bonus_lambda, args.bonus_kind).float()  # (P,G)
     if args.shuffle_bonus:
@@ -640,14 +652,6 @@ def state_bonuses(reference, completions, step: int, indices, args: Args) -> lis
             generator.manual_seed(random_seed("shuffle", args.seed, index))
             row[:] = row[torch.randperm(len(row), generator=generator)]
     return bonuses.flatten().tolist()
-
-
-def uplift_metrics(before, after, right: Tensor, args: Args) -> dict[str, float]:
-    """uplift of the step's answers, by rank from the likeliest to the rarest."""
-    size = args.num_generations
-    table = torch.tensor([before, after], dtype=torch.float64).view(2, -1, size)
-    shares = uplift(*table, right.view(-1, size)).tolist()
-    return {f"uplift/{rank}": share for rank, share in enumerate(shares) if math.isfinite(share)}
 
 
 def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:

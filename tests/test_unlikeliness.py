@@ -214,11 +214,11 @@ def test_solved_groups_keep_their_rewards_unless_asked():
     values = (rewards, torch.tensor([-1.0, -2.0, -1.0, -2.0]), torch.tensor([0.2, 0.4, 0.6, 0.8]))
     args = Args(num_generations=2, rank_penalty=0.5, bonus_weight=1.0)
     assert shaped_rewards(*values, args).tolist() == [1.0, 1.0, 0.75, 0.0]
-    args.keep_solved = True
+    args.solved_groups = "shaped"
     assert shaped_rewards(*values, args).tolist() == [0.75, 1.0, 0.75, 0.0]
     args.method = "rep_exp"
     torch.testing.assert_close(shaped_rewards(*values, args), torch.tensor([1.2, 1.4, 1.6, 0.8]))
-    args.keep_solved = False
+    args.solved_groups = "plain"
     torch.testing.assert_close(shaped_rewards(*values, args), torch.tensor([1.0, 1.0, 1.6, 0.8]))
 
 
@@ -349,4 +349,4 @@ def test_what_does_not_go_is_one_sentence(monkeypatch, tmp_path):
     )
     assert found.startswith("reward function fine: -1 is below 0")
     found = refusal(unlikeliness, monkeypatch, "--method", "rep_exp", "--bonus-dim", "5")
-    assert found.startswith("--bonus-dim: with more than G / 2")
+    assert found.startswith("--bonus-dim: at most G / 2")
