@@ -143,7 +143,7 @@ QUIET = "--end-e 0.02 --buffer-size 10000"  # fewer random moves in the end, and
 PONG = "qmix vdn selfplay_qmix iql".split()
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
-SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo arpo empg spiral_rae pi_play hpt ampo opd unimodal_poisson"
+SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo arpo empg spiral_rae pi_play hpt ampo opd critic_search unimodal_poisson"
 SCRIPTS += " mdpo stream_x fm3q arac"
 STUDIES = {
     "defaults": Study(

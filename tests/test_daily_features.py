@@ -23,6 +23,7 @@ from test_grpo import ADVANTAGES, BASE, G, some_batch, tiny_model
 from algorithms import (
     ampo,
     arpo,
+    critic_search,
     dapo,
     dr_mas,
     empg,
@@ -42,7 +43,7 @@ OWN = {
     dr_mas: {"max_rounds": 2},
     pi_play: {"num_documents_per_step": 2, "num_answers": 2, "examiner_steps": 1, "student_steps": 1},
 }
-FLAGS = {s: SMALL | OWN.get(s, {}) for s in (grpo, dapo, gdpo, hpt, ampo, opd, nash_preference, igpo, empg, arpo, pi_play, dr_mas)}
+FLAGS = {s: SMALL | OWN.get(s, {}) for s in (grpo, dapo, gdpo, hpt, ampo, opd, nash_preference, igpo, critic_search, empg, arpo, pi_play, dr_mas)}
 FLAGS[spiral_rae] = {key: SMALL[key] for key in ("eval_steps", "save_steps", "max_completion_length")}
 FLAGS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 4}
 
@@ -73,7 +74,7 @@ def test_a_step_for_each_minibatch_with_ratios_to_the_model_before_the_first():
     assert metrics["clip_ratio"] > 0.1, "the second part is behind a step"
 
 
-@pytest.mark.parametrize("script", [dapo, gdpo, igpo, empg, arpo, dr_mas, spiral_rae], ids=lambda s: s.__name__[11:])
+@pytest.mark.parametrize("script", [dapo, gdpo, igpo, critic_search, empg, arpo, dr_mas, spiral_rae], ids=lambda s: s.__name__[11:])
 def test_minibatches_take_other_steps_on_the_same_batch(script, tmp_path):
     values = FLAGS[script] | {"num_iterations": 1, "epsilon": 1e-6, "learning_rate": 1e-2, "warmup_steps": 0}
     values |= {"num_prompts_per_step": 8, "env": "countdown"} if script is dr_mas else {}  # a reward that is not 0

@@ -14,6 +14,7 @@ from run_folders import refusal
 from algorithms import (
     ampo,
     arpo,
+    critic_search,
     dapo,
     dr_mas,
     empg,
@@ -35,7 +36,7 @@ OWN = {
     pi_play: {"num_documents_per_step": 8, "num_answers": 2, "examiner_steps": 1, "student_steps": 1},
 }
 ONE_TURN = (grpo, dapo, gdpo, nash_preference, hpt, ampo, opd)
-SCRIPTS = {script: LORA | OWN.get(script, {}) for script in (*ONE_TURN, dr_mas, igpo, empg, arpo, pi_play)}
+SCRIPTS = {script: LORA | OWN.get(script, {}) for script in (*ONE_TURN, dr_mas, igpo, critic_search, empg, arpo, pi_play)}
 SCRIPTS[spiral_rae] = {key: LORA[key] for key in ("max_steps", "lora_rank", "learning_rate", "eval_steps", "save_steps")}
 SCRIPTS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 6, "max_completion_length": 32}
 
