@@ -363,6 +363,26 @@ STUDIES = {
         best="train_late",  # of training problems, which are new at every step
         minutes=2.5,
     ),
+    "critic_search": Study(  # from the model of sparse_search, where 56 % of the groups have equal outcomes at first
+        command=f"algorithms/critic_search.py {THREE_HOPS}",
+        arms={
+            "critic": Arm("", TINY, "1e-4", EIGHT),
+            "outcome": Arm("--critic-alpha 0", TINY, "4e-4", EIGHT),
+            "shuffled": Arm("--shuffle-verdicts", TINY, "4e-4", EIGHT),
+            "flip_10": Arm("--flip-verdicts 0.1", TINY, "1e-4", THREE),
+            "flip_30": Arm("--flip-verdicts 0.3", TINY, "1e-4", THREE),
+        },
+        scores=MEAN_AT_8
+        | {f"silent_{when}": ("train/frac_reward_zero_std", when) for when in ("early", "late")}
+        | {f"no_signal_{when}": ("train/critic/frac_no_signal", when) for when in ("early", "late")}
+        | {f"searches_{when}": ("train/critic/searches", when) for when in ("early", "late")}
+        | {f"train_{when}": ("train/rewards/exact_match/mean", when) for when in ("early", "late")}
+        | {"good_late": ("train/critic/good_share", "late")}  # not of the outcome alone
+        | {"steps_to_15": ("train/rewards/exact_match/mean", "reach 0.15")},
+        curves=("eval/mean_at_8", "train/rewards/exact_match/mean", "train/critic/searches", "train/critic/good_share"),
+        best="train_late",  # of training problems, which are new at every step
+        minutes=2.5,
+    ),
     "pi_play_teacher": Study(
         command="algorithms/pi_play.py --max-steps 60 --eval-steps 5",
         arms={

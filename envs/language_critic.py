@@ -63,7 +63,7 @@ class LanguageCritic:
             count=episode.num_searches,
         )
         for token in self.tokenizer.added_tokens_decoder.values():
-            text = text.replace(token.content, " ")
+            text = text.replace(token.content, " ") if token.special else text
         return self.tokenizer.apply_chat_template([{"role": "user", "content": text}], **self.settings)
 
     @torch.no_grad()

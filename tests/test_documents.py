@@ -13,7 +13,7 @@ from envs import retriever
 from envs.retriever import Documents, Retriever, split
 from envs.search_qa import SearchQA
 
-SCRIPTS = ("igpo", "empg", "arpo", "pi_play", "dr_mas")
+SCRIPTS = ("igpo", "critic_search", "empg", "arpo", "pi_play", "dr_mas")
 ROWS = [
     {"title": "Nile", "text": "The Nile is a river.\nIt is long."},
     {"title": "River mouths", "text": "A delta is where a river ends."},
@@ -121,7 +121,7 @@ def test_a_script_searches_them_without_a_server(name, tmp_path, monkeypatch, ca
 
 
 def test_a_resumed_run_finds_its_files_elsewhere_and_another_server(tmp_path, monkeypatch, capsys):
-    """The same contents under another name, in all twelve scripts; other contents are refused."""
+    """The same contents under another name, in all thirteen scripts; other contents are refused."""
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "train.jsonl", ROWS)
     write_lines(tmp_path / "moved.jsonl", ROWS)
