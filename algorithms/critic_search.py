@@ -293,7 +293,6 @@ def hybrid_advantages(
         means = z_scores(torch.stack(means or [mean]), ddof, eps)
         searched = torch.tensor([count for count in counts if count > 0] or [0])
         scores = means.repeat_interleave(searched)
-
     weight = 1 - alpha if mix == "convex" else 1.0
     ends = weight * z_scores(outcomes.double(), ddof, eps)  # (G,)
     turns = zip(scores.split(counts), ends)
@@ -692,8 +691,7 @@ def load_critic(task, device: torch.device, args: Args):
     if args.critic:
         return from_file("--critic", args.critic, "problem", "episode")
     if not hasattr(task, "verdicts") or (args.env == "search_qa" and args.dataset):
-        others = "--critic FILE.py:function or --critic-model"
-        sys.exit(f"--env {args.env}: has no verdicts (on questions of a file); give {others}")
+        sys.exit(f"--env {args.env}: has no verdicts (on questions of a file); give a --critic")
     return task.verdicts
 
 

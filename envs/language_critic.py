@@ -12,17 +12,12 @@ import torch
 import transformers
 
 PROMPT = """\
-An agent was told:
-{prompt}
-
+An agent was told: {prompt}
 The right answer is: {answer}
-
-This is what the agent wrote and read:
+What the agent wrote and read:
 {episode}
-
 Judge each of its {count} searches. A search is good if what it found is new and helps
-to get to the right answer, else it is bad. Write one line for each search and nothing
-else, such as
+to get to the right answer, else it is bad. Write one line for each search, such as
 1: good
 2: bad"""
 TOKENS_AT_ONCE = 2**15  # of prompts in a batch

@@ -143,6 +143,8 @@ def memory_model(
         held["copies"] += compute * whole * start_plays(flags)
     if script == "opd":
         held["copies"] += compute * teacher_parameters(flags, shape, shards)
+    if script == "critic_search" and flags.critic_model:  # whole on every process
+        held["copies"] += compute * parameters(shape_of(flags.critic_model) or shape)
     gradients = 4 * trained  # of one policy, from the beginning of its update to the end
 
     engine = {"engine": flags.vllm_memory * gpu * 1e9} if flags.vllm else {}
