@@ -474,10 +474,10 @@ def train(args: Args) -> dict[str, float]:
         rewards = torch.tensor(rewards)  # (B,K)
         totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
         advantages = []
-        weights = {"alpha": args.critic_alpha, "mix": args.critic_mix, "pool": args.critic_pool}
+        flags = {"alpha": args.critic_alpha, "mix": args.critic_mix, "pool": args.critic_pool}
         for first in range(0, len(totals), size):
             group = slice(first, first + size)
-            advantages += hybrid_advantages(totals[group], verdicts[group], **weights)
+            advantages += hybrid_advantages(totals[group], verdicts[group], **flags)
         advantages = pad_sequence(advantages, batch_first=True)  # (B,T)
         own_advantages = advantages.chunk(world_size)[rank]
 
@@ -513,9 +513,9 @@ def train(args: Args) -> dict[str, float]:
         }
         if critic:  # what it said, before it was spoiled
             said = list(chain(*gather(said)))
-            read = [verdict for verdict in said if verdict is not None]
-            metrics["critic/good_share"] = sum(read) / max(1, len(read))
-            metrics["critic/unreadable"] = (len(said) - len(read)) / max(1, len(said))
+            known = [verdict for verdict in said if verdict is not None]
+            metrics["critic/good_share"] = sum(known) / max(1, len(known))
+            metrics["critic/unreadable"] = (len(said) - len(known)) / max(1, len(said))
         if rank == 0:
             log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
             log_completions(run_dir, step, episodes, own_advantages, tokenizer, task, args)
