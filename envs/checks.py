@@ -68,11 +68,14 @@ def first_problem(task, args):
 
 
 def check_agent_task(task, args, make_episode, ask, score) -> None:
-    """prompt, step, right_answer and rewards, for two episodes of one problem that end at once."""
+    """prompt, step, right_answer, rewards, verdicts, for two episodes of a problem that end at once."""
     names = "train_problem prompt step" + " reward_functions" * (not args.reward)
     names += " rows" if args.eval_dataset else " evaluation_problems"
     gains = hasattr(args, "information_gain") and not hasattr(task, "turn_rewards")
-    names += " right_answer" * gains
+    alpha = getattr(args, "critic_alpha", 0)
+    judged = alpha > 0 and not (args.critic or args.critic_model)
+    told = alpha > 0 and args.critic_model
+    names += " right_answer" * bool(gains or told) + " verdicts" * judged
     need(f"--env {args.env}", task, names, "envs/README.md")
     if not args.reward:
         check_functions(task)
@@ -91,9 +94,22 @@ def check_agent_task(task, args, make_episode, ask, score) -> None:
         episodes = [make_episode(problem) for _ in range(2)]
         for episode, text in zip(episodes, ["".join(answer), ""]):
             episode.texts.append(text)
-        ask(task, episodes, 1, None, args)
+        replies = ask(task, episodes, 1, None, args)
         if not args.reward:
             score(task, episodes, args)
+        for episode, messages in zip(episodes, replies) if judged else ():
+            check_verdicts(task, episode, messages)
+
+
+def check_verdicts(task, episode, messages: list[dict]) -> None:
+    """A number or None for each search: for the one that was answered by messages, if it was."""
+    if messages:
+        episode.texts += ["".join(message["content"] for message in messages), ""]
+    verdicts = task.verdicts(episode.problem, episode)
+    expected = len(episode.texts) // 2
+    if not isinstance(verdicts, list | tuple) or len(verdicts) != expected:
+        words = f"expected a list of {expected} numbers, one for each search"
+        sys.exit(f"verdicts: returned {verdicts!r:.100} for {episode.texts!r:.200}, {words}")
 
 
 def check_team(team, args, score) -> None:

@@ -182,6 +182,16 @@ class SearchQA:
         """What a model writes before the answer, and the answer itself."""
         return f"<think>{KNOWN}</think><answer>", problem.answers[0]
 
+    def verdicts(self, problem: Problem, episode) -> list[float]:
+        """For each search of an episode: 1.0 if what it found lies on the question's path and is new, else 0.0."""
+        missing = {world().sentence(person, relation) for person, relation, _ in problem.path}
+        good = []
+        for result in episode.texts[1::2]:
+            lines = result.removeprefix("<result>").removesuffix("</result>").split("\n")
+            good.append(float(not missing.isdisjoint(lines)))
+            missing.difference_update(lines)
+        return good
+
     def examined(self, request: Request, texts: list[str]) -> tuple[float, Problem | None]:
         """What an examiner wrote and read, in turn: its format score, and its question with the searches that led to
         it, None where the score is 0."""

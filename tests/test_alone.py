@@ -27,6 +27,7 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "unlikeliness": f"{LINES} --method rep_exp",
     "opd": f"{LINES} --teacher {TINY}/countdown",
     "igpo": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
+    "critic_search": f"--env calculator.py:Calculator --critic own.py:judge {AGENT} {GROUPS} --max-turns 2",
     "empg": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
     "arpo": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
     "dr_mas": f"--env own.py:Pair {AGENT} {GROUPS} --reward own.py:ones",
@@ -50,6 +51,10 @@ from types import SimpleNamespace
 
 def ones(problem, completion):
     return completion.count("1")
+
+
+def judge(problem, episode):
+    return [len(text) for text in episode.texts[1::2]]
 
 
 def short(problem, completion):

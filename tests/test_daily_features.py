@@ -23,6 +23,7 @@ from test_grpo import ADVANTAGES, BASE, G, some_batch, tiny_model
 from algorithms import (
     ampo,
     arpo,
+    critic_search,
     dapo,
     dr_mas,
     empg,
@@ -43,7 +44,7 @@ OWN = {
     dr_mas: {"max_rounds": 2},
     pi_play: {"num_documents_per_step": 2, "num_answers": 2, "examiner_steps": 1, "student_steps": 1},
 }
-FLAGS = {s: SMALL | OWN.get(s, {}) for s in (grpo, dapo, gdpo, hpt, ampo, opd, unlikeliness, nash_preference, igpo, empg, arpo, pi_play, dr_mas)}
+FLAGS = {s: SMALL | OWN.get(s, {}) for s in (grpo, dapo, gdpo, hpt, ampo, opd, unlikeliness, nash_preference, igpo, critic_search, empg, arpo, pi_play, dr_mas)}
 FLAGS[spiral_rae] = {key: SMALL[key] for key in ("eval_steps", "save_steps", "max_completion_length")}
 FLAGS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 4}
 

@@ -12,7 +12,7 @@ import pytest
 from envs import retriever
 from envs.retriever import Documents, Retriever, split
 
-SCRIPTS = ("igpo", "pi_play", "dr_mas")  # with a text of its own that loads the task
+SCRIPTS = ("igpo", "critic_search", "pi_play", "dr_mas")  # with a text of its own that loads the task
 ROWS = [
     {"title": "Nile", "text": "The Nile is a river.\nIt is long."},
     {"title": "River mouths", "text": "A delta is where a river ends."},

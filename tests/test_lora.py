@@ -14,6 +14,7 @@ from run_folders import name_of, refusal
 from algorithms import (
     ampo,
     arpo,
+    critic_search,
     dapo,
     dr_mas,
     empg,
@@ -39,7 +40,7 @@ OWN = {  # flags of scripts with several models, or with another model to sample
 }
 SCRIPTS = {script: LORA | own for script, own in OWN.items()}
 ONE_STEP = LORA | {"max_steps": 1, "bf16": True}
-OTHERS = {script: ONE_STEP for script in (dapo, gdpo, hpt, ampo, unlikeliness, igpo, empg, arpo)}
+OTHERS = {script: ONE_STEP for script in (dapo, gdpo, hpt, ampo, unlikeliness, igpo, critic_search, empg, arpo)}
 OTHERS[spiral_rae] = {key: ONE_STEP[key] for key in ("max_steps", "lora_rank", "bf16", "eval_steps", "save_steps")}
 OTHERS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 6, "max_completion_length": 32}
 

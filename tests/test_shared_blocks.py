@@ -20,6 +20,7 @@ join_repeated one_sentence_for_a_full_disk stop_soon is_due scheduled_rate log_a
 ONE_TURN = "load_problems logprob_gaps Completion read_prompts generate complete Packed pack log_completions"
 AGENTS = "group_advantages JsonLines read_file read_rows epoch_order score"  # not in igpo.py, or with a text of its own there
 TOOLS = "score ask load_problems"  # of agent tasks
+JUDGED = "score ask load_problems cut_at_stop"
 SEVERAL_TURNS = "Memory read generate"
 ENTROPIES = "Decoder"  # keeps them in empg.py and arpo.py
 EPISODES = "logprob_gaps Completion reply_ids StoppingDecoder Packed pack"  # a row is a conversation of several turns
@@ -72,6 +73,8 @@ FAMILIES = [
     (["igpo", "empg"], ["Memory", "read"]),  # generate also keeps entropies in empg.py
     (["igpo", "pi_play"], [*EPISODES.split(), "ask", "cut_at_stop"]),
     (["empg", "arpo"], ["cut_at_stop"]),
+    (["igpo", "critic_search"], without(f"{AGENTS}", f"{SHARED} setup update evaluate {EPISODES} {SEVERAL_TURNS}") + JUDGED.split()),
+    (["empg", "critic_search"], ["play", "play_turns"]),  # without IGPO's scorer
     (["grpo", "dapo"], ["evaluate"]),
     (["grpo", "gdpo", "dr_mas", "spiral_rae"], ["update"]),
     (["grpo", "dr_mas"], without(TEAM, f"{SHARED} {ONE_TURN}")),

@@ -35,6 +35,7 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "nash_preference": GROUPS + "--method nash_mp --num-generations-eval 2 --max-completion-length 33",
     "dr_mas": GROUPS + "--num-prompts-per-step 1 --max-rounds 1 --share-model",
     "igpo": GROUPS + "--num-prompts-per-step 1 --max-turns 2",
+    "critic_search": GROUPS + "--num-prompts-per-step 1 --max-turns 2",
     "empg": GROUPS + "--num-prompts-per-step 1 --max-turns 2",
     "arpo": GROUPS + "--num-prompts-per-step 1 --max-turns 2 --branch-probability 1",
     "spiral_rae": "--num-games-per-step 2 --eval-games 2 --eval-opponents start --eval-steps 0 "
@@ -64,6 +65,7 @@ CONTINUED = {  # flags with which one more step is made
     "nash_preference": SHORT + "--max-steps 2",
     "dr_mas": SHORT + "--max-steps 2 --normalization global",
     "igpo": "--max-steps 2 --normalization joint --information-gain prob",
+    "critic_search": "--max-steps 2 --critic-pool episodes --critic-mix add",
     "empg": "--max-steps 2 --zeta 0",
     "arpo": "--max-steps 2 --advantage hard",
     "spiral_rae": "--max-steps 2 --max-completion-length 5 --baseline mars",
@@ -89,6 +91,7 @@ STEPS = {  # how many of the steps that waits.csv names are in a call
     "nash_preference": {"16 tokens": 3, "optimizer step": 4},
     "dr_mas": {"16 tokens": 1, "optimizer step": 1},
     "igpo": {"16 tokens": 1, "optimizer step": 1, "further turn": 1, "different episode": 1},
+    "critic_search": {"16 tokens": 1, "optimizer step": 1, "further turn": 1},
     "empg": {"16 tokens": 1, "optimizer step": 1, "further turn": 1},
     "arpo": {"16 tokens": 1, "optimizer step": 1, "further turn": 1},
     "spiral_rae": {"16 tokens": 0, "optimizer step": 2},

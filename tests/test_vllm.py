@@ -16,7 +16,7 @@ NO_VLLM = "vLLM is not installed here; .ci/run tests it in an environment of its
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason=NO_VLLM)
 
 SMALL = "--vllm --num-prompts-per-step 4 --eval-problems 4 --num-generations-eval 2 --max-completion-length 48".split()
-FLAGS = {name: SMALL for name in "grpo dapo gdpo nash_preference hpt ampo opd unlikeliness dr_mas igpo empg arpo pi_play".split()}
+FLAGS = {name: SMALL for name in "grpo dapo gdpo nash_preference hpt ampo opd unlikeliness dr_mas igpo critic_search empg arpo pi_play".split()}
 FLAGS["pi_play"] = [*SMALL, "--examiner-steps", "1", "--num-documents-per-step", "4", "--num-answers", "2"]
 FLAGS["nash_preference"] = [*SMALL, "--method", "grpo"]  # the initial model takes turns in the engine
 FLAGS["spiral_rae"] = "--vllm --games kuhn tictactoe --num-games-per-step 8 --eval-games 2 --eval-samples 2".split()

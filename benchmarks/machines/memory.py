@@ -143,12 +143,14 @@ def memory_model(
         held["copies"] += compute * whole * start_plays(flags)
     if script == "opd":
         held["copies"] += compute * teacher_parameters(flags, shape, shards)
+    if script == "critic_search" and flags.critic_model:  # whole on every process
+        held["copies"] += compute * parameters(shape_of(flags.critic_model) or shape)
     gradients = 4 * trained  # of one policy, from the beginning of its update to the end
 
     engine = {"engine": flags.vllm_memory * gpu * 1e9} if flags.vllm else {}
     if flags.vllm:
         moments = [engine | moment for moment in engine_moments(script, shape, flags, compute, fsdp)]
-    elif script in ("igpo", "empg", "arpo", "pi_play"):
+    elif script in ("igpo", "critic_search", "empg", "arpo", "pi_play"):
         moments = turn_moments(script, shape, flags, compute)
     else:
         moments = rollout_moments(script, shape, flags, compute)
@@ -332,7 +334,7 @@ def packed_shape(script: str, flags) -> tuple[int, int, int]:
     prompt, length, _ = sizes_of(flags)
     shared, own, predicted = prompt - 1, length, length  # tokens of a row: of all, of each completion
     group = getattr(flags, "num_generations", 1)
-    if script in ("igpo", "empg", "arpo", "pi_play"):  # an episode ends when its context has S tokens, or a turn on
+    if script in ("igpo", "critic_search", "empg", "arpo", "pi_play"):  # an episode ends when its context has S tokens, or a turn on
         shared, own = 0, prompt + length
         predicted = min(own, flags.max_turns * length)
     elif script in ("dr_mas", "spiral_rae"):  # prompts differ
