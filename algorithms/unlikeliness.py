@@ -566,9 +566,9 @@ def train(args: Args) -> dict[str, float]:
             tables = [
                 column.view(-1, args.num_generations) for column in (before, after, plain > 0)
             ]
-            for rank, share in enumerate(uplift(*tables).tolist()):
+            for position, share in enumerate(uplift(*tables).tolist()):
                 if math.isfinite(share):  # some answer of this rank was right
-                    metrics[f"uplift/{rank}"] = share
+                    metrics[f"uplift/{position}"] = share
         refresh(sampler, model)
 
         # 4. log and save
