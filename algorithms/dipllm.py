@@ -106,7 +106,7 @@ class Args:
     """blotto, or FILE.py:Class for a board of your own"""
     game_options: str = "{}"
     """settings of the board as JSON, such as '{"num_units": 4, "num_turns": 1}'"""
-    num_boards: int = 0
+    num_boards: int = 1
     """train and evaluate on so many boards, drawn from --seed; 0 is a new board for every game, and
     evaluations on boards of their own"""
     max_prompt_length: int = 1024
@@ -176,10 +176,10 @@ class Args:
     lora_rank: int = 0
     """rank of adapters in linear layers but the head (pip install peft); 0 trains all weights"""
     # bookkeeping
-    eval_steps: int = 20
+    eval_steps: int = 15
     """steps between evaluations; 0 disables them"""
     eval_games: int = 8
-    """games from which the positions of an evaluation come, unless --num-boards is given"""
+    """games of self-play from which the positions of an evaluation come"""
     save_steps: int = 25
     """steps between checkpoints; 0 disables them, but for one at SIGTERM"""
     export_steps: int = 0
@@ -324,6 +324,11 @@ class Position:
     seed: str  # of what is drawn for its labels
 
 
+def as_tensor(numbers: list) -> Tensor:
+    """In double precision, as all of the search."""
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
 def new_seat(candidates: list[tuple[str, ...]], player: int, board, tokenizer, args: Args) -> Seat:
     """A player whose joint orders are these candidates, before any search."""
     options = {}
@@ -352,7 +357,7 @@ def probability(tables: dict[tuple, Tensor], seat: Seat) -> Tensor:
         before = numbers.get(prefix, 1.0)
         for order, value in zip(seat.options[prefix], tables[prefix].tolist()):
             numbers[*prefix, order] = before * value
-    return torch.tensor([numbers[candidate] for candidate in seat.candidates]).double()
+    return as_tensor([numbers[candidate] for candidate in seat.candidates])
 
 
 def plan(position: Position, args: Args) -> None:
@@ -384,7 +389,7 @@ def by_prefix(seat: Seat, lamb: float) -> dict[tuple, Tensor]:
         _, tables = unit_policies(seat.q, anchors, lamb)
         found = {}
         for level, table in zip(levels, tables):
-            found |= zip(level, table.flatten(0, -2) if table.dim() > 1 else table[None])
+            found |= zip(level, table.view(len(level), -1))
         return found
     mass = Counter()
     for candidate, value in zip(seat.candidates, seat.policy.tolist()):
@@ -392,7 +397,7 @@ def by_prefix(seat: Seat, lamb: float) -> dict[tuple, Tensor]:
             mass[candidate[: unit + 1]] += value
     found = {}
     for prefix, orders in seat.options.items():
-        shares = torch.tensor([mass[*prefix, order] for order in orders]).double()
+        shares = as_tensor([mass[*prefix, order] for order in orders])
         found[prefix] = shares / shares.sum()
     return found
 
@@ -432,7 +437,7 @@ def make_labels(seat: Seat, args: Args, generator: random.Random) -> dict[tuple,
             elif args.label == "anchor":
                 label = seat.anchors[prefix]
             else:
-                label = torch.zeros(len(seat.options[prefix])).double()
+                label = as_tensor([0.0] * len(seat.options[prefix]))
                 weight = weights[seat.candidates.index(play)] if args.label == "weighted" else 1.0
                 label[seat.options[prefix].index(order)] = weight
             labels[prefix] = labels.get(prefix, 0) + label / len(plays)
@@ -459,7 +464,7 @@ def collect(model, tokenizer, seeds: list[str], boards: list[str], args: Args) -
                 orders.append(candidates(model, tokenizer, board, player, generator, args))
             payoff = [[advantage(board, (x, y)) for y in orders[1]] for x in orders[0]]
             seats = [new_seat(orders[p], p, board, tokenizer, args) for p in (0, 1)]
-            met.append(Position(torch.tensor(payoff).double(), seats, f"{seed} turn {turn}"))
+            met.append(Position(as_tensor(payoff), seats, f"{seed} turn {turn}"))
         seats = [seat for position in met for seat in position.seats]
         for seat, tables in zip(
             seats, model_policies(model, tokenizer, seats, args, args.anchor_temperature)
@@ -506,10 +511,11 @@ def model_policies(
 ) -> list[dict[tuple, Tensor]]:
     """The probabilities of all options of each seat, by prefix. model None is uniform."""
     if model is None:
-        return [
-            {prefix: torch.full((len(o),), 1 / len(o)).double() for prefix, o in s.options.items()}
-            for s in seats
-        ]
+        found = []
+        for seat in seats:
+            sizes = {prefix: len(orders) for prefix, orders in seat.options.items()}
+            found.append({prefix: as_tensor([1 / size] * size) for prefix, size in sizes.items()})
+        return found
     queries = []
     for seat in seats:
         queries += [new_query(tokenizer, seat, prefix) for prefix in seat.options]
@@ -553,9 +559,9 @@ def train(args: Args) -> dict[str, float]:
     progress = {"step": 0, "num_games": 0, "num_positions": 0, "num_tokens": 0}
     eval_positions = []
     if args.eval_steps:
-        numbers = range(rank, args.num_boards or args.eval_games, world_size)
-        boards = [f"{args.seed} {i}" if args.num_boards else f"evaluation {i}" for i in numbers]
+        numbers = range(rank, args.eval_games, world_size)
         seeds = [f"evaluation {i}" for i in numbers]
+        boards = [board_seed(i, args) if args.num_boards else f"evaluation {i}" for i in numbers]
         with adapters_off(model, args):  # adapters are new and change nothing, as at a resume
             eval_positions = collect(anchor, tokenizer, seeds, boards, args)
     load_checkpoint(run_dir, model, optimizer, progress)
@@ -581,8 +587,8 @@ def train(args: Args) -> dict[str, float]:
         share = args.num_games_per_step // world_size
         first = progress["num_games"] + rank * share
         numbers = range(first, first + share)
-        boards = [f"{args.seed} {i % args.num_boards if args.num_boards else i}" for i in numbers]
         seeds = [f"{args.seed} game {i}" for i in numbers]
+        boards = [board_seed(i, args) for i in numbers]
         with adapters_off(model, args):
             positions = collect(anchor, tokenizer, seeds, boards, args)
         progress["num_games"] += args.num_games_per_step
@@ -667,19 +673,15 @@ def update(model, optimizer, queries: list[Query], num_units: int, args: Args) -
     optimizer.step()
     optimizer.zero_grad()  # the search needs the memory
 
-    entropies = [label_entropy(query.label) for query in queries]
-    tokens = [sum(map(len, query.orders)) for query in queries]
-    loss, entropy, num_tokens, num_queries = (
-        torch.tensor(gather([[loss_sum.item(), sum(entropies), sum(tokens), len(queries)]]))
-        .double()
-        .sum(0)
-        .tolist()
-    )
+    entropy = sum(label_entropy(query.label) for query in queries)
+    num_tokens = sum(len(order) for query in queries for order in query.orders)
+    row = [loss_sum.item(), entropy, num_tokens, len(queries)]
+    loss, entropy, num_tokens, num_queries = as_tensor(gather([row])).sum(0).tolist()
     return {
         "loss": loss,
         "grad_norm": norm,
         "dipllm/label_kl": loss - entropy / num_units,
-        "dipllm/queries": num_queries,
+        "dipllm/num_queries": num_queries,
         "num_tokens": int(num_tokens),
     }
 
@@ -731,7 +733,7 @@ def evaluate(
             prompt = tokenizer.decode(seat.prompts[()])
             answer = {"prompt": prompt, "turns": list(seat.candidates[best])}
             answers.append(answer | {"reward": seat.q[best].item()})
-    means = torch.tensor(gather(rows)).double().mean(0).tolist()
+    means = as_tensor(gather(rows)).mean(0).tolist()
     return dict(zip(row, means)), gather(answers)
 
 
@@ -779,7 +781,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     rank = int(os.environ.get("RANK", 0))
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
-    if args.eval_steps and (args.num_boards or args.eval_games) < world_size:
+    if args.eval_steps and args.eval_games < world_size:
         sys.exit(f"--eval-games: fewer than the {world_size} processes")
     for name in ("lamb", "eta", "anchor_temperature"):
         if getattr(args, name) == 0:
@@ -851,6 +853,11 @@ def new_board(args: Args):
     from envs.blotto import Blotto
 
     return Blotto(**options)
+
+
+def board_seed(game: int, args: Args) -> str:
+    """What the board of a game of training depends on."""
+    return f"{args.seed} {game % args.num_boards if args.num_boards else game}"
 
 
 def check_env(args: Args) -> None:

@@ -28,7 +28,7 @@ class Blotto:
     num_turns: after which the game is over.
     """
 
-    def __init__(self, *, num_fields: int = 3, num_units: int = 3, num_turns: int = 2):
+    def __init__(self, *, num_fields: int = 4, num_units: int = 3, num_turns: int = 2):
         if not 3 <= num_fields <= len(NAMES) or num_units < 1 or num_turns < 1:
             words = "3 to 10 num_fields, and at least 1 as num_units and as num_turns"
             raise ValueError(f"blotto needs {words}")
