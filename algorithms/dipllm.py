@@ -86,8 +86,8 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 FIXED = "seed env game_options max_prompt_length system_prompt chat_template_path"
 FIXED += " chat_template_kwargs model_name_or_path num_games_per_step num_boards anchor"
 FIXED += " anchor_temperature output_dir lora_rank"
-AT_LEAST_ONE = "num_games_per_step num_plays search_steps max_joint_orders num_samples"
-AT_LEAST_ONE += " num_candidates max_prompt_length micro_batch_tokens eval_games"
+AT_LEAST_ONE = "num_games_per_step num_plays num_iterations search_steps max_joint_orders"
+AT_LEAST_ONE += " num_samples num_candidates max_prompt_length micro_batch_tokens eval_games"
 MAY_BE_NEGATIVE = "seed"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
@@ -147,6 +147,8 @@ class Args:
     """joint orders of a player at each position; a label is made for each unit along them"""
     weight_cap: float = 20.0
     """weighted: largest weight; 0 is no limit"""
+    num_iterations: int = 4
+    """optimizer steps on the labels of a step; the paper makes 5 epochs"""
     # optimizer
     learning_rate: float | None = None
     """learning rate of AdamW; None is 1e-3 for the tiny model and 2e-5 for others, and ten times
@@ -365,10 +367,10 @@ def plan(position: Position, args: Args) -> None:
     first, second = position.seats
     for seat in position.seats:
         seat.anchor = probability(seat.anchors, seat)
-    x, y = pikl_hedge(
+    _, _, x, y = pikl_hedge(
         position.payoff, first.anchor, second.anchor, args.lamb, args.eta, args.search_steps
-    )[2:]  # the averages
-    first.q = position.payoff @ y
+    )
+    first.q = position.payoff @ y  # against the average policy
     second.q = -(x @ position.payoff)
     for seat in position.seats:
         seat.policy = (seat.anchor.log() + seat.q / args.lamb).softmax(0)
@@ -398,7 +400,7 @@ def by_prefix(seat: Seat, lamb: float) -> dict[tuple, Tensor]:
     found = {}
     for prefix, orders in seat.options.items():
         shares = as_tensor([mass[*prefix, order] for order in orders])
-        found[prefix] = shares / shares.sum()
+        found[prefix] = shares / shares.sum() if shares.sum() > 0 else seat.anchors[prefix]
     return found
 
 
@@ -466,10 +468,9 @@ def collect(model, tokenizer, seeds: list[str], boards: list[str], args: Args) -
             seats = [new_seat(orders[p], p, board, tokenizer, args) for p in (0, 1)]
             met.append(Position(as_tensor(payoff), seats, f"{seed} turn {turn}"))
         seats = [seat for position in met for seat in position.seats]
-        for seat, tables in zip(
-            seats, model_policies(model, tokenizer, seats, args, args.anchor_temperature)
-        ):
-            seat.anchors = tables
+        tables = model_policies(model, tokenizer, seats, args, args.anchor_temperature)
+        for seat, anchors in zip(seats, tables):
+            seat.anchors = anchors
         for position, (board, generator, _) in zip(met, games):
             plan(position, args)
             orders = []
@@ -607,7 +608,7 @@ def train(args: Args) -> dict[str, float]:
                 gains.append((value - seat.anchor @ seat.q).item())
                 num_units += len(seat.candidates[0])
 
-        # 3. a gradient step on the queries
+        # 3. gradient steps on the queries
         rate = scheduled_rate(step, args)
         optimizer.param_groups[0]["lr"] = rate
         metrics = update(model, optimizer, queries, num_units, args)
@@ -647,35 +648,37 @@ def train(args: Args) -> dict[str, float]:
 
 
 def update(model, optimizer, queries: list[Query], num_units: int, args: Args) -> dict:
-    """An optimizer step on the queries of all processes; those given are of this one, and so is
-    num_units, the units of all its seats.
+    """num_iterations optimizer steps on the queries of all processes.
 
-    The loss is a sum over queries divided by the units of all processes, so its gradient depends
-    neither on micro-batches nor on the number of processes.
+    Queries and num_units, the units of all seats, are those of this process. The loss is a sum over
+    queries divided by the units of all processes, so its gradient depends neither on micro-batches
+    nor on the number of processes.
     """
     device = model.device
     parameters = optimizer.param_groups[0]["params"]
     num_units = sum(gather([num_units]))
+    batches = micro_batches(queries, args, device)
     loss_sum = torch.zeros((), device=device)
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
-    for packed in micro_batches(queries, args, device):
-        logprobs = order_logprobs(model.token_logprobs(packed, args), packed)  # (Q,A)
-        loss = unit_loss(logprobs, packed.labels).sum() / num_units
-        loss_sum += loss.detach()
-        loss.backward()
-    if dist.is_initialized():
+    for _ in range(args.num_iterations):
         for parameter in parameters:
-            dist.all_reduce(parameter.grad)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf).item()
-    if not math.isfinite(norm):
-        sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
-    optimizer.step()
+            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
+        for packed in batches:
+            logprobs = order_logprobs(model.token_logprobs(packed, args), packed)  # (Q,A)
+            loss = unit_loss(logprobs, packed.labels).sum() / num_units
+            loss_sum += loss.detach()
+            loss.backward()
+        if dist.is_initialized():
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf).item()
+        if not math.isfinite(norm):
+            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
+        optimizer.step()
     optimizer.zero_grad()  # the search needs the memory
 
     entropy = sum(label_entropy(query.label) for query in queries)
     num_tokens = sum(len(order) for query in queries for order in query.orders)
-    row = [loss_sum.item(), entropy, num_tokens, len(queries)]
+    row = [loss_sum.item() / args.num_iterations, entropy, num_tokens, len(queries)]
     loss, entropy, num_tokens, num_queries = as_tensor(gather([row])).sum(0).tolist()
     return {
         "loss": loss,
