@@ -18,7 +18,7 @@ from simulated_cuda import compiler
 SIMULATED = ROOT / "tests" / "simulated_cuda.py"
 WAITS = ROOT / "benchmarks" / "results" / "waits.csv"
 # Functions that run at the beginning, in evaluations and for checkpoints only.
-SELDOM = {"load_player", "load_teacher", "logprob_gaps", "make_game", "make_games", "first_alpha"}
+SELDOM = {"load_player", "load_teacher", "logprob_gap", "logprob_gaps", "make_game", "make_games", "first_alpha"}
 SELDOM |= {"evaluate", "solve", "save_checkpoint", "load_checkpoint", "save_final"}
 
 GROUPS = "--num-prompts-per-step 2 --num-generations 2 --eval-problems 1 "
@@ -91,7 +91,7 @@ STEPS = {  # how many of the steps that waits.csv names are in a call
     "empg": {"16 tokens": 1, "optimizer step": 1, "further turn": 1},
     "arpo": {"16 tokens": 1, "optimizer step": 1, "further turn": 1},
     "spiral_rae": {"16 tokens": 0, "optimizer step": 2},
-    "dipllm": {"micro-batch": 1},
+    "dipllm": {"micro-batch": 1, "optimizer step": 4},
     "pi_play": {"16 tokens": 1, "further turn": 1},
     "unimodal_poisson": {"environment step": 110, "rollout": 3, "evaluation step": 200},
     "mdpo": {"environment step": 110, "rollout": 3},
