@@ -22,8 +22,8 @@ Differs from the supervised rows of hpt.py:
 A reconstruction: the paper's equations were not at hand, and its code has neither training nor
 weights by Q. It differs from what is known of them:
 1. The backup above is the one whose product is the joint policy; the paper's Q_d may be another.
-2. `--label weighted` draws orders from the anchor and weighs them by exp((Q - V) / lamb), which the
-   notes on the paper describe; `argmax` is what the released pipeline makes, one joint order.
+2. `--label weighted` draws orders from the anchor and weighs them by exp((Q - V) / lamb), as
+   notes on the paper have it; `argmax` is what the released pipeline makes, one joint order.
 3. The search looks one turn ahead, at the score after it. The game is Blotto, not Diplomacy.
 
     python algorithms/dipllm.py                                # tiny model, CPU, offline
@@ -563,7 +563,7 @@ def train(args: Args) -> dict[str, float]:
         numbers = range(rank, args.eval_games, world_size)
         seeds = [f"evaluation {i}" for i in numbers]
         boards = [board_seed(i, args) if args.num_boards else f"evaluation {i}" for i in numbers]
-        with adapters_off(model, args):  # adapters are new and change nothing, as at a resume
+        with adapters_off(model, args):
             eval_positions = collect(anchor, tokenizer, seeds, boards, args)
     load_checkpoint(run_dir, model, optimizer, progress)
     if rank == 0:
@@ -698,38 +698,21 @@ def label_entropy(label: Tensor) -> float:
 def evaluate(
     model, tokenizer, positions: list[Position], args: Args
 ) -> tuple[dict[str, float], list[dict]]:
-    """The model's joint policy, the product over its units, at the positions of all processes,
-    beside those of the search and of the anchor. Exact; with candidates in place of all joint
-    orders, among them. Also returns the likeliest orders, for log_answers.
-
-    Exploitability takes both seats of a position. The objective has the Q of the search, so that
-    the search is best and lambda * KL(model || search) is missing. score is the expected share of
-    the score, sum of squares, against the anchor.
-    """
+    """Scores of the model's joint policy, the product over its units, and of the search and the
+    anchor beside it: means over the positions of all processes. Exact; with candidates in place of
+    all joint orders, among them. Also returns the likeliest orders, for log_answers."""
     seats = [seat for position in positions for seat in position.seats]
     tables = iter(model_policies(model, tokenizer, seats, args))
     rows = []
     answers = []
     for position in positions:
         joint = [probability(next(tables), seat) for seat in position.seats]
-        players = {
-            "eval": joint,
-            "eval/search": [seat.policy for seat in position.seats],
-            "eval/anchor": [seat.anchor for seat in position.seats],
-        }
+        searched = [seat.policy for seat in position.seats]
+        anchors = [seat.anchor for seat in position.seats]
         row = {}
-        for name, (x, y) in players.items():
-            row[f"{name}/exploitability"] = exploitability(position.payoff, x, y).item()
-            objectives = []
-            for policy, seat in zip((x, y), position.seats):
-                objectives.append(
-                    regularised_objective(policy, seat.q, seat.anchor, args.lamb).item()
-                )
-            row[f"{name}/objective"] = sum(objectives) / 2
-            against = position.seats[1].anchor, position.seats[0].anchor
-            first = (x @ position.payoff @ against[0]).item()
-            second = -(against[1] @ position.payoff @ y).item()
-            row[f"{name}/score"] = (first + second + 2) / 4
+        for name, pair in (("eval", joint), ("eval/search", searched), ("eval/anchor", anchors)):
+            found = position_scores(position, *pair, args.lamb)
+            row |= {f"{name}/{score}": value for score, value in found.items()}
         rows.append(list(row.values()))
         for policy, seat in zip(joint, position.seats):
             best = policy.argmax()
@@ -738,6 +721,24 @@ def evaluate(
             answers.append(answer | {"reward": seat.q[best].item()})
     means = as_tensor(gather(rows)).mean(0).tolist()
     return dict(zip(row, means)), gather(answers)
+
+
+def position_scores(position: Position, x: Tensor, y: Tensor, lamb: float) -> dict[str, float]:
+    """Scores of two joint policies (Jx,), (Jy,) that play each other.
+
+    objective is the mean over both seats, with the Q of the search: the search's is the largest,
+    and another policy's misses lamb * KL(policy || search) of it. score is the expected share, sum
+    of squares, against the anchor.
+    """
+    first, second = position.seats
+    objectives = regularised_objective(x, first.q, first.anchor, lamb)
+    objectives = objectives + regularised_objective(y, second.q, second.anchor, lamb)
+    against_anchor = x @ position.payoff @ second.anchor - first.anchor @ position.payoff @ y
+    return {
+        "exploitability": exploitability(position.payoff, x, y).item(),
+        "objective": objectives.item() / 2,
+        "score": 0.5 + against_anchor.item() / 4,  # a payoff of 1 is all of the score
+    }
 
 
 # ================================================================================================
