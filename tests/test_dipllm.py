@@ -193,7 +193,10 @@ def test_pikl_hedge_reaches_its_fixed_point_and_hedge_the_equilibrium(seed):
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_soft_labels_have_the_largest_objective(seed):
     """The ten boards of the study: soft against mean, argmax and anchor, with the Q of the search."""
-    for seat in board_search(seed, 0.1, 300).seats:
+    position = board_search(seed, 0.1, 300)
+    searched = exploitability(position.payoff, *[seat.policy for seat in position.seats])
+    assert searched < exploitability(position.payoff, *[seat.anchor for seat in position.seats])
+    for seat in position.seats:
         widths = [len(seat.options[prefix]) for prefix in [("H",) * unit for unit in range(3)]]
         anchors = [
             torch.full(widths[: unit + 1], 1 / widths[unit], dtype=torch.float64)
