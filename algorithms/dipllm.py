@@ -299,7 +299,7 @@ def unit_loss(logprobs: Tensor, labels: Tensor) -> Tensor:
     return -(labels * logprobs).sum(1)
 
 
-# --- Search and labels ---------------------------------------------------------------------------
+# --- Search and labels --------------------------------------------------------------------------
 
 
 @dataclass
@@ -307,7 +307,7 @@ class Seat:
     """One player at one position. An order is a text, a prefix a tuple with the orders of the first
     units. Dictionaries have an entry for each prefix that leads to a candidate."""
 
-    candidates: list[tuple[str, ...]]  # J joint orders, lexicographic
+    candidates: list[tuple[str, ...]]  # J joint orders; the last unit's order changes first
     options: dict[tuple, list[str]]  # the orders of the next unit, A of them
     prompts: dict[tuple, list[int]]  # token ids
     anchors: dict[tuple, Tensor] = field(default_factory=dict)  # (A,) probabilities
@@ -407,7 +407,7 @@ def by_prefix(seat: Seat, lamb: float) -> dict[tuple, Tensor]:
 def draw(tables, options, generator: random.Random, epsilon: float = 0.0) -> tuple[str, ...]:
     """A joint order, unit by unit. With probability epsilon a unit takes any of its options."""
     orders = ()
-    while orders in options:
+    while orders in options:  # a whole joint order is no prefix
         weights = None if generator.random() < epsilon else tables[orders].tolist()
         orders += tuple(generator.choices(options[orders], weights))
     return orders
@@ -499,7 +499,7 @@ def candidates(model, tokenizer, board, player: int, generator, args: Args) -> l
     for orders in legal:
         different = list(dict.fromkeys(drawn))
         prompts = {one: ask(tokenizer, board, player, one, args) for one in different}
-        seat = Seat([], dict.fromkeys(different, orders), prompts)
+        seat = Seat([], dict.fromkeys(different, orders), prompts)  # of this unit alone
         tables = model_policies(model, tokenizer, [seat], args, args.anchor_temperature)[0]
         weights = {prefix: table.tolist() for prefix, table in tables.items()}
         drawn = [(*one, *generator.choices(orders, weights[one])) for one in drawn]
