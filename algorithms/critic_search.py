@@ -777,6 +777,8 @@ def check_flags(args: Args) -> None:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
         sys.exit("--temperature: must be above 0")
+    if "" in getattr(args, "stop", ()):
+        sys.exit("--stop: an empty text would end every turn")
     for name in ("task_config", "game_options", "chat_template_kwargs"):
         flag = f"--{name.replace('_', '-')}"
         try:
@@ -809,7 +811,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 episodes to compare")
     if args.env != "search_qa" and not args.model_name_or_path:
-        sys.exit(f"--env {args.env}: needs --model-name-or-path")
+        sys.exit(f"--env {args.env}: needs --model-name-or-path; try envs/tiny_lm/search_qa")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -922,6 +924,8 @@ def load_task(args: Args):
             "--dataset: too few problems to train on, or to evaluate (see --eval-dataset and "
             "--eval-problems)"
         )
+    if getattr(task, "train_rows", None) and os.environ.get("RANK", "0") == "0":
+        print(f"{len(task.train_rows)} problems to train on, {len(problems)} to evaluate")
     return task, problems
 
 
@@ -2288,8 +2292,14 @@ def parse_args() -> Args:
     return args
 
 
+def stop_soon(*_) -> None:
+    """At SIGTERM: end with a checkpoint after this step. A second one ends at once."""
+    STOP.set()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
+    signal.signal(signal.SIGTERM, stop_soon)
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
         train(parse_args())

@@ -759,6 +759,8 @@ def check_flags(args: Args) -> None:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
         sys.exit("--temperature: must be above 0")
+    if "" in getattr(args, "stop", ()):
+        sys.exit("--stop: an empty text would end every turn")
     for name in ("task_config", "game_options", "chat_template_kwargs"):
         flag = f"--{name.replace('_', '-')}"
         try:
@@ -1560,8 +1562,14 @@ def parse_args() -> Args:
     return args
 
 
+def stop_soon(*_) -> None:
+    """At SIGTERM: end with a checkpoint after this step. A second one ends at once."""
+    STOP.set()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
+    signal.signal(signal.SIGTERM, stop_soon)
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
         train(parse_args())
