@@ -116,7 +116,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 class Args:
     # model, problems, rewards
     model_name_or_path: str | None = None
-    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    """Hugging Face causal language model to train; None is a tiny model, for search_qa"""
     env: str = "search_qa"
     """search_qa, or FILE.py:ClassName of an agent task, see envs/README.md"""
     dataset: str | None = None
@@ -284,15 +284,14 @@ def hybrid_advantages(
     counts = [len(row) for row in verdicts]
     given = [math.nan if verdict is None else float(verdict) for verdict in chain(*verdicts)]
     given = torch.tensor(given, dtype=torch.double)  # (sum of K_i,)
+    if pool == "episodes" and len(given) > 0:  # one mean for each episode that searched
+        means = [row.nanmean() for row in given.split(counts) if len(row) > 0]
+        given = torch.stack(means)
     mean = given.nanmean().nan_to_num(0.0)  # 0 if none can be read: then all are equal
-    given = torch.where(given.isnan(), mean, given)
-    if pool == "turns":
-        scores = z_scores(given, ddof, eps)
-    else:  # each search counts as the mean of its episode, and each episode once
-        means = [row.mean() for row in given.split(counts) if len(row) > 0]
-        means = z_scores(torch.stack(means or [mean]), ddof, eps)
-        searched = torch.tensor([count for count in counts if count > 0] or [0])
-        scores = means.repeat_interleave(searched)
+    scores = z_scores(torch.where(given.isnan(), mean, given), ddof, eps)
+    if pool == "episodes":
+        searched = [count for count in counts if count > 0]
+        scores = scores.repeat_interleave(torch.tensor(searched, dtype=torch.long))
     weight = 1 - alpha if mix == "convex" else 1.0
     ends = weight * z_scores(outcomes.double(), ddof, eps)  # (G,)
     turns = zip(scores.split(counts), ends)
@@ -718,7 +717,7 @@ def judge(critic, episodes: list[Episode], args: Args) -> list[list[float | None
     verdicts = []
     for episode, result in zip(episodes, results):
         try:
-            numbers = [None if value is None else float(1 * value) for value in result]
+            numbers = [None if value is None else float(1.0 * value) for value in result]
             right = all(number is None or math.isfinite(number) for number in numbers)
         except Exception:  # of what is no list, or has something else in it
             right = False

@@ -354,11 +354,10 @@ def ask(tokenizer, board, player: int, orders: tuple[str, ...], args: Args) -> l
 
 def probability(tables: dict[tuple, Tensor], seat: Seat) -> Tensor:
     """Of each candidate: the product over its units. -> (J,)"""
-    numbers = {}  # of a joint order or a prefix
+    numbers = {(): 1.0}  # of a joint order or a prefix
     for prefix in sorted(seat.options, key=len):
-        before = numbers.get(prefix, 1.0)
         for order, value in zip(seat.options[prefix], tables[prefix].tolist()):
-            numbers[*prefix, order] = before * value
+            numbers[*prefix, order] = numbers[prefix] * value
     return as_tensor([numbers[candidate] for candidate in seat.candidates])
 
 
@@ -383,7 +382,8 @@ def by_prefix(seat: Seat, lamb: float) -> dict[tuple, Tensor]:
     num_units = len(seat.candidates[0])
     levels = [[p for p in seat.options if len(p) == unit] for unit in range(num_units)]
     widths = [len(seat.options[level[0]]) for level in levels]
-    if len(seat.candidates) == math.prod(widths):
+    full = [all(len(seat.options[p]) == n for p in level) for level, n in zip(levels, widths)]
+    if num_units > 0 and all(full) and len(seat.candidates) == math.prod(widths):
         anchors = []
         for unit, level in enumerate(levels):
             table = torch.stack([seat.anchors[prefix] for prefix in level])

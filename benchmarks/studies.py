@@ -786,6 +786,7 @@ COLUMNS = {  # of tables: what a score is called, its factor, its digits
     "steps_to_f1": ("steps to F1 0.8 in training", 1, 1),
     "silent_early": ("groups with equal outcomes, first 4 steps, %", 100, 0),
     "silent_late": ("the same, last 4 steps, %", 100, 0),
+    "steps_to_10": ("steps to 10 % in training (mean of 5 steps)", 1, 1),
     "steps_to_15": ("steps to 15 % in training (mean of 5 steps)", 1, 1),
     "silent_first": ("groups with equal outcomes, first 3 steps, %", 100, 0),
     "silent_last": ("the same, last 3 steps, %", 100, 0),
@@ -879,6 +880,30 @@ TABLES = {
         "mean_at_8 greedy demonstration_tokens".split(),
         seeds=5,
         fewer={"srft": 3},
+    ),
+    "opd": Table(
+        "opd",
+        {
+            "top_k": "OPD, the teacher's 32 likeliest tokens",
+            "sampled": "OPD, written tokens (`--divergence sampled`)",
+            "grpo": "GRPO (`grpo.py`)",
+        },
+        [
+            "mean_at_8",
+            ("mean_at_8_10", "after 10 steps, %", 100, 1),
+            "greedy",
+            "num_tokens",
+        ],
+        seeds=8,
+    ),
+    "critic_search": Table(
+        "critic_search",
+        {
+            "critic": "verdicts added (`--critic-mix add`)",
+            "outcome": "outcome alone (`--critic-alpha 0`)",
+        },
+        ["steps_to_10", "mean_at_8", ("searches_late", "searches of an episode, in the end", 1, 1)],
+        seeds=8,
     ),
     "ampo_learning": Table(
         "ampo",
