@@ -786,7 +786,6 @@ COLUMNS = {  # of tables: what a score is called, its factor, its digits
     "steps_to_f1": ("steps to F1 0.8 in training", 1, 1),
     "silent_early": ("groups with equal outcomes, first 4 steps, %", 100, 0),
     "silent_late": ("the same, last 4 steps, %", 100, 0),
-    "steps_to_10": ("steps to 10 % in training (mean of 5 steps)", 1, 1),
     "steps_to_15": ("steps to 15 % in training (mean of 5 steps)", 1, 1),
     "silent_first": ("groups with equal outcomes, first 3 steps, %", 100, 0),
     "silent_last": ("the same, last 3 steps, %", 100, 0),
@@ -894,15 +893,6 @@ TABLES = {
             "greedy",
             "num_tokens",
         ],
-        seeds=8,
-    ),
-    "critic_search": Table(
-        "critic_search",
-        {
-            "critic": "verdicts added (`--critic-mix add`)",
-            "outcome": "outcome alone (`--critic-alpha 0`)",
-        },
-        ["steps_to_10", "mean_at_8", ("searches_late", "searches of an episode, in the end", 1, 1)],
         seeds=8,
     ),
     "ampo_learning": Table(
