@@ -116,7 +116,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 class Args:
     # model, problems, rewards
     model_name_or_path: str | None = None
-    """Hugging Face causal language model to train; None is the tiny model that comes with --env"""
+    """Hugging Face causal language model to train; None is a tiny model, for search_qa"""
     env: str = "search_qa"
     """search_qa, or FILE.py:ClassName of an agent task, see envs/README.md"""
     dataset: str | None = None
@@ -284,15 +284,14 @@ def hybrid_advantages(
     counts = [len(row) for row in verdicts]
     given = [math.nan if verdict is None else float(verdict) for verdict in chain(*verdicts)]
     given = torch.tensor(given, dtype=torch.double)  # (sum of K_i,)
+    if pool == "episodes" and len(given) > 0:  # one mean for each episode that searched
+        means = [row.nanmean() for row in given.split(counts) if len(row) > 0]
+        given = torch.stack(means)
     mean = given.nanmean().nan_to_num(0.0)  # 0 if none can be read: then all are equal
-    given = torch.where(given.isnan(), mean, given)
-    if pool == "turns":
-        scores = z_scores(given, ddof, eps)
-    else:  # each search counts as the mean of its episode, and each episode once
-        means = [row.mean() for row in given.split(counts) if len(row) > 0]
-        means = z_scores(torch.stack(means or [mean]), ddof, eps)
-        searched = torch.tensor([count for count in counts if count > 0] or [0])
-        scores = means.repeat_interleave(searched)
+    scores = z_scores(torch.where(given.isnan(), mean, given), ddof, eps)
+    if pool == "episodes":
+        searched = [count for count in counts if count > 0]
+        scores = scores.repeat_interleave(torch.tensor(searched, dtype=torch.long))
     weight = 1 - alpha if mix == "convex" else 1.0
     ends = weight * z_scores(outcomes.double(), ddof, eps)  # (G,)
     turns = zip(scores.split(counts), ends)
@@ -718,7 +717,7 @@ def judge(critic, episodes: list[Episode], args: Args) -> list[list[float | None
     verdicts = []
     for episode, result in zip(episodes, results):
         try:
-            numbers = [None if value is None else float(1 * value) for value in result]
+            numbers = [None if value is None else float(1.0 * value) for value in result]
             right = all(number is None or math.isfinite(number) for number in numbers)
         except Exception:  # of what is no list, or has something else in it
             right = False
@@ -777,6 +776,8 @@ def check_flags(args: Args) -> None:
             sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
     if args.temperature == 0:
         sys.exit("--temperature: must be above 0")
+    if "" in getattr(args, "stop", ()):
+        sys.exit("--stop: an empty text would end every turn")
     for name in ("task_config", "game_options", "chat_template_kwargs"):
         flag = f"--{name.replace('_', '-')}"
         try:
@@ -809,7 +810,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 episodes to compare")
     if args.env != "search_qa" and not args.model_name_or_path:
-        sys.exit(f"--env {args.env}: needs --model-name-or-path")
+        sys.exit(f"--env {args.env}: needs --model-name-or-path; try envs/tiny_lm/search_qa")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -922,6 +923,8 @@ def load_task(args: Args):
             "--dataset: too few problems to train on, or to evaluate (see --eval-dataset and "
             "--eval-problems)"
         )
+    if getattr(task, "train_rows", None) and os.environ.get("RANK", "0") == "0":
+        print(f"{len(task.train_rows)} problems to train on, {len(problems)} to evaluate")
     return task, problems
 
 
@@ -1439,7 +1442,11 @@ def read(
 def ask(task, episodes, turn: int, tokenizer, args: Args) -> list[list[dict]]:
     """What the task replies to each episode: messages, none where it ends."""
     began = time.perf_counter()
+    slow = threading.Timer(60, print, ["step of the task: no replies after 60 seconds"])
+    slow.daemon = True
+    slow.start()
     replies = task.step([episode.texts[-1] for episode in episodes], turn, episodes)
+    slow.cancel()
     task.tool_seconds = getattr(task, "tool_seconds", 0.0) + time.perf_counter() - began
     if not isinstance(replies, list | tuple) or len(replies) != len(episodes):
         words = f"for {len(episodes)} texts, expected a list with one for each"
@@ -2288,8 +2295,14 @@ def parse_args() -> Args:
     return args
 
 
+def stop_soon(*_) -> None:
+    """At SIGTERM: end with a checkpoint after this step. A second one ends at once."""
+    STOP.set()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
+    signal.signal(signal.SIGTERM, stop_soon)
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
         train(parse_args())

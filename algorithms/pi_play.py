@@ -1529,7 +1529,11 @@ def read(
 def ask(task, episodes, turn: int, tokenizer, args: Args) -> list[list[dict]]:
     """What the task replies to each episode: messages, none where it ends."""
     began = time.perf_counter()
+    slow = threading.Timer(60, print, ["step of the task: no replies after 60 seconds"])
+    slow.daemon = True
+    slow.start()
     replies = task.step([episode.texts[-1] for episode in episodes], turn, episodes)
+    slow.cancel()
     task.tool_seconds = getattr(task, "tool_seconds", 0.0) + time.perf_counter() - began
     if not isinstance(replies, list | tuple) or len(replies) != len(episodes):
         words = f"for {len(episodes)} texts, expected a list with one for each"

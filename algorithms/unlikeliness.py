@@ -1038,6 +1038,8 @@ def load_task(args: Args):
             "--dataset: too few problems to train on, or to evaluate (see --eval-dataset and "
             "--eval-problems)"
         )
+    if getattr(task, "train_rows", None) and os.environ.get("RANK", "0") == "0":
+        print(f"{len(task.train_rows)} problems to train on, {len(problems)} to evaluate")
     return task, problems
 
 
@@ -2217,8 +2219,14 @@ def parse_args() -> Args:
     return args
 
 
+def stop_soon(*_) -> None:
+    """At SIGTERM: end with a checkpoint after this step. A second one ends at once."""
+    STOP.set()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
+    signal.signal(signal.SIGTERM, stop_soon)
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
         train(parse_args())

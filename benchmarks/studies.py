@@ -20,6 +20,7 @@ TWENTY_ONE = tuple(range(2, 23))
 OTHER_TWENTY = tuple(range(6, 26))
 LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4")  # a public model
 HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
+DIPLLM = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3", "8e-3")
 TINY = ("2.5e-5", "5e-5", "1e-4", "2e-4", "4e-4", "8e-4", "1.6e-3")  # the shipped models
 STEP_SIZES = ("1e-6", "1e-5", "1e-4", "1e-3", "1e-2", "1e-1")
 CONTROL = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1")
@@ -93,6 +94,8 @@ RETURNS = {"train_return": ("charts/episodic_return", "late")}
 RETURNS |= {f"eval_{how}": (f"eval/{how}/return_mean", "last") for how in ("deterministic", "sampled")}
 KUHN = {name: (f"eval/kuhn/{name}", "last") for name in ("nash_conv_last", "nash_conv_average", "illegal")}
 KUHN |= {"forfeits": ("train/spiral_rae/kuhn/forfeits", "late"), "length": (LENGTH, "late")}
+BOARD = {name: (f"eval/{name}", "last") for name in ("exploitability", "objective", "score")}
+BOARD |= {f"{who}_{name}": (f"eval/{who}/{name}", "last") for who in ("search", "anchor") for name in BOARD}
 KUHN_CURVES = ("eval/kuhn/nash_conv_average", "train/spiral_rae/kuhn/forfeits")
 RARE = ("greedy", "pass_at_1", "pass_at_8", "pass_at_64")
 ARITHMETIC = """--model-name-or-path smollm2 --bf16 --env reasoning_gym --task chain_sum
@@ -144,8 +147,8 @@ QUIET = "--end-e 0.02 --buffer-size 10000"  # fewer random moves in the end, and
 PONG = "qmix vdn selfplay_qmix iql".split()
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
-SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo arpo empg spiral_rae pi_play hpt ampo opd unlikeliness critic_search"
-SCRIPTS += " unimodal_poisson mdpo stream_x fm3q arac"
+SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo arpo empg spiral_rae pi_play hpt ampo opd unlikeliness"
+SCRIPTS += " dipllm critic_search unimodal_poisson mdpo stream_x fm3q arac"
 STUDIES = {
     "defaults": Study(
         command="algorithms/{arm}.py",
@@ -457,6 +460,19 @@ STUDIES = {
         | {"train_late": ("train/rewards/correctness/mean", "last 10")},
         curves=("eval/pass_at_1", "eval/pass_at_64", "train/rewards/correctness/mean"),
         minutes=5.0,
+    ),
+    "dipllm": Study(  # a seed is a board
+        command="algorithms/dipllm.py --max-steps 60 --eval-steps 20",
+        arms={
+            "soft": Arm("--label soft", DIPLLM, "1e-3", TEN),
+            "argmax": Arm("--label argmax", DIPLLM, "1e-3", TEN),
+            "weighted": Arm("--label weighted --learning-rate 1e-3", seeds=TEN),
+            "anchor": Arm("--label anchor --learning-rate 1e-3", seeds=TEN),
+        },
+        scores=BOARD,
+        curves=("eval/exploitability", "eval/objective"),
+        best="objective",
+        minutes=2.0,
     ),
     "nash_preference": Study(  # one rate for all arms; its sweep was a pilot on seed 1
         command="algorithms/nash_preference.py",
@@ -879,6 +895,21 @@ TABLES = {
         "mean_at_8 greedy demonstration_tokens".split(),
         seeds=5,
         fewer={"srft": 3},
+    ),
+    "opd": Table(
+        "opd",
+        {
+            "top_k": "OPD, the teacher's 32 likeliest tokens",
+            "sampled": "OPD, written tokens (`--divergence sampled`)",
+            "grpo": "GRPO (`grpo.py`)",
+        },
+        [
+            "mean_at_8",
+            ("mean_at_8_10", "after 10 steps, %", 100, 1),
+            "greedy",
+            "num_tokens",
+        ],
+        seeds=8,
     ),
     "ampo_learning": Table(
         "ampo",

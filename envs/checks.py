@@ -199,3 +199,50 @@ def check_game(name: str, make, by_chance: bool) -> None:
         game.reset(generator)
         if base and type(game).parse is base[0].parse and game.play("") is True:
             print(f'--games {name}: play accepts "", so an empty text is a legal move')
+
+
+def check_board(name: str, make) -> None:
+    """One game of both players with the first and then the last legal orders, as dipllm.py plays."""
+    with same_randomness():
+        board = make()
+        need(f"--env {name}", board, "reset legal_orders prompt after play", "envs/blotto.py")
+        board.reset(random.Random(0))
+        need(f"--env {name}", board, "done", "envs/blotto.py")
+        for turn in range(MOST_MOVES):
+            orders = []
+            for player in (0, 1):
+                legal = board.legal_orders(player)
+                check_orders(legal)
+                given = ()
+                for texts in legal:
+                    check_messages("prompt", board.prompt(player, given))
+                    given += (texts[-(turn % 2)],)
+                orders.append(given)
+            before = repr(board.legal_orders(0))
+            centres = board.after(tuple(orders))
+            numbers = hasattr(centres, "__len__") and [
+                isinstance(count, Real) and 0 <= count < math.inf for count in centres
+            ]
+            if numbers != [True, True]:
+                words = "expected two counts of centres, each 0 or more"
+                sys.exit(f"after: returned {centres!r:.100}, {words}")
+            if repr(board.legal_orders(0)) != before:
+                sys.exit("after: changed the board, which only play may do")
+            board.play(tuple(orders))
+            if board.done:
+                return
+        sys.exit(f"play: the game is not done after {MOST_MOVES} turns")
+
+
+def check_orders(legal) -> None:
+    """For each unit a list of different texts."""
+    units = isinstance(legal, list | tuple) and [
+        isinstance(texts, list | tuple)
+        and len(texts) > 0
+        and all(isinstance(text, str) and text for text in texts)
+        and len(set(texts)) == len(texts)
+        for texts in legal
+    ]
+    if not units or not all(units):
+        words = "expected for each unit a list of different texts"
+        sys.exit(f"legal_orders: returned {legal!r:.100}, {words}")

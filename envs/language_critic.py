@@ -93,6 +93,8 @@ def parse_verdicts(text: str, count: int) -> list[float | None]:
 
     Its thoughts do not count, and of two lines on a search the last does.
     """
+    if "<think>" in text and "</think>" not in text:
+        return [None] * count  # cut before it said anything
     said = text.lower().rpartition("</think>")[2]
     words = dict(re.findall(r"(\d+)\W{1,4}(good|bad)\b", said))
     numbers = {"good": 1.0, "bad": 0.0}

@@ -34,6 +34,7 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "pi_play": f"--env own.py:Quiz {AGENT} {ONE_STEP} --num-documents-per-step 2 --num-answers 2 --max-turns 2",
     "spiral_rae": f"--games own.py:Coin --model-name-or-path {TINY}/text_games --num-games-per-step 2 --eval-steps 0 "
     "--eval-opponents random --eval-games 2 --max-steps 1 --max-completion-length 5",
+    "dipllm": f"--env own.py:Matching --model-name-or-path {TINY}/text_games --num-games-per-step 1 --eval-steps 0 --max-steps 1",
     "unimodal_poisson": "--env-id Pendulum-v1 --num-envs 2 --num-steps 16 --num-minibatches 2 --eval-episodes 0 "
     "--total-timesteps 64",
     "stream_x": "--env-id CartPole-v1 --algorithm q --hidden-size 8 --total-timesteps 100 --eval-episodes 1",
@@ -41,8 +42,8 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "fm3q": f"--env-id duel.py:make {TEAM}",
     "arac": f"--graph town.graphml {TEAM}",
 }
-MODELS = {"grpo": "countdown", "nash_preference": "countdown", "spiral_rae": "text_games"}  # load it first
-TASKS = ["grpo", "nash_preference", "igpo", "dr_mas", "pi_play", "spiral_rae", "fm3q", "arac"]  # each loads its own way
+MODELS = {"grpo": "countdown", "nash_preference": "countdown", "spiral_rae": "text_games", "dipllm": "text_games"}  # load it first
+TASKS = ["grpo", "nash_preference", "igpo", "dr_mas", "pi_play", "spiral_rae", "dipllm", "fm3q", "arac"]  # each loads its own way
 OWN = '''\
 import random
 from dataclasses import dataclass, field
@@ -141,6 +142,25 @@ class Quiz(Sums):
 
     def step(self, texts, turn, episodes):
         return [None for _ in texts]
+
+
+class Matching:
+    """A board of one turn: player 0 wants the order of player 1."""
+
+    def reset(self, generator):
+        self.done = False
+
+    def legal_orders(self, player):
+        return [["heads", "tails"]]
+
+    def prompt(self, player, orders):
+        return [{"role": "user", "content": "Heads or tails?"}]
+
+    def after(self, orders):
+        return (1, 0) if orders[0] == orders[1] else (0, 1)
+
+    def play(self, orders):
+        self.done = True
 
 
 class Coin:

@@ -258,3 +258,10 @@ def test_which_critic(tmp_path):
     assert refused(dataset="questions.jsonl").startswith("--env search_qa: has no verdicts (on questions of a file)")
     assert refused(critic_model=str(tmp_path)).startswith(f"--critic-model {tmp_path}: cannot be loaded")
     assert refused(critic_model=str(TINY), task=SimpleNamespace()).endswith("has no right_answer, which --critic-model is told")
+
+
+@pytest.mark.quick
+def test_an_episode_that_nobody_could_judge_is_neutral_in_the_pool_of_episodes():
+    """Means 1 and 0, and of the third the mean of both: z-scores 1, -1 and 0."""
+    found = hybrid_advantages(torch.zeros(3), [[1, 1, 1], [0], [None]], alpha=1.0, pool="episodes")
+    torch.testing.assert_close(torch.stack([row[0] for row in found]), torch.tensor([1.0, -1.0, 0.0]), atol=1e-5, rtol=0)

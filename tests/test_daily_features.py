@@ -25,6 +25,7 @@ from algorithms import (
     arpo,
     critic_search,
     dapo,
+    dipllm,
     dr_mas,
     empg,
     gdpo,
@@ -47,6 +48,7 @@ OWN = {
 FLAGS = {s: SMALL | OWN.get(s, {}) for s in (grpo, dapo, gdpo, hpt, ampo, opd, unlikeliness, nash_preference, igpo, critic_search, empg, arpo, pi_play, dr_mas)}
 FLAGS[spiral_rae] = {key: SMALL[key] for key in ("eval_steps", "save_steps", "max_completion_length")}
 FLAGS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 4}
+FLAGS[dipllm] = {"eval_steps": 0, "save_steps": 0, "num_games_per_step": 1, "search_steps": 20}
 
 
 def weights(model) -> torch.Tensor:

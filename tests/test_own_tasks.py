@@ -2,8 +2,11 @@
 
 import random
 import sys
+import threading
+import time
 import traceback
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from language_runs import CALCULATOR, SMALL, completions, train
@@ -213,6 +216,18 @@ def test_weights_are_one_where_a_task_has_none(own):
     task, _ = begin(igpo, f"{own}:Task")
     assert task.reward_weights == (1.0,)
     assert task.max_turns == 5
+
+
+def test_a_step_that_takes_long_is_said(monkeypatch, capsys):
+    """Here long is 0.01 seconds. A step that is quick is not said."""
+    timer = threading.Timer
+    monkeypatch.setattr(threading, "Timer", lambda _, *rest: timer(0.01, *rest))
+    episode = SimpleNamespace(texts=["hello"])
+    for seconds, said in ((0.2, True), (0.0, False)):
+        task = SimpleNamespace(step=lambda *rest, seconds=seconds: time.sleep(seconds) or [None])
+        igpo.ask(task, [episode], 1, None, igpo.Args())
+        time.sleep(0.05)
+        assert ("no replies after 60 seconds" in capsys.readouterr().out) == said
 
 
 TURNS = ["Let me see <calc>1+1</calc> and more of it", "<calc>2*3</calc>", "<answer>6</answer>"]

@@ -48,6 +48,12 @@ DISTILLED = """
 group_advantages kl_estimate policy_loss token_weights add_methods Decoder token_logprobs Packed log_completions
 """  # not in opd.py, or with a text of its own there
 RARE = "evaluate update add_methods token_logprobs"  # with a text of its own in unlikeliness.py
+SCORED = """
+check_flags gather from_file load_model turn_end encode refuse_unsupported longest_text attention_masks Hidden ReturnHidden
+add_methods recompute_layers compile_layers over_temperature tokens_at_once warn_of_slow_bfloat16 token_logprobs
+add_adapters adapters_off copy_model whole_weights checkpoints trained_state save_checkpoint load_checkpoint save_final
+checksums open_run log parse_args join_repeated one_sentence_for_a_full_disk is_due scheduled_rate log_answers open_board
+"""  # what dipllm.py has in common with the others: it samples nothing, so the rest is not there
 TEACHERS = "load_problems log_completions"  # problems are those that the shipped model cannot solve
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log is_due parse_args"
 CONTROL += " one_sentence_for_a_full_disk"
@@ -83,6 +89,8 @@ FAMILIES = [
     (["grpo", "opd"], without(DISTILLED, f"{SHARED} {ONE_TURN} evaluate")),
     (["grpo", "unlikeliness"], without(RARE, f"{SHARED} {ONE_TURN} setup")),
     (["opd", "unlikeliness"], ["add_methods", "hidden_states"]),
+    (["grpo", "dipllm"], SCORED.split()),
+    (["spiral_rae", "dipllm"], ["model_path"]),
     (["hpt", "ampo"], ["load_problems"]),
     (["grpo", "nash_preference"], without(PREFERENCES, f"{SHARED} {ONE_TURN}")),
     (["grpo", "pi_play"], without(THREE_MODELS, SHARED)),

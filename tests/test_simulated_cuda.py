@@ -18,7 +18,7 @@ from simulated_cuda import compiler
 SIMULATED = ROOT / "tests" / "simulated_cuda.py"
 WAITS = ROOT / "benchmarks" / "results" / "waits.csv"
 # Functions that run at the beginning, in evaluations and for checkpoints only.
-SELDOM = {"load_player", "load_teacher", "logprob_gaps", "make_game", "make_games", "first_alpha"}
+SELDOM = {"load_player", "load_teacher", "logprob_gap", "logprob_gaps", "make_game", "make_games", "first_alpha"}
 SELDOM |= {"evaluate", "solve", "save_checkpoint", "load_checkpoint", "save_final"}
 
 GROUPS = "--num-prompts-per-step 2 --num-generations 2 --eval-problems 1 "
@@ -40,6 +40,7 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "arpo": GROUPS + "--num-prompts-per-step 1 --max-turns 2 --branch-probability 1",
     "spiral_rae": "--num-games-per-step 2 --eval-games 2 --eval-opponents start --eval-steps 0 "
     "--max-steps 1 --max-completion-length 5",
+    "dipllm": "--num-games-per-step 1 --eval-games 1 --eval-steps 0 --max-steps 1 --search-steps 20 --num-plays 2",
     "pi_play": GROUPS + "--num-documents-per-step 2 --num-answers 2 --examiner-steps 1 "
     "--student-steps 1 --max-turns 2 --hops 1 --max-steps 2 --seed 2",
     "unimodal_poisson": "--env-id Pendulum-v1 --num-envs 2 --num-steps 110 --num-minibatches 4 "
@@ -69,6 +70,7 @@ CONTINUED = {  # flags with which one more step is made
     "empg": "--max-steps 2 --zeta 0",
     "arpo": "--max-steps 2 --advantage hard",
     "spiral_rae": "--max-steps 2 --max-completion-length 5 --baseline mars",
+    "dipllm": "--max-steps 2 --label weighted --gradient-checkpointing",
     "pi_play": SHORT + "--max-steps 3 --divergence forward_kl --distill-top-k 4",
 }
 OTHERS = {  # flags of runs that go other ways
@@ -95,6 +97,7 @@ STEPS = {  # how many of the steps that waits.csv names are in a call
     "empg": {"16 tokens": 1, "optimizer step": 1, "further turn": 1},
     "arpo": {"16 tokens": 1, "optimizer step": 1, "further turn": 1},
     "spiral_rae": {"16 tokens": 0, "optimizer step": 2},
+    "dipllm": {"micro-batch": 1, "optimizer step": 4},
     "pi_play": {"16 tokens": 1, "further turn": 1},
     "unimodal_poisson": {"environment step": 110, "rollout": 3, "evaluation step": 200},
     "mdpo": {"environment step": 110, "rollout": 3},
@@ -154,7 +157,7 @@ def test_resume_in_bfloat16_on_another_path(name, runs, tmp_path):
     """With a reference model, and an evaluation in the end."""
     shutil.copytree(runs(name)[0] / "device", tmp_path / "run")
     words = [*CONTINUED[name].split(), "--bf16", "--eval-steps", "100"]
-    words += ["--beta", "0.04"] if name != "opd" else []
+    words += ["--beta", "0.04"] if name not in ("opd", "dipllm") else []
     on_device(name, "--resume", tmp_path / "run", *words)
     found = results(tmp_path / "run")
     assert all(map(math.isfinite, found.values()))

@@ -85,3 +85,12 @@ def test_a_study(tmp_path, monkeypatch):
     assert "| before training |  |  | 1.0 | +13.0 (+11.0 to +15.0) |" in text
     assert "| A (new) | 2e-4 (edge) | 5 | 14.0 ± 1.6 |  |" in text
     assert "| B |  | 5 | 10.0 | +4.0 (+2.0 to +6.0) |" in text
+
+
+def test_a_method_has_one_main_claim_in_the_order_of_the_table_and_at_most_two_more():
+    mains = [claim.method for claim in verdicts.main_claims()]
+    assert mains == [method.script for method in load_rows("methods.csv") if method.script in mains]
+    for script in mains:
+        roles = [claim.role for claim in CLAIMS.values() if claim.method == script]
+        assert roles[0] == "main" and len(roles) <= 3 and roles.count("main") == 1
+    assert {claim.method for claim in CLAIMS.values()} == set(mains)
