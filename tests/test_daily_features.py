@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_grpo import ADVANTAGES, BASE, G, some_batch, tiny_model
 
 from algorithms import (
+    advantage_alignment,
     ampo,
     arpo,
     dapo,
@@ -45,6 +46,7 @@ OWN = {
 FLAGS = {s: SMALL | OWN.get(s, {}) for s in (grpo, dapo, gdpo, hpt, ampo, opd, nash_preference, igpo, empg, arpo, pi_play, dr_mas)}
 FLAGS[spiral_rae] = {key: SMALL[key] for key in ("eval_steps", "save_steps", "max_completion_length")}
 FLAGS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 4}
+FLAGS[advantage_alignment] = FLAGS[spiral_rae] | {"games": ("ipd",), "max_completion_length": 8}
 
 
 def weights(model) -> torch.Tensor:

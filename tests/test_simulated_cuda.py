@@ -38,6 +38,7 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "arpo": GROUPS + "--num-prompts-per-step 1 --max-turns 2 --branch-probability 1",
     "spiral_rae": "--num-games-per-step 2 --eval-games 2 --eval-opponents start --eval-steps 0 "
     "--max-steps 1 --max-completion-length 5",
+    "advantage_alignment": "--num-games-per-step 2 --eval-games 2 --eval-steps 0 --max-steps 1 --max-completion-length 5",
     "pi_play": GROUPS + "--num-documents-per-step 2 --num-answers 2 --examiner-steps 1 "
     "--student-steps 1 --max-turns 2 --hops 1 --max-steps 2 --seed 2",
     "unimodal_poisson": "--env-id Pendulum-v1 --num-envs 2 --num-steps 110 --num-minibatches 4 "
@@ -64,7 +65,8 @@ CONTINUED = {  # flags with which one more step is made
     "igpo": "--max-steps 2 --normalization joint --information-gain prob",
     "empg": "--max-steps 2 --zeta 0",
     "arpo": "--max-steps 2 --advantage hard",
-    "spiral_rae": "--max-steps 2 --max-completion-length 5 --baseline mars",
+    "spiral_rae": "--max-steps 2 --max-completion-length 5 --baseline role_mean",
+    "advantage_alignment": "--max-steps 2 --max-completion-length 5 --advantage marshal_released",
     "pi_play": SHORT + "--max-steps 3 --divergence forward_kl --distill-top-k 4",
 }
 OTHERS = {  # flags of runs that go other ways
@@ -89,6 +91,7 @@ STEPS = {  # how many of the steps that waits.csv names are in a call
     "empg": {"16 tokens": 1, "optimizer step": 1, "further turn": 1},
     "arpo": {"16 tokens": 1, "optimizer step": 1, "further turn": 1},
     "spiral_rae": {"16 tokens": 0, "optimizer step": 2},
+    "advantage_alignment": {"16 tokens": 0, "optimizer step": 1},
     "pi_play": {"16 tokens": 1, "further turn": 1},
     "unimodal_poisson": {"environment step": 110, "rollout": 3, "evaluation step": 200},
     "mdpo": {"environment step": 110, "rollout": 3},
