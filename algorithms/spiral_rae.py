@@ -131,9 +131,9 @@ class Args:
     temperature: float = 1.0
     """sampling temperature, also of the log-probabilities in the loss"""
     # method
-    baseline: Literal["role", "global", "none", "mars"] = "role"
+    baseline: Literal["role", "global", "none", "role_mean", "mars"] = "role"
     """role is SPIRAL; controls: global is one average for both roles, none uses the bare result,
-    mars takes the mean of the role's turns in this step (MARSHAL)"""
+    role_mean takes the mean of the role's turns in this step; mars is its name in old runs"""
     baseline_decay: float = 0.95
     """decay of the moving average"""
     update_first: bool = False
@@ -262,9 +262,10 @@ def game_advantages(results: list[Result], baseline: RoleBaseline, kind: str) ->
     """Advantages of both roles in each game, in the order of the games. kind is --baseline.
 
     An average moves after every game in which the policy plays the role, even if it had no turn.
-    global has one average for both roles, so it moves twice a game. MARSHAL's baseline (arXiv
-    2510.15414) is the mean over all turns of the role; its code takes the mean of distinct values,
-    and whitens before and after.
+    global has one average for both roles, so it moves twice a game. role_mean is the mean of the
+    results over all turns of the role in this step, and keeps no average. That is what MARSHAL's
+    paper (arXiv 2510.15414) does where only the end of a game is rewarded. With a reward for each
+    turn, and in the order of its code, it is in advantage_alignment.py.
     """
     at_turns = {}  # (game, role): the result, once for each turn
     for result in results:
@@ -277,7 +278,7 @@ def game_advantages(results: list[Result], baseline: RoleBaseline, kind: str) ->
             if result.learns[role]:
                 if kind == "none":
                     pair[role] = reward
-                elif kind == "mars":
+                elif kind in ("role_mean", "mars"):
                     pair[role] = reward - mean(at_turns.get((result.name, role), [reward]))
                 else:
                     key = role if kind == "role" else -1
@@ -876,6 +877,11 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if args.baseline == "mars" and not args.resume:
+        where = (
+            "MARSHAL, with a reward for each turn, is advantage_alignment.py --advantage marshal"
+        )
+        sys.exit(f"--baseline mars: is called role_mean; {where}")
     if args.fsdp and args.opponent != "self":
         sys.exit("--fsdp: works with --opponent self only")  # a process might have no turn
     unknown = set(json.loads(args.game_options)) - set(args.games)

@@ -147,7 +147,7 @@ QUIET = "--end-e 0.02 --buffer-size 10000"  # fewer random moves in the end, and
 PONG = "qmix vdn selfplay_qmix iql".split()
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
-SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo arpo empg spiral_rae pi_play hpt ampo opd unlikeliness"
+SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo arpo empg spiral_rae advantage_alignment pi_play hpt ampo opd unlikeliness"
 SCRIPTS += " dipllm critic_search unimodal_poisson mdpo stream_x fm3q arac"
 STUDIES = {
     "defaults": Study(
@@ -472,6 +472,22 @@ STUDIES = {
         scores=BOARD,
         curves=("eval/exploitability", "eval/objective"),
         best="objective",
+        minutes=2.0,
+    ),
+    "advantage_alignment": Study(  # a rate that hardly learns keeps the 2.3 of the start, in favour of naive
+        command="algorithms/advantage_alignment.py",
+        arms={
+            "alignment": Arm("", HPT, "5e-4"),
+            "naive": Arm("--advantage naive", HPT, "5e-4"),
+        }
+        | {arm: Arm(f"--advantage {arm}") for arm in ("sum", "no_baseline", "marshal")},
+        scores={
+            "self": ("eval/ipd/self/payoff", "last"),
+            "defect": ("eval/ipd/defect/payoff", "last"),
+            "defect_gets": ("eval/ipd/defect/other", "last"),
+        },
+        curves=("eval/ipd/self/payoff", "eval/ipd/defect/payoff"),
+        best="self",
         minutes=2.0,
     ),
     "nash_preference": Study(  # one rate for all arms; its sweep was a pilot on seed 1

@@ -246,3 +246,39 @@ def check_orders(legal) -> None:
     if not units or not all(units):
         words = "expected for each unit a list of different texts"
         sys.exit(f"legal_orders: returned {legal!r:.100}, {words}")
+
+
+def check_dilemma(name: str, make) -> None:
+    """One game for two with a reward a round (envs/dilemma.py), with legal actions by chance."""
+    names = "rounds scale start movers prompt legal_actions parse play rewards opponents"
+    with same_randomness():
+        game = make()
+        need(f"--games {name}", game, names, "envs/dilemma.py")
+        generator = random.Random(0)
+        state = game.start(generator)
+        if not isinstance(game.rounds, int) or game.rounds < 1:
+            sys.exit(f"rounds: found {game.rounds!r:.100}, expected a whole number from 1")
+        for _ in range(game.rounds):
+            chosen = ["", ""]
+            movers = game.movers(state)
+            if not isinstance(movers, list | tuple) or not movers or not {0, 1} >= set(movers):
+                sys.exit(f"movers: returned {movers!r:.100}, expected (0, 1), (0,) or (1,)")
+            for player in movers:
+                check_messages("prompt", game.prompt(state, player))
+                actions = game.legal_actions(state, player)
+                listed = isinstance(actions, list | tuple) and actions
+                if not listed or not all(isinstance(action, str) for action in actions):
+                    sys.exit(f"legal_actions: returned {actions!r:.100}, expected a list of texts")
+                chosen[player] = generator.choice(actions)
+                if game.parse(state, player, f"\\boxed{{{chosen[player]}}}") is None:
+                    words = "which parse does not read; actions stand in square brackets as '[4]'"
+                    sys.exit(f"legal_actions: lists {chosen[player]!r}, {words}")
+            state = game.play(state, chosen)
+            if state is None:
+                sys.exit("play: returned None, expected the new state")
+            rewards = game.rewards(state)
+            pair = rewards if isinstance(rewards, list | tuple) else [rewards]
+            numbers = [isinstance(reward, Real) and math.isfinite(reward) for reward in pair]
+            if numbers != [True, True]:
+                words = "expected two numbers, player 0's and player 1's"
+                sys.exit(f"rewards: returned {rewards!r:.100} after a round, {words}")

@@ -35,6 +35,8 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "spiral_rae": f"--games own.py:Coin --model-name-or-path {TINY}/text_games --num-games-per-step 2 --eval-steps 0 "
     "--eval-opponents random --eval-games 2 --max-steps 1 --max-completion-length 5",
     "dipllm": f"--env own.py:Matching --model-name-or-path {TINY}/text_games --num-games-per-step 1 --eval-steps 0 --max-steps 1",
+    "advantage_alignment": f"--games own.py:Purse --model-name-or-path {TINY}/dilemma --num-games-per-step 2 --eval-steps 0 "
+    "--max-steps 1 --max-completion-length 5",
     "unimodal_poisson": "--env-id Pendulum-v1 --num-envs 2 --num-steps 16 --num-minibatches 2 --eval-episodes 0 "
     "--total-timesteps 64",
     "stream_x": "--env-id CartPole-v1 --algorithm q --hidden-size 8 --total-timesteps 100 --eval-episodes 1",
@@ -42,8 +44,8 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "fm3q": f"--env-id duel.py:make {TEAM}",
     "arac": f"--graph town.graphml {TEAM}",
 }
-MODELS = {"grpo": "countdown", "nash_preference": "countdown", "spiral_rae": "text_games", "dipllm": "text_games"}  # load it first
-TASKS = ["grpo", "nash_preference", "igpo", "dr_mas", "pi_play", "spiral_rae", "dipllm", "fm3q", "arac"]  # each loads its own way
+MODELS = {"grpo": "countdown", "nash_preference": "countdown", "spiral_rae": "text_games", "dipllm": "text_games", "advantage_alignment": "dilemma"}  # load it first
+TASKS = ["grpo", "nash_preference", "igpo", "dr_mas", "pi_play", "spiral_rae", "dipllm", "advantage_alignment", "fm3q", "arac"]  # each loads its own way
 OWN = '''\
 import random
 from dataclasses import dataclass, field
@@ -182,6 +184,38 @@ class Coin:
         self.turns, self.done, self.reason = 1, True, "win"
         self.rewards = [1.0, -1.0] if won else [-1.0, 1.0]
         return "[heads]" if won else None
+
+
+class Purse:
+    """Two rounds in which both [give] or [keep]; a game without the base class."""
+
+    rounds = 2
+    scale = 1.0
+
+    def start(self, generator):
+        return []
+
+    def movers(self, state):
+        return (0, 1)
+
+    def legal_actions(self, state, player):
+        return ["[give]", "[keep]"]
+
+    def prompt(self, state, player):
+        return [{"role": "user", "content": "Say [give] or [keep]."}]
+
+    def parse(self, state, player, text):
+        return "[give]" if "[give]" in text else None
+
+    def play(self, state, actions):
+        return [*state, actions]
+
+    def rewards(self, state):
+        given = [action == "[give]" for action in state[-1]]
+        return [2.0 * given[1] - given[0], 2.0 * given[0] - given[1]]
+
+    def opponents(self):
+        return {}
 '''
 DUEL = '''\
 class Space:

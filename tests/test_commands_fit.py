@@ -18,7 +18,7 @@ from benchmarks.machines.memory import SPARE, engine_rows, memory_model, shape_o
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = re.compile(r"# .*?(?:(?:(\d+) x )?(\d+) GB|(CPU))")  # number of GPUs, GB of each
 CPU_GB = 16
-SCRIPTS = "grpo|dapo|gdpo|nash_preference|hpt|ampo|opd|unlikeliness|dr_mas|igpo|critic_search|empg|arpo|spiral_rae|pi_play"
+SCRIPTS = "grpo|dapo|gdpo|nash_preference|hpt|ampo|opd|unlikeliness|dr_mas|igpo|critic_search|empg|arpo|spiral_rae|advantage_alignment|pi_play"
 COMMAND = re.compile(rf"(python|torchrun|uv run) .*algorithms/({SCRIPTS})\.py .*--model-name-or-path [\w.-]+/")
 
 

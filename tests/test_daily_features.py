@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_grpo import ADVANTAGES, BASE, G, some_batch, tiny_model
 
 from algorithms import (
+    advantage_alignment,
     ampo,
     arpo,
     critic_search,
@@ -49,6 +50,7 @@ FLAGS = {s: SMALL | OWN.get(s, {}) for s in (grpo, dapo, gdpo, hpt, ampo, opd, u
 FLAGS[spiral_rae] = {key: SMALL[key] for key in ("eval_steps", "save_steps", "max_completion_length")}
 FLAGS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 4}
 FLAGS[dipllm] = {"eval_steps": 0, "save_steps": 0, "num_games_per_step": 1, "search_steps": 20}
+FLAGS[advantage_alignment] = FLAGS[spiral_rae] | {"games": ("ipd",), "max_completion_length": 8}
 
 
 def weights(model) -> torch.Tensor:

@@ -12,6 +12,7 @@ from language_runs import kill_and_resume, numbers, train, two_processes_equal_o
 from run_folders import name_of, refusal
 
 from algorithms import (
+    advantage_alignment,
     ampo,
     arpo,
     critic_search,
@@ -43,6 +44,7 @@ ONE_STEP = LORA | {"max_steps": 1, "bf16": True}
 OTHERS = {script: ONE_STEP for script in (dapo, gdpo, hpt, ampo, unlikeliness, igpo, critic_search, empg, arpo)}
 OTHERS[spiral_rae] = {key: ONE_STEP[key] for key in ("max_steps", "lora_rank", "bf16", "eval_steps", "save_steps")}
 OTHERS[spiral_rae] |= {"games": ("kuhn",), "num_games_per_step": 6, "max_completion_length": 32}
+OTHERS[advantage_alignment] = OTHERS[spiral_rae] | {"games": ("split",), "num_games_per_step": 4}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from benchmarks.machines import memory
 from benchmarks.machines.count_memory import Tracker, counted_update, random_model
 from benchmarks.machines.memory import PUBLIC_MODELS, Model, engine_rows, memory_model, parameters
 
-LANGUAGE = "grpo dapo gdpo nash_preference hpt ampo opd unlikeliness dr_mas igpo critic_search empg arpo spiral_rae pi_play".split()
+LANGUAGE = "grpo dapo gdpo nash_preference hpt ampo opd unlikeliness dr_mas igpo critic_search empg arpo spiral_rae advantage_alignment pi_play".split()
 # From the model cards and the weights' files.
 KNOWN = {
     "Qwen2.5-0.5B-Instruct": 494_032_768,

@@ -82,7 +82,7 @@ FAMILIES = [
     (["igpo", "critic_search"], without(f"{AGENTS}", f"{SHARED} setup update evaluate {EPISODES} {SEVERAL_TURNS}") + JUDGED.split()),
     (["empg", "critic_search"], ["play", "play_turns"]),  # without IGPO's scorer
     (["grpo", "dapo"], ["evaluate"]),
-    (["grpo", "gdpo", "dr_mas", "spiral_rae"], ["update"]),
+    (["grpo", "gdpo", "dr_mas", "spiral_rae", "advantage_alignment"], ["update"]),
     (["grpo", "dr_mas"], without(TEAM, f"{SHARED} {ONE_TURN}")),
     (["grpo", "hpt"], without(BOTH_TERMS, f"{SHARED} {ONE_TURN} evaluate")),
     (["grpo", "ampo"], without(TEACHERS, f"{SHARED} {ONE_TURN} evaluate")),
@@ -95,6 +95,7 @@ FAMILIES = [
     (["grpo", "nash_preference"], without(PREFERENCES, f"{SHARED} {ONE_TURN}")),
     (["grpo", "pi_play"], without(THREE_MODELS, SHARED)),
     (["grpo", "spiral_rae"], without(GAMES, f"{SHARED} {ONE_TURN}")),
+    (["grpo", "advantage_alignment"], without(GAMES, f"{SHARED} {ONE_TURN}")),
     (["unimodal_poisson", "fm3q", "arac"], CONTROL.split()),
     (["fm3q", "arac"], OFF_POLICY.split()),
     (["unimodal_poisson", "mdpo"], f"{CONTROL} {PPO} {TASKS}".split()),

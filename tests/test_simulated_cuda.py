@@ -41,6 +41,7 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "spiral_rae": "--num-games-per-step 2 --eval-games 2 --eval-opponents start --eval-steps 0 "
     "--max-steps 1 --max-completion-length 5",
     "dipllm": "--num-games-per-step 1 --eval-games 1 --eval-steps 0 --max-steps 1 --search-steps 20 --num-plays 2",
+    "advantage_alignment": "--num-games-per-step 2 --eval-games 2 --eval-steps 0 --max-steps 1 --max-completion-length 5",
     "pi_play": GROUPS + "--num-documents-per-step 2 --num-answers 2 --examiner-steps 1 "
     "--student-steps 1 --max-turns 2 --hops 1 --max-steps 2 --seed 2",
     "unimodal_poisson": "--env-id Pendulum-v1 --num-envs 2 --num-steps 110 --num-minibatches 4 "
@@ -69,8 +70,9 @@ CONTINUED = {  # flags with which one more step is made
     "critic_search": "--max-steps 2 --critic-pool episodes --critic-mix add",
     "empg": "--max-steps 2 --zeta 0",
     "arpo": "--max-steps 2 --advantage hard",
-    "spiral_rae": "--max-steps 2 --max-completion-length 5 --baseline mars",
+    "spiral_rae": "--max-steps 2 --max-completion-length 5 --baseline role_mean",
     "dipllm": "--max-steps 2 --label weighted --gradient-checkpointing",
+    "advantage_alignment": "--max-steps 2 --max-completion-length 5 --advantage marshal_released",
     "pi_play": SHORT + "--max-steps 3 --divergence forward_kl --distill-top-k 4",
 }
 OTHERS = {  # flags of runs that go other ways
@@ -98,6 +100,7 @@ STEPS = {  # how many of the steps that waits.csv names are in a call
     "arpo": {"16 tokens": 1, "optimizer step": 1, "further turn": 1},
     "spiral_rae": {"16 tokens": 0, "optimizer step": 2},
     "dipllm": {"micro-batch": 1, "optimizer step": 4},
+    "advantage_alignment": {"16 tokens": 0, "optimizer step": 1},
     "pi_play": {"16 tokens": 1, "further turn": 1},
     "unimodal_poisson": {"environment step": 110, "rollout": 3, "evaluation step": 200},
     "mdpo": {"environment step": 110, "rollout": 3},

@@ -107,8 +107,8 @@ def test_reference_unstable_baselines(case):
         assert found == pytest.approx(row["advantage"], abs=1e-9)
 
 
-def test_reference_mars():
-    """MARSHAL's formula. Each turn of the reference, with a return of its own, is a game here."""
+def test_reference_role_mean():
+    """MARSHAL's formula where only the end is rewarded. Each turn of the reference, with a return of its own, is a game here."""
     data = REFERENCE["mars_advantage"]["data"]
     turns = data["paper_formula_turn_returns"]
     results = []
@@ -116,7 +116,7 @@ def test_reference_mars():
         role = int(name[-1])
         for value in returns:
             results.append(a_result("kuhn", [value, value], [role], [role == 0, role == 1]))
-    pairs = game_advantages(results, RoleBaseline(), "mars")
+    pairs = game_advantages(results, RoleBaseline(), "role_mean")
     expected = data["paper_formula_advantages"]
     expected = [value for number in range(len(turns)) for value in expected[str(number)]]
     assert [sum(pair) for pair in pairs] == pytest.approx(expected, abs=1e-8)
@@ -126,7 +126,7 @@ BY_HAND = {  # advantages of both roles in three games
     "none": [(1, -1), (-1, 1), (2, -2)],
     "role": [(1, -1), (-1, 1), (2 - 0.05, -2 + 0.05)],
     "global": [(1, -1.05), (-1, 1.05), (2.0025, -2.097625)],
-    "mars": [(1 - 5 / 3, 0.5), (0, 0), (2 - 5 / 3, -0.5)],  # turns count, of which role 0 has one and two
+    "role_mean": [(1 - 5 / 3, 0.5), (0, 0), (2 - 5 / 3, -0.5)],  # turns count, of which role 0 has one and two
 }
 
 

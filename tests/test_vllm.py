@@ -20,6 +20,7 @@ FLAGS = {name: SMALL for name in "grpo dapo gdpo nash_preference hpt ampo opd un
 FLAGS["pi_play"] = [*SMALL, "--examiner-steps", "1", "--num-documents-per-step", "4", "--num-answers", "2"]
 FLAGS["nash_preference"] = [*SMALL, "--method", "grpo"]  # the initial model takes turns in the engine
 FLAGS["spiral_rae"] = "--vllm --games kuhn tictactoe --num-games-per-step 8 --eval-games 2 --eval-samples 2".split()
+FLAGS["advantage_alignment"] = "--vllm --num-games-per-step 8 --eval-games 2 --eval-samples 2".split()
 TWO_STEPS = ["--max-steps", 2, "--eval-steps", 2, "--save-steps", 1, "--learning-rate", 1e-3]
 FIRST_STEP = ["--max-steps", 1, "--eval-steps", 0]
 

@@ -69,7 +69,7 @@ SHAPES = {
     "small": Model(2, 64, 128, 2, 1, 32, 2048, True, "qwen2"),
 }
 LANGUAGE = ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "opd", "unlikeliness", "dr_mas", "igpo", "empg", "arpo")
-LANGUAGE += ("critic_search", "spiral_rae", "pi_play")
+LANGUAGE += ("critic_search", "spiral_rae", "advantage_alignment", "pi_play")
 CONTROL = ("unimodal_poisson", "fm3q", "arac", "mdpo")
 BARE = "--eval-steps 0 --save-steps 0"
 LARGEST_GAP = 0.02  # nats between log-probabilities of sampler and learner, mean of a step

@@ -337,7 +337,7 @@ def packed_shape(script: str, flags) -> tuple[int, int, int]:
     if script in ("igpo", "critic_search", "empg", "arpo", "pi_play"):  # an episode ends when its context has S tokens, or a turn on
         shared, own = 0, prompt + length
         predicted = min(own, flags.max_turns * length)
-    elif script in ("dr_mas", "spiral_rae"):  # prompts differ
+    elif script in ("dr_mas", "spiral_rae", "advantage_alignment"):  # prompts differ
         group = 1
     limit = flags.micro_batch_tokens or MICRO_BATCH_TOKENS
     size = flags.micro_batch_size or limit  # a completion has a token or more

