@@ -109,7 +109,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 @dataclass
 class Args:
-    num_generations = 1  # no flag: a turn is compared with the same round of other games
+    num_generations = 2  # no flag: turns of both players go into each of --num-minibatches
     # model, games
     model_name_or_path: str | None = None
     """Hugging Face causal language model to train; None is a tiny model that knows the games"""

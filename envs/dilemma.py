@@ -90,7 +90,9 @@ class PrisonersDilemma(Dilemma):
         points = ", ".join(f"{own} and {other} {n:g}" for (own, other), n in self.payoffs.items())
         lines = [f"You and they choose [A] or [B] at the same time. Your points: {points}."]
         shown = state[-self.history :]
-        lines += [f"Last round: you {pair[player]}, they {pair[1 - player]}." for pair in shown]
+        for ago, pair in zip(range(len(shown), 0, -1), shown):
+            when = "Last round" if ago == 1 else f"{ago} rounds ago"
+            lines.append(f"{when}: you {pair[player]}, they {pair[1 - player]}.")
         return "\n".join(lines if shown else [*lines, "This is the first round."])
 
     def play(self, state: list[str], actions: list[str]) -> list[str]:
