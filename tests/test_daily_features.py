@@ -135,7 +135,7 @@ def test_every_script_has_them(script, tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("script", [grpo, dapo, igpo], ids=lambda script: script.__name__[11:])
+@pytest.mark.parametrize("script", [grpo, dapo, gdpo], ids=lambda script: script.__name__[11:])
 def test_another_clip_range_above(script, monkeypatch, tmp_path):
     given = []
     loss = script.policy_loss
