@@ -13,12 +13,13 @@ each of them in every round. Piche et al., arXiv 2511.19405. Also MARSHAL's adva
                                        with ratio = probability now / before this step's updates
 
 After rounds that were good for a player, actions that are good for the other become likelier; after
-bad ones those that are bad for the other. Without the mean of other games all A are positive, and
-the policy learns to cooperate with whoever exploits it.
+bad ones those that are bad for the other. Where all rewards are positive and the mean of other
+games is left out, all A are positive, and the policy cooperates with whoever exploits it.
 
 Differs from spiral_rae.py:
-1. A game rewards both players in every round, and they write at the same time. An illegal text has
-   a cost and a random action is played, so all games of a kind have the same number of rounds.
+1. A game rewards both players in every round, in which they write at the same time or in turn. An
+   illegal text costs its writer some reward, which enters its past, and a random action is played,
+   so all games of a kind have the same number of rounds.
 2. A credit for each round (`game_advantages`) takes the place of result minus running average.
 3. Evaluation measures payoffs against fixed players. In the prisoner's dilemma it reads the policy
    out as five probabilities, and computes exact payoffs from them.
@@ -27,7 +28,8 @@ Differs from spiral_rae.py:
 Differs from the paper:
 1. The other player is always the present policy, never an earlier one (agent buffer of the code).
 2. There is no entropy bonus, and answers are not restricted by a regular expression.
-3. beta is --alignment-beta here, since --beta weighs the KL penalty in all language scripts.
+3. beta is --alignment-beta here, since --beta weighs the KL penalty in all language scripts. It is
+   1 by default; the paper's is 0.5 in the prisoner's dilemma.
 4. A prompt of the prisoner's dilemma shows one round (all: '{"ipd": {"history": 10}}').
 
     python algorithms/advantage_alignment.py                   # tiny model, CPU, offline
