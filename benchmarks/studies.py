@@ -927,6 +927,16 @@ TABLES = {
         ],
         seeds=8,
     ),
+    "advantage_alignment": Table(
+        "advantage_alignment",
+        {"alignment": "alignment", "naive": "plain policy gradient (`--advantage naive`)"},
+        [
+            ("self", "payoff a round in self-play", 1, 2),
+            ("defect", "against always-defect", 1, 2),
+            ("defect_gets", "which gets", 1, 2),
+        ],
+        seeds=5,
+    ),
     "ampo_learning": Table(
         "ampo",
         {
