@@ -60,7 +60,7 @@ def problems(command: str, comment: str) -> list[str]:
     machines = int(machines[1]) if machines else 1
     processes *= machines
     name = args.model_name_or_path or ""
-    if "/" not in name or name.startswith(("runs/", "RUN")):
+    if "/" not in name or name.startswith(("runs/", "envs/", "RUN")):
         return []
     if shape_of(args.model_name_or_path) is None:
         return [f"{args.model_name_or_path} is not in PUBLIC_MODELS of benchmarks/machines/memory.py"]
