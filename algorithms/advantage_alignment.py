@@ -634,7 +634,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     parameters = optimizer.param_groups[0]["params"]
     cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
-    log_ratios = []  # log(p_learner / p_sampler) of each token
+    log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
     if args.num_minibatches > 1:  # log-probabilities before the first step
         with torch.no_grad():
             for batch in chain(*minibatches):
@@ -798,7 +798,7 @@ def new_game(name: str, args: Args):
 def new_match(name: str, players: tuple[str, str], seed: str, args: Args) -> Match:
     """A match that begins. Its cards, and all that is sampled in it, depend on the seed."""
     game = new_game(name, args)
-    return Match(name, game, players, seed, game.start(random.Random(seed)))
+    return Match(Path(name).name, game, players, seed, game.start(random.Random(seed)))
 
 
 def training_match(number: int, args: Args) -> Match:
@@ -991,6 +991,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     rank = int(os.environ.get("RANK", 0))
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
+    if args.num_games_per_step < 2 * len(args.games):
+        sys.exit("--num-games-per-step: at least two of each of the --games, to compare them")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.length_reward > 0 and args.max_completion_length <= 11:

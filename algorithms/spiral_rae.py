@@ -521,7 +521,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     parameters = optimizer.param_groups[0]["params"]
     cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
-    log_ratios = []  # log(p_learner / p_sampler) of each token
+    log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
     if args.num_minibatches > 1:  # log-probabilities before the first step
         with torch.no_grad():
             for batch in chain(*minibatches):
@@ -653,7 +653,7 @@ def new_match(name: str, players: tuple[str, str], seed: str, args: Args) -> Mat
     """A match that begins. Its cards, and all that is sampled in it, depend on the seed."""
     game = game_maker(name)(**json.loads(args.game_options).get(name, {}))
     game.reset(random.Random(seed))
-    return Match(name, game, players, seed)
+    return Match(Path(name).name, game, players, seed)
 
 
 def training_match(number: int, args: Args) -> Match:

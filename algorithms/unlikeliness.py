@@ -449,6 +449,8 @@ def train(args: Args) -> dict[str, float]:
         sys.exit("--bonus-dim: at most G / 2, as with G - 1 all bonuses are nearly the same")
     if args.bonus_lambda == 0:
         sys.exit("--bonus-lambda: must be above 0")
+    if args.rank_penalty > 1:
+        sys.exit("--rank-penalty: at most 1, or right answers may earn less than wrong ones")
     if args.learning_rate is None:
         rate = 1e-6 if args.model_name_or_path else 1e-4
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
@@ -686,7 +688,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     parameters = optimizer.param_groups[0]["params"]
     cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
-    log_ratios = []  # log(p_learner / p_sampler) of each token
+    log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
     if args.num_minibatches > 1:  # log-probabilities before the first step
         with torch.no_grad():
             for batch in chain(*minibatches):

@@ -4,6 +4,7 @@ An error inside the user's file keeps its traceback. Global random generators ar
 """
 
 import contextlib
+import faulthandler
 import math
 import random
 import sys
@@ -11,18 +12,24 @@ from numbers import Real
 from types import SimpleNamespace
 
 MOST_MOVES = 1000  # of a team or a game that is checked
+PATIENCE = 60  # seconds
 
 
 @contextlib.contextmanager
 def same_randomness():
-    """What is drawn inside from Python's, NumPy's or torch's global generator is put back."""
+    """What is drawn inside from Python's, NumPy's or torch's global generator is put back.
+
+    A check that hangs prints after a minute in which lines it waits, and waits on.
+    """
     state = random.getstate()
     numpy, torch = (sys.modules.get(name) for name in ("numpy", "torch"))
     numpy_state = numpy and numpy.random.get_state()
     torch_state = torch and torch.random.get_rng_state()
+    faulthandler.dump_traceback_later(PATIENCE, file=sys.__stderr__)
     try:
         yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
         random.setstate(state)
         if numpy:
             numpy.random.set_state(numpy_state)

@@ -389,3 +389,17 @@ def test_a_stop_ends_decoding(script, monkeypatch):
         assert "</think>" not in tokenizer.decode(after.ids[:-1])
         assert "</think>" in tokenizer.decode(after.ids)
     assert len(steps) == max(len(completion.ids) for completion in stopped) - 1
+
+
+@pytest.mark.quick
+def test_a_check_that_hangs_says_where(monkeypatch, capfd):
+    from envs import checks
+
+    monkeypatch.setattr(checks, "PATIENCE", 0.1)
+    with checks.same_randomness():
+        time.sleep(0.5)
+    assert "in test_a_check_that_hangs_says_where" in capfd.readouterr().err
+    with checks.same_randomness():
+        pass
+    time.sleep(0.3)
+    assert not capfd.readouterr().err
