@@ -291,11 +291,10 @@ def test_kuhn_read_out(model_and_tokenizer, monkeypatch):
 
 @pytest.mark.quick
 def test_a_process_whose_games_were_all_cut_joins_the_update(monkeypatch):
-    args = spiral_rae.Args()
-    model, _ = spiral_rae.load_model(args)
+    model, _ = spiral_rae.load_model(ARGS)
     monkeypatch.setattr(spiral_rae, "gather", lambda items: items or [5])  # another process has a turn of 5 tokens
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     before = [parameter.clone() for parameter in model.parameters()]
-    metrics = spiral_rae.update(model, None, optimizer, [], torch.zeros(0), args)
+    metrics = spiral_rae.update(model, None, optimizer, [], torch.zeros(0), ARGS)
     assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
     assert all(map(torch.equal, before, model.parameters()))
