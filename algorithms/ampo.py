@@ -584,7 +584,7 @@ def update(
     cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
     # Loss; -log-probability of teachers' tokens, their number; KL, number of rollouts' tokens.
     sums = torch.zeros(5, device=device)
-    log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
+    log_ratios = []  # log(p_learner / p_sampler) of each token
     for iteration in range(args.num_iterations):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it

@@ -545,7 +545,7 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, args: Args
     parameters = optimizer.param_groups[0]["params"]
     cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
-    log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
+    log_ratios = []  # log(p_learner / p_sampler) of each token
     if args.num_minibatches > 1:  # log-probabilities before the first step
         with torch.no_grad():
             for batch in chain(*minibatches):

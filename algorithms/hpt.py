@@ -554,7 +554,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
     parameters = optimizer.param_groups[0]["params"]
     cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
     sums = torch.zeros(3, device=device)  # loss, -log-probability of demonstrations, KL
-    log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
+    log_ratios = []  # log(p_learner / p_sampler) of each token
     for iteration in range(args.num_iterations):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it

@@ -563,7 +563,7 @@ def update(
     parameters = optimizer.param_groups[0]["params"]
     cap = args.importance_sampling_cap if policy_gradient and (args.vllm or args.bf16) else 0.0
     sums = torch.zeros(3, device=device)  # loss, clipped tokens, KL
-    log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
+    log_ratios = []  # log(p_learner / p_sampler) of each token
     if policies:
         add_past_logprobs(model, parameters, policies, batches, args)
     for iteration in range(args.num_iterations):

@@ -586,7 +586,7 @@ def update(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
     sums = torch.zeros(3, device=device)  # loss, KL, divergence
-    log_ratios = [torch.zeros(0, device=device)]  # log(p_learner / p_sampler) of each token
+    log_ratios = []  # log(p_learner / p_sampler) of each token
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)  # also without any micro-batch
     for batch, private in micro_batches(episodes, rows, weight > 0, args, device):
