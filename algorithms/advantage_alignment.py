@@ -265,9 +265,12 @@ def alignment_credits(
     beta: float,
     gamma: float,
     exclude_now: bool = True,
+    discount_t: bool = False,
+    sign: bool = False,
     by_time: bool = False,
     first_one: bool = False,
     mean_at_step: bool = False,
+    whiten: bool = False,
     whiten_at_step: bool = False,
     discount_time: bool = False,
 ) -> Tensor:
@@ -276,25 +279,34 @@ def alignment_credits(
     own, other (N,T): advantages of two players in the same rounds of N games. -> (N,T)
     weight[t] is the sum of gamma^(t-k) * own[k] over k <= t; with exclude_now over k < t, times one
     more gamma, as in the authors' code (dereckpiche/AdAlignLLM at e0ea985). Its other options are
-    off here: by_time divides weights by t + 1, and first_one sets the first to 1. mean_at_step
-    subtracts the mean over games, and whiten_at_step also divides by their standard deviation.
-    discount_time multiplies by gamma^t.
+    off here, and stand in its order. Of weights: discount_t adds (gamma^t - 1) * own[t], sign keeps
+    the sign, by_time divides by t + 1, first_one sets the first to 1. Of the result: mean_at_step
+    subtracts the mean over games, whiten makes mean 0 and standard deviation 1 of all, and
+    whiten_at_step of each round. discount_time multiplies by gamma^t.
     """
     weights = torch.zeros_like(own)
     past = torch.zeros_like(own[:, 0])  # over k < t
     for t in range(own.size(1)):
-        weights[:, t] = gamma * past if exclude_now else past + own[:, t]
+        weights[:, t] = past if exclude_now else past + own[:, t]
         past = gamma * (past + own[:, t])
     times = torch.arange(own.size(1))
+    if discount_t:
+        weights = weights + (gamma**times - 1) * own
+    if exclude_now:
+        weights = gamma * weights
+    if sign:
+        weights = weights.sign()
     if by_time:
         weights = weights / (times + 1)
     if first_one:
         weights[:, 0] = 1
     credits = own + beta * weights * other
-    if mean_at_step or whiten_at_step:
+    if mean_at_step:
         credits = credits - credits.mean(0)
+    if whiten:
+        credits = (credits - credits.mean()) / (credits.std() + 1e-9)
     if whiten_at_step:
-        credits = credits / (credits.std(0) + 1e-9)
+        credits = (credits - credits.mean(0)) / (credits.std(0) + 1e-9)
     return credits * gamma**times if discount_time else credits
 
 

@@ -30,7 +30,8 @@ REFERENCE = Path(__file__).parent / "reference"
 ALIGNMENT, MARSHAL = (
     json.loads((REFERENCE / f"{name}.json").read_text())["cases"] for name in ("advantage_alignment", "mars")
 )
-CREDITS = "exclude_now by_time first_one mean_at_step whiten_at_step".split()
+OPTIONS = json.loads((REFERENCE / "advantage_alignment_options.json").read_text())["items"]
+CREDITS = "exclude_now discount_t sign by_time first_one mean_at_step whiten whiten_at_step".split()
 RELEASED = "reward_norm by_role whiten_rewards advantage_norm whiten_advantages".split()
 pytestmark = pytest.mark.quick
 
@@ -57,14 +58,13 @@ def test_every_group_of_the_reference_files_has_a_test():
     assert set(MARSHAL) == set("turn_masks released_chain unique_values paper_form length_reward".split())
 
 
-@cases(ALIGNMENT, "credits")
+@cases({"all": {"items": ALIGNMENT["credits"]["items"] + OPTIONS}}, "all")
 def test_reference_credits(case):
-    assert not (case["sign"] or case["whiten"] or case["discount_t"]), "options that no case has on"
     own, other = tensor(case["own"]), tensor(case["other"])
     options = {name: case[name] for name in CREDITS}
     found = alignment_credits(own, other, beta=case["beta"], gamma=case["gamma"], **options)
     assert_close(found, case["credits"])
-    plain = {"beta": 1.0, "gamma": case["gamma"], "exclude_now": case["exclude_now"]}
+    plain = {"beta": 1.0, "gamma": case["gamma"]} | {name: case[name] for name in ("exclude_now", "discount_t")}
     weights = alignment_credits(own, torch.ones_like(own), **plain) - own
     extra = case["gamma"] if case["exclude_now"] else 1.0  # weights were printed before that factor
     assert_close(weights, tensor(case["weights"]) * extra)
