@@ -66,8 +66,9 @@ def test_reference_verdicts_of_the_program(case):
     """The places of a path are facts of the invented world; other letters are facts about others."""
     problem = question(len(case["path"]))
     facts = {letter: world().sentence(*fact[:2]) for letter, fact in zip(case["path"], problem.path)}
-    others = [world().sentence(*key) for key in world().order[:2] if key[0] != problem.path[0][0]]
-    facts |= dict(zip("xy", others))
+    others = [world().sentence(*key) for key in world().order if key[0] not in [fact[0] for fact in problem.path]]
+    strangers = [letter for letter in case["found"] if letter and letter not in facts]
+    facts |= dict(zip(dict.fromkeys(strangers), others))
     results = [facts[letter] if letter else "nothing found" for letter in case["found"]]
     task = SearchQA()
     assert task.verdicts(problem, episode_of(problem, results)) == case["verdicts"]
