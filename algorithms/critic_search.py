@@ -6,7 +6,7 @@
 right answer judges each of its searches. Zhang et al., arXiv 2511.12159. This is a reconstruction:
 neither the paper's formula of the hybrid advantage nor its code could be read.
 
-    of an episode   z = GRPO's advantage: (outcome - mean of its group) / (std of its group + 1e-6)
+    of an episode   z = (outcome - mean of its group) / (std of its group + 1e-6), as verl's GRPO
     of a search     v = the same for its verdict, over all searches of the group
                     advantage = (1 - alpha) z + alpha v; of the last turn, (1 - alpha) z
 
@@ -15,7 +15,7 @@ grpo.py; update applies it. Every token has the advantage of its turn.
 
 Differs from igpo.py:
 1. hybrid_advantages replaces turn_advantages. Its control, --critic-alpha 0, is GRPO on the outcome
-   (whose std is that of a sample; igpo.py takes that of a population) and calls no critic.
+   with the std of a sample (igpo.py: of a population), and calls no critic.
 2. No answer is scored during the rollout. A critic judges finished episodes in step 2: a program,
    the method verdicts of the task; --critic FILE.py:function; or --critic-model, a language model.
    --shuffle-verdicts and --flip-verdicts spoil what it says.
@@ -172,18 +172,20 @@ class Args:
     critic_alpha: float = 0.25
     """weight of the critic's verdicts; 0 is the control: GRPO, without a critic"""
     critic_mix: Literal["convex", "add"] = "convex"
-    """convex: the outcome's weight is 1 - alpha; add: it is 1"""
+    """convex: the outcome's weight is 1 - alpha; add: it is 1. With an optimizer that ignores the
+    scale of gradients, as AdamW, convex with alpha is add with alpha / (1 - alpha)"""
     critic_pool: Literal["turns", "episodes"] = "turns"
-    """what is compared in a group: the verdicts on all searches, or their means by episode"""
+    """what is compared in a group: the verdicts on all searches, or each episode's mean, which all
+    of its searches then share"""
     critic: str | None = None
     """FILE.py:function, called as function(problem, episode) -> list with a number for each search,
     in place of the task's method verdicts"""
     critic_model: str | None = None
-    """Hugging Face language model that judges in place of both, see envs/language_critic.py"""
+    """Hugging Face language model that judges in place of the task, see envs/language_critic.py"""
     shuffle_verdicts: bool = False
     """control: the verdicts of a group change places at random"""
     flip_verdicts: float = 0.0
-    """control: share of the verdicts that are turned round"""
+    """control: chance of a verdict to be turned round, from v to 1 - v"""
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
     """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
@@ -278,29 +280,31 @@ def hybrid_advantages(
     """Advantage of each turn in a group. (G,), G x (K_i,) -> G x (K_i+1,), the last turn last
 
     Episode i searched K_i times, and verdicts[i] has a number for each. None is a verdict that
-    could not be read; it counts as the mean of the others of the group. The last turn has none: it
-    answers, or it was cut off, or its search was not carried out for lack of turns or room.
+    could not be read; it counts as the mean of the others of the group, or of its own episode with
+    pool episodes. The last turn has none: it answers, or was cut off, or nothing was read after it.
     """
     counts = [len(row) for row in verdicts]
-    given = [math.nan if verdict is None else float(verdict) for verdict in chain(*verdicts)]
-    given = torch.tensor(given, dtype=torch.double)  # (sum of K_i,)
-    if pool == "episodes" and len(given) > 0:  # one mean for each episode that searched
-        means = [row.nanmean() for row in given.split(counts) if len(row) > 0]
-        given = torch.stack(means)
-    mean = given.nanmean().nan_to_num(0.0)  # 0 if none can be read: then all are equal
-    scores = z_scores(torch.where(given.isnan(), mean, given), ddof, eps)
+    numbers = [math.nan if verdict is None else float(verdict) for verdict in chain(*verdicts)]
+    pooled = torch.tensor(numbers, dtype=torch.double)  # (sum of K_i,)
+    if pool == "episodes" and len(pooled) > 0:  # one mean for each episode that searched
+        means = [row.nanmean() for row in pooled.split(counts) if len(row) > 0]
+        pooled = torch.stack(means)
+    mean = pooled.nanmean().nan_to_num(0.0)  # 0 if none can be read: then all are equal
+    scores = z_scores(torch.where(pooled.isnan(), mean, pooled), ddof, eps)
     if pool == "episodes":
         searched = [count for count in counts if count > 0]
         scores = scores.repeat_interleave(torch.tensor(searched, dtype=torch.long))
     weight = 1 - alpha if mix == "convex" else 1.0
-    ends = weight * z_scores(outcomes.double(), ddof, eps)  # (G,)
-    turns = zip(scores.split(counts), ends)
-    advantages = [torch.cat([end + alpha * own, end.view(1)]) for own, end in turns]
+    last_turns = weight * z_scores(outcomes.double(), ddof, eps)  # (G,)
+    advantages = []
+    for last_turn, searches in zip(last_turns, scores.split(counts)):
+        advantages.append(torch.cat([last_turn + alpha * searches, last_turn.view(1)]))
     return [row.to(outcomes.dtype) for row in advantages]
 
 
 def spoil(verdicts: list[list], seed: int, shuffle: bool, flip: float) -> list[list]:
-    """The controls: verdicts of a group, turned round with the chance flip, or in new places."""
+    """The controls: verdicts of a group, each turned round (1 - v) with the chance flip, and then,
+    with shuffle, put in random places of the group."""
     generator = random.Random(seed)
     given = []
     for verdict in chain(*verdicts):
@@ -382,8 +386,14 @@ def train(args: Args) -> dict[str, float]:
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
     if args.max_completion_length is None:
         args = replace(args, max_completion_length=1024 if args.model_name_or_path else 64)
-    if args.flip_verdicts > 1 or (args.critic_mix == "convex" and args.critic_alpha > 1):
-        sys.exit("--flip-verdicts and --critic-alpha: at most 1, but alpha with --critic-mix add")
+    if args.flip_verdicts > 1:
+        sys.exit(f"--flip-verdicts {args.flip_verdicts}: at most 1, it is a probability")
+    if args.critic_mix == "convex" and args.critic_alpha > 1:
+        sys.exit(f"--critic-alpha {args.critic_alpha}: at most 1, or give --critic-mix add")
+    if args.critic and args.critic_model:
+        sys.exit("--critic, --critic-model: give one of them")
+    if args.critic_alpha == 0 and (args.critic or args.critic_model):
+        sys.exit("--critic-alpha 0: calls no critic, so leave --critic and --critic-model out")
     rank, world_size, device = setup(args)
     warn_of_slow_bfloat16(args, rank, device)
     task, eval_problems = load_task(args)
@@ -469,14 +479,14 @@ def train(args: Args) -> dict[str, float]:
         # 3. compare each turn with its group; B counts the episodes of all processes
         table = [(e.rewards, len(e.logprobs), e.ended, sum(e.logprobs)) for e in episodes]
         rewards, lengths, ended, logprobs = zip(*gather(table))
-        verdicts = gather([episode.verdicts for episode in episodes])  # B x (K_i,)
+        verdicts = gather([episode.verdicts for episode in episodes])  # B lists
         rewards = torch.tensor(rewards)  # (B,K)
         totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
         advantages = []
-        flags = {"alpha": args.critic_alpha, "mix": args.critic_mix, "pool": args.critic_pool}
-        for first in range(0, len(totals), size):
-            group = slice(first, first + size)
-            advantages += hybrid_advantages(totals[group], verdicts[group], **flags)
+        settings = {"alpha": args.critic_alpha, "mix": args.critic_mix, "pool": args.critic_pool}
+        for start in range(0, len(totals), size):
+            group = slice(start, start + size)
+            advantages += hybrid_advantages(totals[group], verdicts[group], **settings)
         advantages = pad_sequence(advantages, batch_first=True)  # (B,T)
         own_advantages = advantages.chunk(world_size)[rank]
 
@@ -513,7 +523,8 @@ def train(args: Args) -> dict[str, float]:
         if critic:  # what it said, before it was spoiled
             said = list(chain(*gather(said)))
             known = [verdict for verdict in said if verdict is not None]
-            metrics["critic/good_share"] = sum(known) / max(1, len(known))
+            if known:
+                metrics["critic/good_share"] = sum(known) / len(known)
             metrics["critic/unreadable"] = (len(said) - len(known)) / max(1, len(said))
         if rank == 0:
             log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
@@ -685,12 +696,13 @@ def load_critic(task, device: torch.device, args: Args):
     if args.critic_alpha == 0 or args.max_steps == 0:
         return None
     if args.critic_model:
-        critic = from_file("--critic-model", str(ROOT / "envs/language_critic.py:LanguageCritic"))
-        return critic(args.critic_model, task, device, args)
+        kind = from_file("--critic-model", str(ROOT / "envs/language_critic.py:LanguageCritic"))
+        return kind(args.critic_model, task, device, args)
     if args.critic:
         return from_file("--critic", args.critic, "problem", "episode")
     if not hasattr(task, "verdicts") or (args.env == "search_qa" and args.dataset):
-        sys.exit(f"--env {args.env}: has no verdicts (on questions of a file); give a --critic")
+        words = "give --critic, --critic-model, or --critic-alpha 0"
+        sys.exit(f"--env {args.env}: has no verdicts (on questions of a file); {words}")
     return task.verdicts
 
 
@@ -702,16 +714,17 @@ def judge(critic, episodes: list[Episode], args: Args) -> list[list[float | None
     if critic is None:
         return [[None] * episode.num_searches for episode in episodes]
     title = f"critic {args.critic_model or args.critic or 'verdicts'}"
-    episode = episodes[0]
+    judged = f"{len(episodes)} episodes"
     results = []
     try:
         if getattr(critic, "batched", False):
             results = list(critic([episode.problem for episode in episodes], episodes))
         else:
             for episode in episodes:
+                judged = f"{episode.texts!r:.200}"
                 results.append(critic(episode.problem, episode))
     except Exception:
-        sys.exit(f"{title}: failed for {episode.texts!r:.200}\n\n{traceback.format_exc()}")
+        sys.exit(f"{title}: failed for {judged}\n\n{traceback.format_exc()}")
     if len(results) != len(episodes):
         sys.exit(f"{title}: returned {len(results)} lists for {len(episodes)} episodes")
     verdicts = []
@@ -722,7 +735,7 @@ def judge(critic, episodes: list[Episode], args: Args) -> list[list[float | None
         except Exception:  # of what is no list, or has something else in it
             right = False
         if not right or len(numbers) != episode.num_searches:
-            words = f"expected {episode.num_searches} numbers, one for each search"
+            words = f"expected {episode.num_searches} finite numbers or None, one for each search"
             sys.exit(f"{title}: returned {result!r:.100} for {episode.texts!r:.200}, {words}")
         verdicts.append(numbers)
     return verdicts

@@ -79,7 +79,7 @@ def check_agent_task(task, args, make_episode, ask, score) -> None:
     names = "train_problem prompt step" + " reward_functions" * (not args.reward)
     names += " rows" if args.eval_dataset else " evaluation_problems"
     gains = hasattr(args, "information_gain") and not hasattr(task, "turn_rewards")
-    alpha = getattr(args, "critic_alpha", 0)
+    alpha = getattr(args, "critic_alpha", 0) if args.max_steps > 0 else 0
     judged = alpha > 0 and not (args.critic or args.critic_model)
     told = alpha > 0 and args.critic_model
     names += " right_answer" * bool(gains or told) + " verdicts" * judged

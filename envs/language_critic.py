@@ -29,6 +29,7 @@ class LanguageCritic:
     def __init__(self, name: str, task, device: torch.device, args):
         self.task = task
         self.settings = json.loads(args.chat_template_kwargs) | {"add_generation_prompt": True, "tokenize": False}
+        self.settings.pop("tools", None)  # the agent's
         self.new_tokens = 64 + 8 * args.max_turns
         if not hasattr(task, "right_answer"):
             sys.exit(f"--env {args.env}: has no right_answer, which --critic-model is told")

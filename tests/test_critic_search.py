@@ -161,7 +161,7 @@ def test_a_critic_that_returns_something_else_ends_in_a_sentence(words):
     with pytest.raises(SystemExit) as stop:
         judge(SENTENCES[words], [episode_of({}, ["x"])], Args(critic="own.py:few"))
     assert stop.value.code.startswith(f"critic {words}") and "\n" not in stop.value.code
-    assert stop.value.code.endswith("expected 1 numbers, one for each search")
+    assert stop.value.code.endswith("expected 1 finite numbers or None, one for each search")
 
 
 def test_a_critic_that_raises_keeps_its_traceback():
@@ -266,3 +266,28 @@ def test_an_episode_that_nobody_could_judge_is_neutral_in_the_pool_of_episodes()
     """Means 1 and 0, and of the third the mean of both: z-scores 1, -1 and 0."""
     found = hybrid_advantages(torch.zeros(3), [[1, 1, 1], [0], [None]], alpha=1.0, pool="episodes")
     torch.testing.assert_close(torch.stack([row[0] for row in found]), torch.tensor([1.0, -1.0, 0.0]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES["hybrid_advantage"]["items"], ids=name)
+def test_convex_is_add_with_another_alpha_but_for_the_scale(case):
+    outcomes, verdicts = tensor(case["outcomes"]), case["verdicts"]
+    convex = hybrid_advantages(outcomes, verdicts, alpha=0.25, mix="convex")
+    add = hybrid_advantages(outcomes, verdicts, alpha=1 / 3, mix="add")
+    torch.testing.assert_close(torch.cat(convex), 0.75 * torch.cat(add))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ({"critic_alpha": 2.0}, "--critic-alpha 2.0: at most 1, or give --critic-mix add"),
+        ({"critic": "own.py:judge", "critic_model": "m"}, "--critic, --critic-model: give one of them"),
+        ({"critic_alpha": 0.0, "critic": "own.py:judge"}, "--critic-alpha 0: calls no critic, so leave --critic and --critic-model out"),
+        ({"flip_verdicts": 1.5}, "--flip-verdicts 1.5: at most 1, it is a probability"),
+    ],
+)
+def test_flags_that_contradict_each_other(flags, said):
+    with pytest.raises(SystemExit) as stop:
+        critic_search.train(Args(**flags))
+    assert stop.value.code == said

@@ -146,7 +146,7 @@ def test_a_language_critic(tmp_path):
     """The tiny model says nothing that can be read, so what remains is the outcome's part."""
     model = str(language_runs.CALCULATOR["model_name_or_path"])
     found = train_here(tmp_path, critic_model=model, hops=(1, 2))
-    assert found[1, "train/critic/unreadable"] == 1 and found[1, "train/critic/good_share"] == 0
+    assert found[1, "train/critic/unreadable"] == 1 and (1, "train/critic/good_share") not in found
     assert found[1, "train/critic/frac_no_signal"] == found[1, "train/frac_reward_zero_std"]
 
 
@@ -191,7 +191,7 @@ def own_task(folder, name: str, **values) -> Args:
 def test_own_task(tmp_path):
     args = own_task(tmp_path, "Judged", max_completion_length=40)
     found = train(critic_search, tmp_path / "run", **SMALL | {"env": args.env, "model_name_or_path": args.model_name_or_path})
-    assert all(map(math.isfinite, found.values())) and (1, "train/critic/good_share") in found
+    assert all(map(math.isfinite, found.values())) and (1, "train/critic/unreadable") in found
     load_task(own_task(tmp_path, "Replies"))
 
 
@@ -221,7 +221,4 @@ def test_an_own_task_without_verdicts_and_one_that_fails(tmp_path):
 
 @pytest.mark.quick
 def test_wrong_flags(monkeypatch):
-    sentence = "--flip-verdicts and --critic-alpha: at most 1, but alpha with --critic-mix add"
-    assert refusal(critic_search, monkeypatch, "--flip-verdicts", "1.5") == sentence
-    assert refusal(critic_search, monkeypatch, "--critic-alpha", "2") == sentence
     assert "--critic-alpha -1.0: expected a finite number from 0" in refusal(critic_search, monkeypatch, "--critic-alpha", "-1")
