@@ -22,8 +22,9 @@ Differs from the supervised rows of hpt.py:
 A reconstruction: the paper's equations were not at hand, and its code has neither training nor
 weights by Q. It differs from what is known of them:
 1. The backup above is the one whose product is the joint policy; the paper's Q_d may be another.
-2. `--label weighted` draws orders from the anchor and weighs them by exp((Q - V) / lamb), as
-   notes on the paper have it; `argmax` is what the released pipeline makes, one joint order.
+2. `--label weighted` draws joint orders from the anchor and weighs them by exp((Q - V) / lamb),
+   where notes on the paper have exp(Q_d) of each unit; without a cap on weights both are fitted by
+   the same policy. `argmax` is what the released pipeline makes, one joint order.
 3. The search looks one turn ahead, at the score after it. The game is Blotto, not Diplomacy.
 
     python algorithms/dipllm.py                                # tiny model, CPU, offline
@@ -32,7 +33,7 @@ weights by Q. It differs from what is known of them:
 Your own board: `--env FILE.py:Class`, a class with the methods of Blotto in envs/blotto.py.
 `--lora-rank 16` trains adapters.
 
-Letters in shapes: D units, A orders of one, J joint orders (Jx and Jy of the two players), Q
+Letters in shapes: D units, A orders of one, J joint orders (Jx and Jy of the two players), R
 queries of a pass, L tokens of a query with all its orders, N predicted tokens, H hidden size.
 """
 
@@ -142,9 +143,11 @@ class Args:
     # method
     label: Literal["soft", "weighted", "argmax", "anchor"] = "soft"
     """soft: the unit policies; weighted: orders of the anchor, weighted by exp((Q - V) / lambda);
-    argmax: the likeliest joint order, as in the released pipeline; anchor: a control, no search"""
+    argmax: the likeliest joint order, as in the released pipeline; anchor: a control, which learns
+    nothing from the search that plays"""
     num_plays: int = 4
-    """joint orders of a player at each position; a label is made for each unit along them"""
+    """joint orders drawn for a player at each position; each unit along them is a query. argmax has
+    one joint order"""
     weight_cap: float = 20.0
     """weighted: largest weight; 0 is no limit"""
     num_iterations: int = 4
@@ -213,8 +216,8 @@ def pikl_hedge(
     """Both players of a zero-sum game (Jx,Jy) play piKL-Hedge, Jacob et al., arXiv 2112.07544.
 
     Iterate t answers the mean of the t - 1 before it, and stays near the anchor; the first is the
-    anchor, whose probabilities are above 0. Returns the last iterates and the averages of both,
-    x (Jx,), y (Jy,), average x, average y. lamb 0 is Hedge.
+    anchor. Returns the last iterates and the averages of both, x (Jx,), y (Jy,), average x, average
+    y. lamb 0 is Hedge.
     """
     log_x, log_y = anchor_x.log(), anchor_y.log()
     x, y = anchor_x, anchor_y
@@ -274,7 +277,7 @@ def order_weights(q: Tensor, value, lamb: float) -> Tensor:
 
 def regularised_objective(policy: Tensor, q: Tensor, anchor: Tensor, lamb: float) -> Tensor:
     """E[q] - lamb * KL(policy || anchor), what piKL maximises. (J,) three times -> scalar"""
-    divergence = (torch.xlogy(policy, policy) - policy * anchor.log()).sum()
+    divergence = (torch.xlogy(policy, policy) - torch.xlogy(policy, anchor)).sum()
     return (policy * q).sum() - lamb * divergence
 
 
@@ -284,9 +287,10 @@ def exploitability(payoff: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def order_logprobs(token_logprobs: Tensor, packed: Packed) -> Tensor:
-    """Log-probability of each legal order of a query among the legal ones. (N,) -> (Q,A)
+    """Log-probability of each legal order of a query among the legal ones. (N,) -> (R,A)
 
-    An order's text has the sum of its tokens. Queries with fewer orders have -1e9 in their place.
+    An order's text has the sum of its tokens. In a query with fewer orders the rest has about -1e9,
+    which is a probability of 0.
     """
     sums = token_logprobs.new_zeros(sum(packed.num_orders))
     sums = sums.index_add(0, packed.order_index, token_logprobs)
@@ -295,7 +299,7 @@ def order_logprobs(token_logprobs: Tensor, packed: Packed) -> Tensor:
 
 
 def unit_loss(logprobs: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each query: a label is a distribution, or a weighted order. (Q,A) -> (Q,)"""
+    """Cross-entropy of each query: a label is a distribution, or a weighted order. (R,A) -> (R,)"""
     return -(labels * logprobs).sum(1)
 
 
@@ -305,11 +309,13 @@ def unit_loss(logprobs: Tensor, labels: Tensor) -> Tensor:
 @dataclass
 class Seat:
     """One player at one position. An order is a text, a prefix a tuple with the orders of the first
-    units. Dictionaries have an entry for each prefix that leads to a candidate."""
+    units. Dictionaries have an entry for each prefix that leads to a candidate. Candidates are all
+    joint orders, or some; then some legal orders lead to none."""
 
     candidates: list[tuple[str, ...]]  # J joint orders; the last unit's order changes first
-    options: dict[tuple, list[str]]  # the orders of the next unit, A of them
+    options: dict[tuple, list[str]]  # the legal orders of the next unit, A of them
     prompts: dict[tuple, list[int]]  # token ids
+    tree: set[tuple] = field(default_factory=set)  # candidates and all their prefixes
     anchors: dict[tuple, Tensor] = field(default_factory=dict)  # (A,) probabilities
     policies: dict[tuple, Tensor] = field(default_factory=dict)  # (A,) what search makes of them
     anchor: Tensor | None = None  # (J,)
@@ -333,32 +339,32 @@ def as_tensor(numbers: list) -> Tensor:
 
 def new_seat(candidates: list[tuple[str, ...]], player: int, board, tokenizer, args: Args) -> Seat:
     """A player whose joint orders are these candidates, before any search."""
+    legal = board.legal_orders(player)
     options = {}
     for candidate in candidates:
-        for unit, order in enumerate(candidate):
-            orders = options.setdefault(candidate[:unit], [])
-            if order not in orders:
-                orders.append(order)
-    prompts = {orders: ask(tokenizer, board, player, orders, args) for orders in options}
-    return Seat(candidates, options, prompts)
+        options |= {candidate[:unit]: legal[unit] for unit in range(len(legal))}
+    prompts = {prefix: ask(tokenizer, board, player, prefix, args) for prefix in options}
+    return Seat(candidates, options, prompts, {*options, *candidates})
 
 
-def ask(tokenizer, board, player: int, orders: tuple[str, ...], args: Args) -> list[int]:
-    """Token ids that ask for the order of the next unit of a player."""
-    view = SimpleNamespace(prompt=partial(board.prompt, player))
-    ids = encode(tokenizer, view, orders, args)
+def ask(tokenizer, board, player: int, prefix: tuple[str, ...], args: Args) -> list[int]:
+    """Token ids that ask for the order of a player's next unit, after those of the prefix."""
+    task = SimpleNamespace(prompt=partial(board.prompt, player))  # what encode wants
+    ids = encode(tokenizer, task, prefix, args)
     if len(ids) > args.max_prompt_length:
         sys.exit(f"--max-prompt-length: a prompt has {len(ids)} tokens")
     return ids
 
 
 def probability(tables: dict[tuple, Tensor], seat: Seat) -> Tensor:
-    """Of each candidate: the product over its units. -> (J,)"""
+    """Of each candidate among the candidates: the product over its units, divided by the sum of
+    all products. -> (J,)"""
     numbers = {(): 1.0}  # of a joint order or a prefix
     for prefix in sorted(seat.options, key=len):
         for order, value in zip(seat.options[prefix], tables[prefix].tolist()):
             numbers[*prefix, order] = numbers[prefix] * value
-    return as_tensor([numbers[candidate] for candidate in seat.candidates])
+    products = as_tensor([numbers[candidate] for candidate in seat.candidates])
+    return products / products.sum()
 
 
 def plan(position: Position, args: Args) -> None:
@@ -377,13 +383,13 @@ def plan(position: Position, args: Args) -> None:
 
 
 def by_prefix(seat: Seat, lamb: float) -> dict[tuple, Tensor]:
-    """The policy of each unit after each prefix: by soft backups where all joint orders are
-    candidates, else as the share of the joint policy that goes on with an order, which is equal."""
-    num_units = len(seat.candidates[0])
-    levels = [[p for p in seat.options if len(p) == unit] for unit in range(num_units)]
+    """The policy of each unit after each prefix, by soft backups. Where some joint orders are no
+    candidates, a legal order that leads to none of them gets 0."""
+    levels = [
+        [p for p in seat.options if len(p) == unit] for unit in range(len(seat.candidates[0]))
+    ]
     widths = [len(seat.options[level[0]]) for level in levels]
-    full = [all(len(seat.options[p]) == n for p in level) for level, n in zip(levels, widths)]
-    if num_units > 0 and all(full) and len(seat.candidates) == math.prod(widths):
+    if len(seat.candidates) == math.prod(widths):  # all of them: q is a full table
         anchors = []
         for unit, level in enumerate(levels):
             table = torch.stack([seat.anchors[prefix] for prefix in level])
@@ -393,66 +399,76 @@ def by_prefix(seat: Seat, lamb: float) -> dict[tuple, Tensor]:
         for level, table in zip(levels, tables):
             found |= zip(level, table.view(len(level), -1))
         return found
-    mass = Counter()
-    for candidate, value in zip(seat.candidates, seat.policy.tolist()):
-        for unit in range(num_units):
-            mass[candidate[: unit + 1]] += value
+    values = dict(zip(seat.candidates, seat.q.tolist()))
     found = {}
-    for prefix, orders in seat.options.items():
-        shares = as_tensor([mass[*prefix, order] for order in orders])
-        found[prefix] = shares / shares.sum() if shares.sum() > 0 else seat.anchors[prefix]
+    for prefix in sorted(seat.options, key=len, reverse=True):
+        longer = [(*prefix, order) for order in seat.options[prefix]]
+        next_values = as_tensor([values.get(orders, -math.inf) for orders in longer])
+        scores = seat.anchors[prefix].log() + next_values / lamb
+        found[prefix] = scores.softmax(0)
+        values[prefix] = (lamb * scores.logsumexp(0)).item()
     return found
 
 
-def draw(tables, options, generator: random.Random, epsilon: float = 0.0) -> tuple[str, ...]:
-    """A joint order, unit by unit. With probability epsilon a unit takes any of its options."""
+def draw(tables, seat: Seat, generator: random.Random, epsilon: float = 0.0) -> tuple[str, ...]:
+    """A candidate, unit by unit. With probability epsilon a unit takes any order that leads to
+    one."""
     orders = ()
-    while orders in options:  # a whole joint order is no prefix
-        weights = None if generator.random() < epsilon else tables[orders].tolist()
-        orders += tuple(generator.choices(options[orders], weights))
+    while orders in seat.options:  # a whole joint order is no prefix
+        options = seat.options[orders]
+        weights = [float((*orders, order) in seat.tree) for order in options]
+        if generator.random() >= epsilon:
+            table = tables[orders].tolist()
+            weights = [weight * value for weight, value in zip(weights, table)]
+        orders += tuple(generator.choices(options, weights))
     return orders
 
 
 def make_labels(seat: Seat, args: Args, generator: random.Random) -> dict[tuple, Tensor]:
-    """What the model learns at each prefix, (A,); it is summed over plays, whose shares sum to 1.
+    """What the model learns at each prefix, (A,): each of --num-plays joint orders adds a label,
+    divided by their number, at every prefix on its way.
 
     soft and anchor follow joint orders drawn from the policy that they teach, so that the expected
     loss is the cross-entropy of the joint policies.
     """
-    plays = []
+    drawn = []
     for _ in range(args.num_plays):
         if args.label == "argmax":
-            plays.append(seat.candidates[seat.policy.argmax()])
+            drawn.append(seat.candidates[seat.policy.argmax()])
         else:
             tables = seat.policies if args.label == "soft" else seat.anchors
-            plays.append(draw(tables, seat.options, generator))
+            drawn.append(draw(tables, seat, generator))
     value = state_value(seat.q, seat.anchor, args.lamb)
     weights = order_weights(seat.q, value, args.lamb)  # (J,)
     if args.weight_cap > 0:
         weights = weights.clamp(max=args.weight_cap)
     labels = {}
-    for play in plays:
-        for unit, order in enumerate(play):
-            prefix = play[:unit]
+    for orders in drawn:
+        weight = 1.0
+        if args.label == "weighted":
+            weight = weights[seat.candidates.index(orders)]
+        for unit, order in enumerate(orders):
+            prefix = orders[:unit]
             if args.label == "soft":
                 label = seat.policies[prefix]
             elif args.label == "anchor":
                 label = seat.anchors[prefix]
             else:
                 label = as_tensor([0.0] * len(seat.options[prefix]))
-                weight = weights[seat.candidates.index(play)] if args.label == "weighted" else 1.0
                 label[seat.options[prefix].index(order)] = weight
-            labels[prefix] = labels.get(prefix, 0) + label / len(plays)
+            labels[prefix] = labels.get(prefix, 0) + label / len(drawn)
     return labels
 
 
-def collect(model, tokenizer, seeds: list[str], boards: list[str], args: Args) -> list[Position]:
+def collect(
+    model, tokenizer, seeds: list[str], board_seeds: list[str], args: Args
+) -> list[Position]:
     """Play games to their ends by search, and return all positions. model is the anchor.
 
     A game's board depends on one seed, and its orders on another.
     """
     games = []
-    for seed, board_seed in zip(seeds, boards):
+    for seed, board_seed in zip(seeds, board_seeds):
         board = new_board(args)
         board.reset(random.Random(board_seed))
         games.append((board, random.Random(seed), seed))
@@ -461,11 +477,11 @@ def collect(model, tokenizer, seeds: list[str], boards: list[str], args: Args) -
     while games:
         met = []
         for board, generator, seed in games:
-            orders = []
+            listed = []
             for player in (0, 1):
-                orders.append(candidates(model, tokenizer, board, player, generator, args))
-            payoff = [[advantage(board, (x, y)) for y in orders[1]] for x in orders[0]]
-            seats = [new_seat(orders[p], p, board, tokenizer, args) for p in (0, 1)]
+                listed.append(candidates(model, tokenizer, board, player, generator, args))
+            payoff = [[payoff_of(board, (x, y)) for y in listed[1]] for x in listed[0]]
+            seats = [new_seat(listed[p], p, board, tokenizer, args) for p in (0, 1)]
             met.append(Position(as_tensor(payoff), seats, f"{seed} turn {turn}"))
         seats = [seat for position in met for seat in position.seats]
         tables = model_policies(model, tokenizer, seats, args, args.anchor_temperature)
@@ -473,17 +489,17 @@ def collect(model, tokenizer, seeds: list[str], boards: list[str], args: Args) -
             seat.anchors = anchors
         for position, (board, generator, _) in zip(met, games):
             plan(position, args)
-            orders = []
+            chosen = []
             for seat in position.seats:
-                orders.append(draw(seat.policies, seat.options, generator, args.explore_eps))
-            board.play(tuple(orders))
+                chosen.append(draw(seat.policies, seat, generator, args.explore_eps))
+            board.play(tuple(chosen))
         positions += met
         games = [game for game in games if not game[0].done]
         turn += 1
     return positions
 
 
-def advantage(board, orders: tuple) -> float:
+def payoff_of(board, orders: tuple) -> float:
     """Payoff to player 0: its score after these orders minus that of the other."""
     mine, theirs = sum_of_squares(board.after(orders))
     return mine - theirs
@@ -546,7 +562,7 @@ def train(args: Args) -> dict[str, float]:
     model.to(device)
     check_model(model, first_query(tokenizer, args), args)
     anchor = None  # uniform
-    if args.anchor == "model":
+    if args.anchor == "model":  # with LoRA it is the model itself, its adapters off
         anchor = model if args.lora_rank else copy_model(model, torch.float32)
     if args.lora_rank:
         add_adapters(model, args)
@@ -562,9 +578,11 @@ def train(args: Args) -> dict[str, float]:
     if args.eval_steps:
         numbers = range(rank, args.eval_games, world_size)
         seeds = [f"evaluation {i}" for i in numbers]
-        boards = [board_seed(i, args) if args.num_boards else f"evaluation {i}" for i in numbers]
+        board_seeds = seeds  # of boards of their own
+        if args.num_boards:
+            board_seeds = [board_seed(i, args) for i in numbers]
         with adapters_off(model, args):
-            eval_positions = collect(anchor, tokenizer, seeds, boards, args)
+            eval_positions = collect(anchor, tokenizer, seeds, board_seeds, args)
     load_checkpoint(run_dir, model, optimizer, progress)
     if rank == 0:
         board = open_board(run_dir, progress["step"], args)
@@ -589,9 +607,9 @@ def train(args: Args) -> dict[str, float]:
         first = progress["num_games"] + rank * share
         numbers = range(first, first + share)
         seeds = [f"{args.seed} game {i}" for i in numbers]
-        boards = [board_seed(i, args) for i in numbers]
+        board_seeds = [board_seed(i, args) for i in numbers]
         with adapters_off(model, args):
-            positions = collect(anchor, tokenizer, seeds, boards, args)
+            positions = collect(anchor, tokenizer, seeds, board_seeds, args)
         progress["num_games"] += args.num_games_per_step
         searched = time.perf_counter()
 
@@ -663,7 +681,7 @@ def update(model, optimizer, queries: list[Query], num_units: int, args: Args) -
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # not None, even where no token uses it
         for packed in batches:
-            logprobs = order_logprobs(model.token_logprobs(packed, args), packed)  # (Q,A)
+            logprobs = order_logprobs(model.token_logprobs(packed, args), packed)  # (R,A)
             loss = unit_loss(logprobs, packed.labels).sum() / num_units
             loss_sum += loss.detach()
             loss.backward()
@@ -679,11 +697,11 @@ def update(model, optimizer, queries: list[Query], num_units: int, args: Args) -
     entropy = sum(label_entropy(query.label) for query in queries)
     num_tokens = sum(len(order) for query in queries for order in query.orders)
     row = [loss_sum.item() / args.num_iterations, entropy, num_tokens, len(queries)]
-    loss, entropy, num_tokens, num_queries = as_tensor(gather([row])).sum(0).tolist()
+    mean_loss, entropy, num_tokens, num_queries = as_tensor(gather([row])).sum(0).tolist()
     return {
-        "loss": loss,
+        "loss": mean_loss,
         "grad_norm": norm,
-        "dipllm/label_kl": loss - entropy / num_units,
+        "dipllm/label_kl": mean_loss - entropy / num_units,
         "dipllm/num_queries": num_queries,
         "num_tokens": int(num_tokens),
     }
@@ -1185,15 +1203,15 @@ class Packed:
     p3 starts every order, because it predicts their first tokens.
     """
 
-    numbers: list[int]  # of the queries, Q
+    numbers: list[int]  # of the queries, R
     num_orders: list[int]  # of each query
-    input_ids: Tensor  # (Q,L)
-    position_ids: Tensor  # (Q,L)
-    owners: Tensor  # (Q,L) 0 prompt, 1.. orders, -1 padding
-    predicting: Tensor  # (N,) the tokens with owner 1.., as indices into Q*L
+    input_ids: Tensor  # (R,L)
+    position_ids: Tensor  # (R,L)
+    owners: Tensor  # (R,L) 0 prompt, 1.. orders, -1 padding
+    predicting: Tensor  # (N,) the tokens with owner 1.., as indices into R*L
     targets: Tensor  # (N,) the tokens that they predict
     order_index: Tensor  # (N,) the order of the micro-batch that each target belongs to
-    labels: Tensor | None  # (Q,A), 0 where a query has fewer orders
+    labels: Tensor | None  # (R,A), 0 where a query has fewer orders
 
 
 def pack(queries: list[Query], numbers: list[int], device) -> Packed:
@@ -1208,7 +1226,7 @@ def pack(queries: list[Query], numbers: list[int], device) -> Packed:
             for position, token in enumerate(inputs, start=len(query.prompt) - 1):
                 row.append((token, position, owner))
         table.append(row + [(0, 0, -1)] * (width - len(row)))
-    input_ids, position_ids, owners = torch.tensor(table).unbind(2)  # (Q,L)
+    input_ids, position_ids, owners = torch.tensor(table).unbind(2)  # (R,L)
     orders = [order for query in chosen for order in query.orders]
     targets = [token for order in orders for token in order]
     order_index = [number for number, order in enumerate(orders) for _ in order]

@@ -21,7 +21,7 @@ MINE = {0: "mine", 1: "theirs", None: "free"}
 
 
 class Blotto:
-    """One game. Values, first places and, at the start, nothing else are drawn from the seed.
+    """One game. Its beginning, values and first places, is drawn; then nothing is random.
 
     num_fields: 3 to 10; on 3 a unit can reach all of them.
     num_units: of each player; a player has 3 ** num_units joint orders.
@@ -29,8 +29,9 @@ class Blotto:
     """
 
     def __init__(self, *, num_fields: int = 4, num_units: int = 3, num_turns: int = 2):
-        if not 3 <= num_fields <= len(NAMES) or num_units < 1 or num_turns < 1:
-            words = "3 to 10 num_fields, and at least 1 as num_units and as num_turns"
+        whole = all(isinstance(number, int) for number in (num_fields, num_units, num_turns))
+        if not whole or not 3 <= num_fields <= len(NAMES) or num_units < 1 or num_turns < 1:
+            words = "3 to 10 num_fields, and whole numbers from 1 as num_units and num_turns"
             raise ValueError(f"blotto needs {words}")
         self.num_fields = num_fields
         self.num_units = num_units

@@ -214,23 +214,31 @@ def test_soft_labels_have_the_largest_objective(seed):
         assert objectives["argmax"] < objectives["soft"]
 
 
-def test_policies_of_all_candidates_are_those_of_their_shares():
-    """by_prefix has two ways; with one candidate left out, the second is a policy on the rest."""
-    seat = board_search(3, 0.2).seats[0]
-    by_backup = dipllm.by_prefix(seat, 0.2)
-    order = torch.randperm(len(seat.candidates)).tolist()
-    shuffled = replace(
-        seat, candidates=[seat.candidates[i] for i in order], policy=seat.policy[order]
-    )
-    shuffled.candidates, shuffled.policy = (
-        shuffled.candidates + [("X",) * 3],
-        torch.cat([shuffled.policy, tensor([0.0])]),
-    )
-    shuffled.options = seat.options | {(): [*seat.options[()]]}
-    by_share = dipllm.by_prefix(shuffled, 0.2)
-    for prefix in seat.options:
-        close(by_share[prefix], by_backup[prefix].tolist(), 1e-9)
-    assert dipllm.probability(by_backup, seat).sum() == pytest.approx(1)
+@pytest.mark.parametrize("number", [27, 26, 9, 1])
+def test_policies_of_units_are_shares_of_the_joint_policy(number):
+    """Of all candidates, and of some: legal orders that lead to none of them keep their part of the anchor."""
+    whole = board_search(3, 0.2).seats[0]
+    torch.manual_seed(number)
+    anchors = {prefix: torch.rand(len(orders)).double().softmax(0) for prefix, orders in whole.options.items()}
+    kept = sorted(torch.randperm(27)[:number].tolist())
+    candidates = [whole.candidates[i] for i in kept]
+    prefixes = {candidate[:unit] for candidate in candidates for unit in range(3)}
+    seat = replace(whole, candidates=candidates, tree={*candidates, *prefixes}, q=whole.q[kept], anchors=anchors)
+    seat.options = {prefix: orders for prefix, orders in whole.options.items() if prefix in prefixes}
+    anchor = []  # of a candidate, the product of what each unit does
+    for orders in candidates:
+        steps = [anchors[orders[:unit]][whole.options[orders[:unit]].index(orders[unit])] for unit in range(3)]
+        anchor.append(math.prod(steps))
+    anchor = torch.stack(anchor)
+    close(dipllm.probability(anchors, seat), (anchor / anchor.sum()).tolist())
+    joint = (anchor.log() + seat.q / 0.2).softmax(0)
+    policies = dipllm.by_prefix(seat, 0.2)
+    for prefix, orders in seat.options.items():
+        below = [sum(p for p, c in zip(joint, candidates) if c[: len(prefix) + 1] == (*prefix, order)) for order in orders]
+        close(policies[prefix], [float(mass / sum(below)) for mass in below])
+    close(dipllm.probability(policies, seat), joint.tolist())
+    generator = random.Random(0)
+    assert {dipllm.draw(policies, seat, generator, 0.5) for _ in range(300)} <= set(candidates)
 
 
 def labels(kind: str, plays: int, **more) -> tuple[Seat, dict]:
