@@ -3,21 +3,21 @@
 # dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """Unlikeliness reward and RepExp: GRPO in which unusual answers earn more. GRPO raises what a model
-already finds likely, so one sample is right more often, and of 64 samples fewer problems are solved
-than before. Two remedies, chosen by --method:
+already finds likely: one sample is right more often, but with 64 samples a problem, fewer problems
+get a right one than before training. Two remedies, chosen by --method:
 
     unlikeliness   r = R * (1 - 0.25 * rank / G), rank 0 is the rarest answer of its group by its
                    mean log-probability before the update. He et al., arXiv 2506.02355
-    rep_exp        r = R + 0.01 * h, where h says how far the hidden states of an answer are from
-                   those of its group in a frozen copy of the first model; 0 in groups without a
-                   right answer. Tuyls et al., arXiv 2510.11686
+    rep_exp        r = R + 0.01 * h. h, from 0 to 1, is how far an answer's mean hidden state, in a
+                   frozen copy of the initial model, is from those of its group. Wrong answers get
+                   it, too, but not in groups without a right one. Tuyls et al., arXiv 2510.11686
     none           r = R, which is GRPO, the control
 
 Then r takes the place of the reward R in GRPO's advantages. The method is unlikeliness_rewards,
-leverage_bonus and add_bonus, which shaped_rewards calls in step 2 of train.
+leverage_bonus (which state_bonuses calls) and add_bonus; shaped_rewards chooses in step 2 of train.
 
 Differs from grpo.py: step 2 of train; pass@k for several k in evaluations; and uplift, which says
-for each rank what share of the right answers a step made likelier.
+for each rank what share of the right answers a step made likelier, where it had a gradient.
 
 Differs from the papers and their code:
 1. Only the first reward function is shaped; its values above 0 are right answers. Values below 0
@@ -27,8 +27,8 @@ Differs from the papers and their code:
 3. Groups that are all right keep their rewards with unlikeliness, whose code drops them, and get
    their bonuses with RepExp, as in its code: `--solved-groups` changes that. In mixed groups a
    bonus of 0.01 changes advantages by a per cent or two.
-4. RepExp projects to G / 2 dimensions or fewer. With G - 1 and more, as released (32 for 8
-   answers), all bonuses are nearly 1 - 1 / G; train/rep_exp/spread shows it. The state of an
+4. RepExp projects to G / 2 dimensions. With G - 1 and more, as released (32 for 8 answers), all
+   bonuses are nearly 1 - 1 / G; train/rep_exp/spread shows it. The state of an
    answer is the mean of those that predict its tokens, one place earlier than in the code.
 
     python algorithms/unlikeliness.py                        # tiny model, CPU, offline
@@ -40,8 +40,8 @@ Differs from the papers and their code:
 Your own reward: `--reward FILE.py:function`, called as function(problem, completion) -> float.
 
 Letters in shapes: P prompts, G completions of each, B in all (of this process, if not said
-otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, D of it after the
-projection, K reward functions; R packed rows of L tokens, N predicted tokens; A rows that are
+otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, D projected hidden
+size, K reward functions; R packed rows of L tokens, N predicted tokens; A rows that are
 decoded, W columns of their cache.
 """
 
@@ -104,7 +104,7 @@ FIXED += " chat_template_path chat_template_kwargs model_name_or_path num_prompt
 FIXED += " output_dir lora_rank"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
-AT_LEAST_ONE += " eval_problems reward_threads num_minibatches"
+AT_LEAST_ONE += " eval_problems reward_threads num_minibatches bonus_dim"
 MAY_BE_NEGATIVE = "seed"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
@@ -161,13 +161,15 @@ class Args:
     rank_penalty: float = 0.25
     """unlikeliness: the likeliest answer loses this share of its reward, times (G - 1) / G"""
     rank_form: Literal["code", "paper"] = "code"
-    """unlikeliness: which of two formulas, see unlikeliness_rewards"""
+    """unlikeliness: code ranks by the mean log-probability, paper by the sum; their factors differ
+    by the penalty / G, see unlikeliness_rewards"""
     bonus_weight: float = 0.01
     """rep_exp: weight of the bonus"""
     bonus_kind: Literal["leverage", "leave_one_out"] = "leverage"
-    """rep_exp: bonus below 1, or without bound, see leverage_bonus"""
+    """rep_exp: bonus below 1, or below G - 1, see leverage_bonus"""
     bonus_dim: int | None = None
-    """rep_exp: D, size of projected hidden states, at most G / 2, which is the default"""
+    """rep_exp: D, size of projected hidden states; None is G / 2. From G - 1 on all bonuses of a
+    group are nearly the same"""
     bonus_lambda: float = 0.01
     """rep_exp: ridge of the covariance"""
     shuffle_bonus: bool = False
@@ -239,7 +241,8 @@ class Args:
     eval_problems: int = 128
     """number of evaluation problems, unless --eval-dataset is given"""
     num_generations_eval: int = 8
-    """k, samples of each evaluation problem in addition to the greedy completion"""
+    """n, samples of each evaluation problem besides the greedy one: pass@k for k = 1, 8 and the
+    largest power of two up to n"""
     save_steps: int = 25
     """steps between checkpoints; 0 disables them, but for one at SIGTERM"""
     export_steps: int = 0
@@ -273,7 +276,7 @@ def unlikeliness_rewards(
     less = (logprobs[:, None, :] < logprobs[:, :, None]).sum(-1)
     equal = (logprobs[:, None, :] == logprobs[:, :, None]).sum(-1) - 1
     ranks = (less + equal / 2).flatten()  # (B,)
-    if form == "paper":
+    if form == "paper":  # in which rank 0 is the likeliest
         ranks = num_generations - ranks
     return rewards * (1 - beta * ranks / num_generations)
 
@@ -281,8 +284,8 @@ def unlikeliness_rewards(
 def leverage_bonus(hidden: Tensor, lamb: float = 0.01, kind: str = "leverage") -> Tensor:
     """How unlike the others of its group an answer is. (...,G,D) -> (...,G), in float64
 
-    With states x less the group's mean, h = x' (lamb I + sum of x x')^-1 x, from 0 to 1. With
-    leave_one_out the sum has no own x, which makes h / (1 - h).
+    With states x less the group's mean, h = x' (lamb I + sum of x x')^-1 x, from 0 to 1 - 1 / G.
+    With leave_one_out the sum has no own x, which makes h / (1 - h), up to G - 1.
     """
     x = hidden.double()
     x = x - x.mean(-2, keepdim=True)
@@ -445,8 +448,8 @@ def token_weights(
 
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    if args.bonus_dim and args.bonus_dim > args.num_generations // 2:
-        sys.exit("--bonus-dim: at most G / 2, as with G - 1 all bonuses are nearly the same")
+    if args.method == "rep_exp" and args.num_generations < 3:
+        sys.exit("--num-generations: at least 3 with --method rep_exp, as two bonuses are equal")
     if args.bonus_lambda == 0:
         sys.exit("--bonus-lambda: must be above 0")
     if args.rank_penalty > 1:
@@ -468,6 +471,9 @@ def train(args: Args) -> dict[str, float]:
         sys.exit(f"{len(eval_problems)} evaluation problems: fewer than processes")
     if not args.reward:
         check_tags(tokenizer, task.prompt(eval_problems[0]))
+    shaped_name = next(iter(task.reward_functions))
+    if args.method != "none" and task.reward_weights[0] == 0:
+        sys.exit(f"--method {args.method}: shapes the reward {shaped_name}, whose weight is 0")
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
     reference = None
     if args.beta > 0 or args.method == "rep_exp":
@@ -527,11 +533,11 @@ def train(args: Args) -> dict[str, float]:
         progress["num_prompts"] += args.num_prompts_per_step
         sampled = time.perf_counter()
 
-        # 2. raise the rewards of rare right answers, then compare each completion with its group;
-        # B counts the completions of all processes
+        # 2. shape the first function's rewards by --method, then compare each completion with its
+        # group; B counts the completions of all processes
         logs_uplift = is_due(args.eval_steps, step + 1, args)
-        rounded = args.method == "unlikeliness" and (args.vllm or args.bf16)  # by the sampler
-        own_logprobs = answer_logprobs(model, completions, logs_uplift or rounded, args)
+        inexact = args.method == "unlikeliness" and (args.vllm or args.bf16)  # in the sampler
+        own_logprobs = answer_logprobs(model, completions, logs_uplift or inexact, args)
         own_bonuses = [0.0] * len(completions)
         if args.method == "rep_exp":
             own_bonuses = state_bonuses(reference, completions, step, indices, args)
@@ -542,15 +548,18 @@ def train(args: Args) -> dict[str, float]:
         rewards = torch.tensor(rewards)  # (B,K)
         plain = rewards[:, 0]
         if args.method != "none" and plain.min() < 0:
-            name = next(iter(task.reward_functions))
-            sys.exit(f"reward function {name}: {plain.min():g} is below 0, see --method")
+            words = "needs rewards from 0, of which those above 0 are right"
+            sys.exit(
+                f"reward function {shaped_name}: {plain.min():g}; --method {args.method} {words}"
+            )
         before = torch.tensor(sums, dtype=torch.float64)  # (B,)
         if args.rank_form == "code":
             before = before / torch.tensor(lengths)
         shaped = shaped_rewards(plain, before, torch.tensor(bonuses), args)
         weights = torch.tensor(task.reward_weights)
         totals = (rewards * weights).sum(1)  # (B,) as logged
-        advantages = paid = totals + weights[0] * (shaped - plain)  # of the first function alone
+        paid = totals + weights[0] * (shaped - plain)
+        advantages = paid
         if args.advantage == "group":
             advantages = group_advantages(paid, args.num_generations, args.scale_rewards)
         own_advantages = advantages.chunk(world_size)[rank]
@@ -562,15 +571,15 @@ def train(args: Args) -> dict[str, float]:
             sampler.sleep()
         metrics = update(model, reference, optimizer, completions, own_advantages, args)
         if logs_uplift:
-            after = torch.tensor(gather(answer_logprobs(model, completions, True, args)))
+            after = gather(answer_logprobs(model, completions, True, args))
+            after = torch.tensor(after, dtype=torch.float64)
             if args.rank_form == "code":
                 after = after / torch.tensor(lengths)
-            tables = [
-                column.view(-1, args.num_generations) for column in (before, after, plain > 0)
-            ]
-            for position, share in enumerate(uplift(*tables).tolist()):
+            learned = (plain > 0) & (advantages != 0)  # else the step had no gradient for it
+            tables = [column.view(-1, size) for column in (before, after, learned)]
+            for rank_of_answer, share in enumerate(uplift(*tables).tolist()):
                 if math.isfinite(share):  # some answer of this rank was right
-                    metrics[f"uplift/{position}"] = share
+                    metrics[f"uplift/{rank_of_answer}"] = share
         refresh(sampler, model)
 
         # 4. log and save
@@ -588,6 +597,7 @@ def train(args: Args) -> dict[str, float]:
             "learning_rate": rate,
             "num_tokens": progress["num_tokens"],
             "shaped": (shaped != plain).float().mean().item(),
+            "right_below_zero": ((plain > 0) & (advantages < 0)).float().mean().item(),
             "seconds/rollout": sampled - began,
             "seconds/step": time.perf_counter() - began,
         }
@@ -627,15 +637,20 @@ def answer_logprobs(model, completions, recompute: bool, args: Args) -> list[flo
             values = model.token_logprobs(batch, args).double()
             table.index_add_(0, batch.completion_index, values)
         sums = table.tolist()
-    first = {}  # of equal answers, whose sums may differ by rounding
-    for c, value in zip(completions, sums):
-        first.setdefault((tuple(c.prompt), tuple(c.ids)), value)
-    return [first[tuple(c.prompt), tuple(c.ids)] for c in completions]
+    return [sums[row] for row in first_of_equals(completions)]
+
+
+def first_of_equals(completions) -> list[int]:
+    """For each answer the number of the first equal one: rounding shall not tell them apart."""
+    first = {}
+    rows = enumerate(completions)
+    return [first.setdefault((tuple(c.prompt), tuple(c.ids)), row) for row, c in rows]
 
 
 @torch.no_grad()
 def state_bonuses(reference, completions, step: int, indices, args: Args) -> list[float]:
-    """The bonus of each answer of this process by the hidden states of the initial model."""
+    """The bonus of each answer of this process by the hidden states of the initial model, in a
+    projection that is new in every step and the same for all prompts of a step."""
     rows = list(range(len(completions)))
     width = reference.config.get_text_config().hidden_size
     means = torch.zeros(len(rows), width, device=reference.device)  # (B,H)
@@ -644,6 +659,7 @@ def state_bonuses(reference, completions, step: int, indices, args: Args) -> lis
             hidden = reference.hidden_states(batch, args).float()  # (N,H)
             means.index_add_(0, batch.completion_index, hidden)
     means = means.cpu() / torch.tensor([[len(c.ids)] for c in completions])
+    means = means[first_of_equals(completions)]
     generator = torch.Generator().manual_seed(random_seed("projection", args.seed, step))
     size = args.bonus_dim or args.num_generations // 2
     projected = means @ sparse_projection(width, size, generator)  # (B,D)

@@ -347,6 +347,18 @@ def test_what_does_not_go_is_one_sentence(monkeypatch, tmp_path):
         "--output-dir",
         tmp_path / "run",
     )
-    assert found.startswith("reward function fine: -1 is below 0")
-    found = refusal(unlikeliness, monkeypatch, "--method", "rep_exp", "--bonus-dim", "5")
-    assert found.startswith("--bonus-dim: at most G / 2")
+    assert found.startswith("reward function fine: -1; --method unlikeliness needs rewards from 0")
+    rep_exp = ("--method", "rep_exp")
+    found = refusal(unlikeliness, monkeypatch, *rep_exp, "--bonus-dim", "0", "--output-dir", tmp_path / "a")
+    assert found.startswith("--bonus-dim 0: expected a finite number from 1")
+    found = refusal(unlikeliness, monkeypatch, *rep_exp, "--num-generations", "2")
+    assert found.startswith("--num-generations: at least 3 with --method rep_exp")
+    tools = ("--env", "tool_calls", "--model-name-or-path", str(ROOT / "envs" / "tiny_lm" / "tool_calls"), "--output-dir", tmp_path / "b")
+    found = refusal(unlikeliness, monkeypatch, *tools)
+    assert found == "--method unlikeliness: shapes the reward exact, whose weight is 0"
+
+
+def test_answers_that_are_equal_share_what_rounding_makes_of_them():
+    answers = [SimpleNamespace(prompt=[1, 2], ids=ids) for ids in ([3], [4], [3], [3, 4], [4])]
+    answers.append(SimpleNamespace(prompt=[1], ids=[3]))
+    assert unlikeliness.first_of_equals(answers) == [0, 1, 0, 3, 1, 5]
