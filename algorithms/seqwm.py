@@ -2,16 +2,16 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.6", "numpy>=2.0", "gymnasium>=1.0", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
-"""SeqWM: sequential world models, and planning with them, for a team. Zhao et al., arXiv 2509.13095.
+"""SeqWM: sequential world models, and planning with them. Zhao et al., arXiv 2509.13095.
 
-Each agent has a world model of its own. The agents have an order: what the model of agent i predicts
-depends on agent i and on the agents before it, whose plan is passed on. Nobody needs a model of all.
+Each agent of a team has a world model of its own. The agents have an order: what the model of agent
+i predicts depends on agent i and on the agents before it, whose plan is passed on as a message.
 
-    z_i   = encoder_i(o_i)                               latents, with simplicial normalization
-    z_i'  = dynamics_i(z_i, a_i, message_i)              message_i: actions and latents of agents j < i
-    r_i   = reward_i(z_i, a_i, message_i)                the team's reward
-    Q     = critics(z_1 .. z_n, a_1 .. a_n)              two, for all agents
-    value = sum_t gamma^t r_i(t) + gamma^H Q(H)          of a plan of H steps; mean over agents
+    z_i   = encoder_i(o_i)                       a latent, with simplicial normalization
+    z_i'  = dynamics_i(z_i, a_i, message_i)      message_i: actions and latents of agents j < i
+    r_i   = reward_i(z_i, a_i, message_i)        the team's reward
+    Q     = critics(z_1 .. z_n, a_1 .. a_n)      two, for all agents
+    value = sum_t gamma^t r_i(t) + gamma^H Q     of a plan of H steps; mean over agents
 
     model   20 |z_i' - encoder_i(o_i')|^2 + 0.1 CE(r_i, r) + 0.1 CE(Q, r + gamma (1 - d) min Q')
     actors  0.0001 log pi_i - Q / S, one agent after the other in random order
@@ -23,8 +23,9 @@ whether the game ended, S the spread of Q. A loss falls by half with each predic
 Differs from the released code (zhaozijie2022/seqwm-marl at da9f316):
 1. There, a message has the predecessors' actions alone: `--message actions`. The paper's has the
    whole predicted plan; here, `plan`, it has latents and actions, without predicted rewards.
-2. There, the log-density of the policy multiplies by the number of actions what it should not:
-   `--log-density released`.
+2. Two of its lines do not compute what they should: the last predicted reward of a plan is lost,
+   with H = 1 the only one (`--plan-value released` does the same), and the log-density of a policy
+   multiplies its residuals by the number of actions (`--log-density released`).
 3. There, the hidden layer of critics has a dropout of 0.01 that is never switched off; here none.
    Gradients are clipped for each kind of network, not for each network.
 4. Shared with it: all agents' k-th samples make one joint plan, but in the end every agent draws
@@ -83,7 +84,6 @@ LIMIT = 10.0  # symlog values are from -LIMIT to LIMIT
 GROUP = 8  # numbers of a latent that sum to 1
 DYNAMICS_COEF, REWARD_COEF, VALUE_COEF = 20.0, 0.1, 0.1
 RHO = 0.5  # weight of a predicted step, relative to the one before
-ENTROPY_COEF = 1e-4
 ENCODER_LR = 0.3  # relative to the other networks
 MAX_GRAD_NORM = 20.0
 FIRST_STD, LEAST_STD, MOST_STD = 2.0, 0.05, 2.0  # of sampled plans
@@ -124,8 +124,12 @@ class Args:
     """rounds of sampling"""
     mppi_temperature: float = 0.5
     """multiplies values when kept plans are weighed; higher is greedier"""
+    entropy_coef: float = 1e-2
+    """weight of the entropy in the actors' loss (released: 1e-4)"""
     log_density: Literal["true", "released"] = "true"
     """of the policy's Gaussian; see difference 2"""
+    plan_value: Literal["true", "released"] = "true"
+    """whether the last reward of a plan counts; see difference 2"""
     latent_dim: int = 64
     """Z, a multiple of 8"""
     hidden_dim: int = 128
@@ -175,7 +179,10 @@ class Args:
 
 def simnorm(x: Tensor, groups: int) -> Tensor:
     """Simplicial normalization: softmax within groups of so many neighbours. (...,Z) -> (...,Z)"""
-    return x.unflatten(-1, (-1, groups)).softmax(-1).flatten(-2)
+    grouped = x.unflatten(-1, (-1, groups))
+    weights = (grouped - grouped.amax(-1, keepdim=True)).exp()
+    # .softmax(-1) of so few numbers takes a CPU five times as long
+    return (weights / weights.sum(-1, keepdim=True)).flatten(-2)
 
 
 def twohot_encode(x: Tensor, num_bins: int = BINS, limit: float = LIMIT) -> Tensor:
@@ -242,17 +249,24 @@ def squash_term(actions: Tensor) -> Tensor:
 
 
 def estimate_value(
-    world, latents: Tensor, actions: Tensor, gamma: float, limit: float = LIMIT
+    world,
+    latents: Tensor,
+    actions: Tensor,
+    gamma: float,
+    form: str = "true",
+    limit: float = LIMIT,
 ) -> Tensor:
     """Value of plans in the model of each agent. (N,R,Z), (H,N,R,A) -> (N,R)
 
     The rewards are those that the agent's own model predicts; what comes after the plan is the mean
-    of both critics, with actions of the actors.
+    of both critics, with actions of the actors. `released` leaves out the last reward.
     """
     value = torch.zeros_like(latents[..., 0])
+    num_rewards = len(actions) - (form == "released")
     for t, now in enumerate(actions):
         inputs = world.inputs(latents, now)
-        value = value + gamma**t * twohot_decode(world.reward(inputs), limit)
+        if t < num_rewards:
+            value = value + gamma**t * twohot_decode(world.reward(inputs), limit)
         latents = world.dynamics(inputs)
     q = twohot_decode(world.values(latents, world.act(latents)), limit)  # (2,R)
     return value + gamma ** len(actions) * q.mean(0)  # eq. 2 of seqwm.md
@@ -296,7 +310,9 @@ def plan(world, latents: Tensor, mean: Tensor, args: Args, explore: bool) -> tup
         noise = torch.randn(H, N, E, num_drawn, A, device=mean.device)
         drawn = mean.unsqueeze(3) + std.unsqueeze(3) * noise
         plans = torch.cat([proposals, drawn.clamp(-1, 1)], 3)  # (H,N,E,S,A)
-        values = estimate_value(world, start, plans.flatten(2, 3), args.gamma)  # (N,E S)
+        values = estimate_value(
+            world, start, plans.flatten(2, 3), args.gamma, args.plan_value
+        )  # (N,E S)
         team_values = values.mean(0).view(E, -1)  # (E,S): the k-th plans of all agents are one
         mean, std, weights, elites = mppi_refit(
             team_values, plans, args.num_elites, args.mppi_temperature
@@ -539,7 +555,7 @@ def update_actors(learner: Learner, latents: Tensor, weights: Tensor, args: Args
         joint_actions = torch.cat([actions[:agent], own[None], actions[agent + 1 :]])
         q = twohot_decode(world.values(latents, joint_actions)).mean(0)  # (H B,)
         learner.scale = running_scale(learner.scale, q.detach()[:B])
-        losses = ENTROPY_COEF * log_density - q / learner.scale  # eq. 5 of seqwm.md
+        losses = args.entropy_coef * log_density - q / learner.scale  # eq. 5 of seqwm.md
         loss = (weights * losses).sum()
         optimizer = learner.actor_optimizers[agent]
         optimizer.zero_grad()
@@ -665,7 +681,7 @@ class SimNorm(nn.Module):
 
 
 def network(copies: int, inputs: int, hidden: list[int], outputs: int, simplicial: bool = False):
-    """Networks side by side. Without the simplicial end they give logits, and begin at their bias."""
+    """Networks side by side. Those that are not simplicial give logits; last weights are 0."""
     layers = []
     for width in hidden:
         layers += [Linear(copies, inputs, width), LayerNorm(copies, width), nn.Mish()]
