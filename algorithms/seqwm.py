@@ -14,7 +14,7 @@ i predicts depends on agent i and on the agents before it, whose plan is passed 
     value = sum_t gamma^t r_i(t) + gamma^H Q     of a plan of H steps; mean over agents
 
     model   20 |z_i' - encoder_i(o_i')|^2 + 0.1 CE(r_i, r) + 0.1 CE(Q, r + gamma (1 - d) min Q')
-    actors  0.0001 log pi_i - Q / S, one agent after the other in random order
+    actors  alpha log pi_i - Q / S, one agent after the other in random order
     acting  MPPI: sample joint plans, keep those of highest value, draw around them, repeat
 
 CE is the cross-entropy of two-hot distributions over symlog values, ' a slow copy of the critics, d
@@ -26,8 +26,9 @@ Differs from the released code (zhaozijie2022/seqwm-marl at da9f316):
 2. Two of its lines do not compute what they should: the last predicted reward of a plan is lost,
    with H = 1 the only one (`--plan-value released` does the same), and the log-density of a policy
    multiplies its residuals by the number of actions (`--log-density released`).
-3. There, the hidden layer of critics has a dropout of 0.01 that is never switched off; here none.
-   Gradients are clipped for each kind of network, not for each network.
+3. There, the critics have a dropout of 0.01 that is never switched off; here none. Activations are
+   SiLU, not Mish, which has nearly the same shape and takes a CPU ten times as long. Gradients are
+   clipped for each kind of network, not for each network. The entropy has a larger weight.
 4. Shared with it: all agents' k-th samples make one joint plan, but in the end every agent draws
    its own among the best. `--mppi-temperature` multiplies values, so a higher one is greedier.
    Critics are common, and an actor sees its own latent only. The paper differs, as far as we know.
@@ -112,38 +113,38 @@ class Args:
     """what it sees of them: latents and actions, or actions alone (released code)"""
     planner: Literal["mppi", "none"] = "mppi"
     """how to act: by plans, or as a control by the actors alone"""
-    horizon: int = 3
+    horizon: int = 2
     """H, steps of a plan, and of the sequences that the model learns from"""
-    num_samples: int = 48
+    num_samples: int = 24
     """S, plans in an iteration"""
     num_policy_samples: int = 8
     """those of them that the actors make"""
     num_elites: int = 8
     """K, plans that are kept"""
-    iterations: int = 3
+    iterations: int = 2
     """rounds of sampling"""
     mppi_temperature: float = 0.5
     """multiplies values when kept plans are weighed; higher is greedier"""
-    entropy_coef: float = 1e-2
+    entropy_coef: float = 3e-3
     """weight of the entropy in the actors' loss (released: 1e-4)"""
     log_density: Literal["true", "released"] = "true"
     """of the policy's Gaussian; see difference 2"""
     plan_value: Literal["true", "released"] = "true"
     """whether the last reward of a plan counts; see difference 2"""
-    latent_dim: int = 64
+    latent_dim: int = 32
     """Z, a multiple of 8"""
-    hidden_dim: int = 128
+    hidden_dim: int = 64
     """width of actors and critics; dynamics and rewards have twice Z"""
-    gamma: float = 0.96
+    gamma: float = 0.9
     """discount"""
-    tau: float = 0.01
+    tau: float = 0.02
     """share of the critics that their slow copy takes after each update"""
     # data and optimizers
-    total_timesteps: int = 40_000
+    total_timesteps: int = 32_000
     """steps of all games together, rounded up"""
-    num_envs: int = 16
+    num_envs: int = 32
     """E, games that are stepped together"""
-    updates_per_step: float = 2.0
+    updates_per_step: float = 4.0
     """updates for each step of the E games"""
     buffer_size: int = 100_000
     """steps that are kept, rounded down to whole steps of the E games"""
@@ -151,7 +152,7 @@ class Args:
     """B, sequences of an update"""
     learning_starts: int = 2_000
     """steps of random actions before learning begins"""
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     """of Adam"""
     # evaluation
     eval_episodes: int = 64
@@ -163,7 +164,7 @@ class Args:
     """auto takes a GPU if there is one"""
     eval_steps: int = 8_000
     """steps between evaluations, 1/50 of the run at least; 0 evaluates at the end only"""
-    save_steps: int = 20_000
+    save_steps: int = 16_000
     """steps between checkpoints, 1/50 of the run at least, 0 disables them; games start anew at
     each of them, so let it be many times --num-envs times the length of a game"""
     output_dir: str | None = None
@@ -684,7 +685,7 @@ def network(copies: int, inputs: int, hidden: list[int], outputs: int, simplicia
     """Networks side by side. Those that are not simplicial give logits; last weights are 0."""
     layers = []
     for width in hidden:
-        layers += [Linear(copies, inputs, width), LayerNorm(copies, width), nn.Mish()]
+        layers += [Linear(copies, inputs, width), LayerNorm(copies, width), nn.SiLU()]
         inputs = width
     last = Linear(copies, inputs, outputs)
     if simplicial:
@@ -699,7 +700,7 @@ def actor_network(latent_dim: int, hidden_dim: int, action_dim: int) -> nn.Modul
     return nn.Sequential(
         nn.Linear(latent_dim, hidden_dim),
         nn.LayerNorm(hidden_dim),
-        nn.Mish(),
+        nn.SiLU(),
         nn.Linear(hidden_dim, hidden_dim),  # no activation after it, as in the released code
         nn.Linear(hidden_dim, 2 * action_dim),
     )
