@@ -35,7 +35,7 @@ Differs from the released code (zhaozijie2022/seqwm-marl at da9f316):
 5. Left out, as in the released code: what the paper needs for robots (low-pass noise, early stop,
    cached messages), and messages dropped at random in training.
 
-    python algorithms/seqwm.py                                  # three agents cover landmarks
+    python algorithms/seqwm.py                                  # two agents cover two landmarks
     python algorithms/seqwm.py --model independent              # control: nobody knows the others
     python algorithms/seqwm.py --model joint                    # control: everybody sees all
     python algorithms/seqwm.py --planner none                   # control: actors alone
@@ -104,8 +104,8 @@ class Args:
     env_kwargs: str = "{}"
     """what the PettingZoo environment is made with, as JSON; those of MPE need
     {"continuous_actions": true}"""
-    num_agents: int = 3
-    """N, agents of simple_spread"""
+    num_agents: int = 2
+    """N, agents of simple_spread, and its landmarks (MPE: 3)"""
     # method
     model: Literal["seq", "joint", "independent"] = "seq"
     """whom an agent's model sees: its predecessors, or as a control all agents, or none"""
@@ -148,7 +148,7 @@ class Args:
     """updates for each step of the E games"""
     buffer_size: int = 100_000
     """steps that are kept, rounded down to whole steps of the E games"""
-    batch_size: int = 128
+    batch_size: int = 256
     """B, sequences of an update"""
     learning_starts: int = 2_000
     """steps of random actions before learning begins"""
@@ -319,8 +319,10 @@ def plan(world, latents: Tensor, mean: Tensor, args: Args, explore: bool) -> tup
             team_values, plans, args.num_elites, args.mppi_temperature
         )
 
-    # Every agent draws one of the plans kept, and does its first action.
-    draws = torch.multinomial(weights, N, replacement=True)  # (E,N)
+    # Every agent draws one of the plans kept, and does its first action. The largest quotient is a
+    # draw with these chances; torch.multinomial would wait for the device.
+    races = torch.empty(E, N, args.num_elites, device=mean.device).exponential_()
+    draws = (weights[:, None] / races).argmax(-1)  # (E,N)
     rows = elites.gather(1, draws).T[..., None, None].expand(N, E, 1, A)
     actions = plans[0].gather(2, rows).squeeze(2)  # (N,E,A)
     if explore:
@@ -458,10 +460,10 @@ def train(args: Args) -> dict[str, float]:
             returns.masked_fill_(over, 0)
 
             # 2. learn the model, then one actor after the other
-            for _ in updates_due(args, now):
+            for update in updates_due(args, now):
                 batch = sample_sequences(learner.buffer, args)
                 latents, losses = update_model(learner, batch, args)
-                actor_losses = update_actors(learner, latents, batch["weights"], args)
+                actor_losses = update_actors(learner, latents, batch["weights"], update, args)
                 update_target(learner.target.critics, learner.world.critics, args.tau)
                 learned.append(torch.stack([*losses, *actor_losses]))
 
@@ -540,17 +542,21 @@ def update_model(learner: Learner, batch: dict[str, Tensor], args: Args):
     return rolled.detach(), [value.detach() for value in metrics]
 
 
-def update_actors(learner: Learner, latents: Tensor, weights: Tensor, args: Args) -> list[Tensor]:
+def update_actors(
+    learner: Learner, latents: Tensor, weights: Tensor, update: int, args: Args
+) -> list[Tensor]:
     """One step of each actor, in random order: who comes later sees new actions of the earlier.
 
-    latents (N,H B,Z), weights (H,B) -> the last four metrics of LEARNED, means over agents.
+    latents (N,H B,Z), weights (H,B), number of the update, which gives the order -> the last four
+    metrics of LEARNED, means over agents.
     """
     world = learner.world
+    order = random.Random(random_seed(args.seed, "order", update))
     H, B = weights.shape
     weights = weights.flatten() / (H * B)
     actions = world.act(latents)  # (N,H B,A)
     rows = []
-    for agent in torch.randperm(len(latents)).tolist():
+    for agent in order.sample(range(len(latents)), len(latents)):
         actor = world.actors[agent]
         own, log_density = world.policy(agent, latents[agent])
         joint_actions = torch.cat([actions[:agent], own[None], actions[agent + 1 :]])

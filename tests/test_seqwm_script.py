@@ -13,7 +13,7 @@ from run_folders import assert_tags_of_pages, begin, tags
 from algorithms import seqwm
 from algorithms.seqwm import Args
 
-SMALL = {"total_timesteps": 250, "num_envs": 5, "learning_starts": 50, "latent_dim": 16, "hidden_dim": 8}
+SMALL = {"total_timesteps": 250, "num_agents": 3, "num_envs": 5, "learning_starts": 50, "latent_dim": 16, "hidden_dim": 8}
 SMALL |= {"batch_size": 8, "eval_episodes": 2, "num_samples": 6, "num_policy_samples": 2, "num_elites": 3}
 SMALL |= {"horizon": 2, "iterations": 2, "updates_per_step": 0.5, "eval_steps": 0}
 LONG = SMALL | {"total_timesteps": 1000, "buffer_size": 402, "save_steps": 250, "eval_steps": 400}
@@ -123,7 +123,7 @@ def test_evaluation_of_a_run(whole, monkeypatch):
 
 KINDS = [{"model": "joint"}, {"model": "independent"}, {"planner": "none"}, {"message": "actions"}]
 KINDS += [{"log_density": "released"}, {"plan_value": "released"}, {"horizon": 1}, {"num_policy_samples": 0}, {"mppi_temperature": 5.0}, {"entropy_coef": 0.1}]
-KINDS += [{"num_agents": 4, "total_timesteps": 100}, {"num_elites": 1}, {"tau": 0.5}, {"gamma": 0.5}]
+KINDS += [{"num_agents": 2, "total_timesteps": 100}, {"num_elites": 1}, {"tau": 0.5}, {"gamma": 0.5}]
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_pettingzoo_is_the_shipped_game(tmp_path):
     pytest.importorskip("mpe2")
     kwargs = '{"continuous_actions": true}'
     args = Args(env_id="mpe2.simple_spread_v3", env_kwargs=kwargs)
-    theirs, ours = (seqwm.make_game(a, 2, 0, torch.device("cpu")) for a in (args, Args()))
+    theirs, ours = (seqwm.make_game(a, 2, 0, torch.device("cpu")) for a in (args, Args(num_agents=3)))
     assert theirs.observation_dim == ours.observation_dim and theirs.action_dim == ours.action_dim
     ours.positions = theirs.observations[..., 2:4].clone()
     ours.landmarks = theirs.observations[:, 0, 4:10].view(2, 3, 2) + ours.positions[:, :1]
