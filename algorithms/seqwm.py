@@ -162,7 +162,7 @@ class Args:
     """seed of environments, networks and sampling"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU if there is one"""
-    eval_steps: int = 8_000
+    eval_steps: int = 4_000
     """steps between evaluations, 1/50 of the run at least; 0 evaluates at the end only"""
     save_steps: int = 16_000
     """steps between checkpoints, 1/50 of the run at least, 0 disables them; games start anew at
