@@ -629,7 +629,7 @@ def evaluate(world: WorldModel, args: Args, device: torch.device) -> dict[str, f
 @torch.no_grad()
 def play_games(world: WorldModel, args: Args, device: torch.device) -> Tensor:
     """Return of one game in each environment, without exploration. (eval_episodes,)"""
-    game = evaluation_game(replace(args, planner="none"), device)
+    game = evaluation_game(replace(args, planner="none"), device)  # one for plans and actors
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # evaluations do not change the training
         torch.manual_seed(args.seed)
