@@ -140,6 +140,8 @@ ARAC |= {f"fixed_{beta}": Arm(f"--beta-mode fixed --beta {beta}", seeds=(1,)) fo
 WON = {f"{which}_success": ("charts/success", which) for which in ("mean", "early", "late")}
 WON |= {f"{who}_success": (f"eval/{who}/success", "last") for who in ("sampled", "greedy", "reference")}
 WON |= {"beta": ("train/arac/beta", "last")}
+SPREAD = {"eval_return": ("eval/return_mean", "last"), "train_return": ("charts/episodic_return", "late")}
+SPREAD |= {"reward_loss": ("losses/reward_loss", "late"), "dynamics_loss": ("losses/dynamics_loss", "late")}
 TEAMS = {mixer: f"--mixer {mixer}" for mixer in ("qmix", "twin", "vdn", "pairwise")}
 TEAMS |= {learner: f"--learner {learner}" for learner in ("selfplay_vdn", "selfplay_qmix", "iql")}
 POLICIES = ("poisson", "poisson_repo", "gaussian", "categorical", "ordinal")
@@ -148,7 +150,7 @@ PONG = "qmix vdn selfplay_qmix iql".split()
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
 SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo arpo empg spiral_rae advantage_alignment pi_play hpt ampo opd unlikeliness"
-SCRIPTS += " dipllm critic_search unimodal_poisson mdpo stream_x fm3q arac"
+SCRIPTS += " dipllm critic_search unimodal_poisson mdpo stream_x fm3q arac seqwm"
 STUDIES = {
     "defaults": Study(
         command="algorithms/{arm}.py",
@@ -691,6 +693,18 @@ STUDIES = {
         scores={tag.replace("/", "_"): (f"eval/{tag}", "last") for tag in TAG_SCORES},
         minutes=8.0,
     ),
+    "seqwm": Study(
+        command="algorithms/seqwm.py --eval-steps 0 --eval-episodes 500",
+        arms={
+            "seq": Arm(),
+            "independent": Arm("--model independent"),
+            "joint": Arm("--model joint"),
+            "no_plan": Arm("--planner none"),
+        },
+        scores=SPREAD,
+        curves=("charts/episodic_return",),
+        minutes=2.5,
+    ),
     "arac_weight": Study(  # weights of the control are swept on seed 1
         command="algorithms/arac.py --graph cycle_12 --horizon 24 --total-timesteps 60000 --eval-steps 0",
         arms=ARAC
@@ -1229,6 +1243,22 @@ TABLES = {
         "late_nash_conv value_error".split(),
         seeds=20,
         tasks=("arat_random",),
+    ),
+    "seqwm": Table(
+        "seqwm",
+        {
+            "seq": "SeqWM (`--model seq`)",
+            "independent": "independent models (`--model independent`)",
+            "joint": "joint model (`--model joint`)",
+            "no_plan": "no planning (`--planner none`)",
+        },
+        [
+            ("eval_return", "return in the end (higher is better)", 1, 2),
+            ("train_return", "return in training, last tenth", 1, 2),
+            ("reward_loss", "loss of the reward model", 1, 3),
+            ("dynamics_loss", "loss of the dynamics", 1, 5),
+        ],
+        seeds=5,
     ),
     "arac_weight": Table(
         "arac_weight",

@@ -43,9 +43,10 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "mdpo": "--env-id Pendulum-v1 --num-envs 2 --num-steps 16 --eval-episodes 0 --total-timesteps 64",
     "fm3q": f"--env-id duel.py:make {TEAM}",
     "arac": f"--graph town.graphml {TEAM}",
+    "seqwm": "--env-id bar.py:make --num-envs 4 --learning-starts 16 --batch-size 8 --total-timesteps 64 --eval-episodes 2",
 }
 MODELS = {"grpo": "countdown", "nash_preference": "countdown", "spiral_rae": "text_games", "dipllm": "text_games", "advantage_alignment": "dilemma"}  # load it first
-TASKS = ["grpo", "nash_preference", "igpo", "dr_mas", "pi_play", "spiral_rae", "dipllm", "advantage_alignment", "fm3q", "arac"]  # each loads its own way
+TASKS = ["grpo", "nash_preference", "igpo", "dr_mas", "pi_play", "spiral_rae", "dipllm", "advantage_alignment", "fm3q", "arac", "seqwm"]  # each loads its own way
 OWN = '''\
 import random
 from dataclasses import dataclass, field
@@ -246,6 +247,34 @@ class Duel:
 
 make = Duel
 '''
+BAR = '''\
+import numpy as np
+from gymnasium.spaces import Box
+
+
+class Bar:
+    """PettingZoo's interface: two agents want the same number, in three steps."""
+
+    possible_agents = ["left", "right"]
+
+    def action_space(self, agent):
+        return Box(-1, 1, (1,), np.float32)
+
+    def reset(self, seed=None):
+        self.agents, self.clock = list(self.possible_agents), 0
+        return dict.fromkeys(self.agents, [0.0]), {agent: {} for agent in self.agents}
+
+    def step(self, actions):
+        self.clock += 1
+        agents, gap = self.agents, abs(actions["left"][0] - actions["right"][0])
+        ended = dict.fromkeys(agents, self.clock == 3)
+        self.agents = [] if self.clock == 3 else agents
+        seen, infos = dict.fromkeys(agents, [float(self.clock)]), {agent: {} for agent in agents}
+        return seen, dict.fromkeys(agents, -gap), ended, dict.fromkeys(agents, False), infos
+
+
+make = Bar
+'''
 
 
 @pytest.fixture
@@ -265,6 +294,7 @@ def own_files(folder) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "own.py").write_text(OWN)
     (folder / "duel.py").write_text(DUEL)
+    (folder / "bar.py").write_text(BAR)
     shutil.copy(ROOT / "envs" / "examples" / "calculator.py", folder)
     networkx.write_graphml(networkx.florentine_families_graph(), folder / "town.graphml")
 

@@ -82,6 +82,9 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("fm3q", "--env-id ./nothing.py:make", "there is no file './nothing.py'"),
     ("fm3q", "--env-id own.py:nowhere", "the file has no function 'nowhere'"),
     ("fm3q", "--env-id pong --num-ant 3 --mixer pairwise", "2 against 3"),
+    ("seqwm", "--env-id mpe2.simple_spread_v3", "continuous_actions"),
+    ("seqwm", "--env-id chess", "such as mpe2.simple_tag_v3"),
+    ("seqwm", "--num-samples 4", "--num-samples 4: must be at least 8"),
     ("arac", "--graph heptagon_7", "names have the forms cycle_8"),
     ("arac", "--graph town.graphml", "town.graphml: no such file"),
     ("arac", "--graph complete_4", "no start at which the evader is not captured"),
@@ -164,7 +167,7 @@ def folder(tmp_path, monkeypatch):
 
 def refuse(script: str, words: str, sentence: str, monkeypatch, capsys) -> None:
     module = importlib.import_module(f"algorithms.{script}")
-    is_control = script in ("fm3q", "arac", "unimodal_poisson", "mdpo")
+    is_control = script in ("fm3q", "arac", "unimodal_poisson", "mdpo", "seqwm")
     more = "" if is_control or "--resume" in words else LANGUAGE
     monkeypatch.setattr(sys, "argv", [script, *more.split(), *shlex.split(words)])
     with pytest.raises(SystemExit) as stop:

@@ -52,6 +52,8 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "--learning-starts 0 --eval-episodes 1 --total-timesteps 64 --save-steps 16",
     "fm3q": TEAMS + "--hidden-size 8 --embed-dim 4 --total-timesteps 100 --save-steps 60",
     "arac": TEAMS + "--embed-dim 8 --horizon 4 --total-timesteps 60 --save-steps 40",
+    "seqwm": "--num-agents 3 --num-envs 4 --learning-starts 8 --batch-size 8 --eval-steps 0 --latent-dim 8 --hidden-dim 8 --horizon 2 "
+    "--num-samples 4 --num-policy-samples 2 --num-elites 2 --iterations 2 --eval-episodes 2 --total-timesteps 100 --save-steps 60",
 }
 SCRIPTS = {"mdpo_off_policy": "mdpo", "nash_preference_grpo": "nash_preference"}  # other names are those of scripts
 LANGUAGE = [name for name in FIRST if "--max-steps" in FIRST[name]]
@@ -83,6 +85,7 @@ OTHERS = {  # flags of runs that go other ways
     "mdpo_off_policy": FIRST["mdpo_off_policy"] + " --tsallis-q 1.5 --eval-episodes 0",
     "fm3q": FIRST["fm3q"] + " --env-id pong --num-pro 1 --eval-games 1",
     "arac": FIRST["arac"] + " --env-id graph_confrontation --graph grid_3x3 --opponent self --beta-mode exp",
+    "seqwm": FIRST["seqwm"] + " --planner none --model joint --message actions",
 }
 STEPS = {  # how many of the steps that waits.csv names are in a call
     "grpo": {"16 tokens": 1, "optimizer step": 1},
@@ -107,6 +110,7 @@ STEPS = {  # how many of the steps that waits.csv names are in a call
     "mdpo_off_policy": {"environment step": 8, "rollout": 4},
     "fm3q": {"logged line": 25},
     "arac": {"logged line": 15, "evaluation step": 4},
+    "seqwm": {"logged line": 25, "evaluation step": 25},
 }
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler for the pretend CUDA device"),

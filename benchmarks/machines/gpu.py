@@ -70,7 +70,7 @@ SHAPES = {
 }
 LANGUAGE = ("grpo", "dapo", "gdpo", "nash_preference", "hpt", "ampo", "opd", "unlikeliness", "dr_mas", "igpo", "empg", "arpo")
 LANGUAGE += ("critic_search", "spiral_rae", "advantage_alignment", "pi_play")
-CONTROL = ("unimodal_poisson", "fm3q", "arac", "mdpo")
+CONTROL = ("unimodal_poisson", "fm3q", "arac", "mdpo", "seqwm")
 BARE = "--eval-steps 0 --save-steps 0"
 LARGEST_GAP = 0.02  # nats between log-probabilities of sampler and learner, mean of a step
 SMOLLM2 = """--model-name-or-path smollm2 --env reasoning_gym --task chain_sum
