@@ -80,7 +80,7 @@ ENVS = {
 }
 # Flags that cannot change when a run is resumed.
 FIXED = "data env_id world_model context prompt horizon prompt_length window_length context_dim"
-FIXED += " embed_dim num_layers world_model_steps warm_steps warmup_steps batch_size learning_rate"
+FIXED += " embed_dim num_layers dropout world_model_steps warm_steps warmup_steps batch_size learning_rate"
 FIXED += " return_scale log_steps seed output_dir"
 
 
@@ -106,7 +106,7 @@ class Args:
     prompt_length: int = 5
     """k, steps of a prompt (authors: 5; 3 for Hopper and Walker)"""
     window_length: int = 20
-    """K, steps that the policy sees of the running episode (authors: 20; 8 for Hopper and Walker)"""
+    """K, steps that the policy sees of its episode (authors: 20; 8 for Hopper and Walker)"""
     target_return: float | None = None
     """return that evaluations ask for; None is the highest one in the task's data, also for new
     tasks, of which it tells something"""
@@ -132,6 +132,8 @@ class Args:
     """D, width of the transformer (authors: 128)"""
     num_layers: int = 2
     """blocks of the transformer, with one head each (authors: 3)"""
+    dropout: float = 0.0
+    """in the transformer (authors: 0.1)"""
     # bookkeeping
     seed: int = 1
     """seed of networks, batches, evaluations, and of the data that is made here"""
@@ -144,7 +146,7 @@ class Args:
     eval_rounds: int = 5
     """episodes of each of them with a prompt, after a first one without"""
     log_steps: int = 50
-    """gradient steps between log lines; all other numbers of steps are rounded up to multiples"""
+    """gradient steps between log lines; the steps of both phases are rounded up to multiples"""
     save_steps: int = 500
     """gradient steps between checkpoints, 0 disables them"""
     output_dir: str | None = None
@@ -159,7 +161,7 @@ class Args:
 
 
 def returns_to_go(rewards) -> Tensor:
-    """What is still to come, undiscounted, with the reward of the step itself. (...,T) -> (...,T)"""
+    """What is still to come, with the step's own reward, undiscounted. (...,T) -> (...,T)"""
     return torch.as_tensor(rewards).flip(-1).cumsum(-1).flip(-1)
 
 
@@ -490,7 +492,7 @@ def update_world_model(agent, optimizer, episodes, args):
 
 
 def update_policy(agent, optimizer, data, policy_step, args):
-    """One gradient step with windows of B episodes, each with a prompt from another one. -> metrics"""
+    """One gradient step with windows of B episodes, and prompts from other ones. -> metrics"""
     episodes = data.train
     device = episodes.lengths.device
     rows = torch.randint(len(episodes.lengths), (args.batch_size,), device=device)
@@ -555,7 +557,8 @@ def evaluate(agent, data, make_env, args) -> dict[str, float]:
     agent.eval()
     scores = {}
     agent.encode(data.new)
-    scores["eval/new/world_model_error"] = data.new.errors[data.new.mask].mean().item()
+    error = data.new.errors[data.new.mask].mean()
+    scores["eval/new/world_model_error"] = (error * agent.error_unit).item()
     if make_env is not None and args.eval_episodes:
         torch.manual_seed(random_seed(args.seed, "evaluation"))
         tasks = data.tasks.repeat(args.eval_episodes, 1)  # (N,G)
@@ -691,7 +694,7 @@ def join(parts: list[Episodes]) -> Episodes:
 
 
 def segments(episodes: Episodes, rows: Tensor, starts: Tensor, length: int) -> dict[str, Tensor]:
-    """`length` steps of each of these episodes, rows and starts (B,). The mask is 0 past its end."""
+    """`length` steps of these episodes, rows and starts (B,). The mask is 0 past an end."""
     steps = starts[:, None] + torch.arange(length, device=starts.device)
     mask = steps < episodes.lengths[rows][:, None]
     steps = steps.clamp(max=episodes.states.shape[1] - 1)
@@ -718,10 +721,19 @@ class Agent(nn.Module):
         self.encoder = ContextEncoder(*sizes, 128)
         self.decoder = (RewardDecoder if self.predicts_reward else StateDecoder)(*sizes, 128)
         self.policy = MetaDecisionTransformer(
-            *sizes, args.embed_dim, data.num_steps, n_layer=args.num_layers
+            *sizes,
+            args.embed_dim,
+            data.num_steps,
+            n_layer=args.num_layers,
+            dropout=args.dropout,
         )
         for name, values in data.scales.items():
             self.register_buffer(name, values.clone())
+
+    @property
+    def error_unit(self) -> Tensor | float:
+        """Errors of rewards in the task's unit; of states in stds."""
+        return self.reward_scale if self.predicts_reward else 1.0
 
     def normalize(self, observations: np.ndarray) -> Tensor:
         """(N,S) of the task -> (N,S) on the device"""
@@ -744,7 +756,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def encode(self, episodes: Episodes) -> None:
-        """Fill in contexts, their means over an episode, and absolute errors, 100 episodes at a time."""
+        """Fill in contexts, their means over an episode, and absolute errors, in batches of 100."""
         contexts, errors = [], []
         for rows in torch.arange(len(episodes.lengths)).split(100):
             at = slice(int(rows[0]), int(rows[-1]) + 1)
@@ -886,7 +898,7 @@ def check_file(name: str, file: dict, first_name: str, first: dict, args: Args) 
         sys.exit(f"{name}: observations and next_observations differ in their shapes")
     if len(file["dones"]) == 0 or not file["dones"][-1]:
         sys.exit(
-            f"{name}: its last step is not done; mark the last step of every episode, cut off or not"
+            f"{name}: its last step is not done; mark the end of every episode, cut off or not"
         )
     if file["dones"].sum() < 2:
         sys.exit(f"{name}: one episode only; a prompt needs another one of the task")
@@ -971,7 +983,8 @@ def check_env(args: Args, make_env, data: Data) -> None:
     first = envs.reset(0)
     if np.shape(first) != (2, S):
         sys.exit(
-            f"--env-id {args.env_id}: reset gives {np.shape(first)} for 2 tasks, the data ask for {(2, S)}"
+            f"--env-id {args.env_id}: for 2 tasks reset gives {np.shape(first)}, "
+            f"the data ask for {(2, S)}"
         )
     result = envs.step(np.zeros((2, A), np.float32))
     if not isinstance(result, tuple) or len(result) != 3:
@@ -979,7 +992,8 @@ def check_env(args: Args, make_env, data: Data) -> None:
     found = [np.shape(values) for values in result]
     if found != [(2, S), (2,), (2,)]:
         sys.exit(
-            f"--env-id {args.env_id}: step gives {found} for 2 tasks, expected {[(2, S), (2,), (2,)]}"
+            f"--env-id {args.env_id}: for 2 tasks step gives {found}, "
+            f"expected {[(2, S), (2,), (2,)]}"
         )
     check_finite(args.env_id, observations=result[0], rewards=result[1])
 

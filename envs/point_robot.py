@@ -6,9 +6,8 @@ A point starts at (0, 0) and moves by an action of at most 0.1 along each axis. 
 goal in [-1, 1]^2 that it does not see. Episodes have 20 steps; the state is the position.
 
 The data come from a scripted controller that knows the goal, with qualities from 0 to 1, drawn anew for each episode:
-it walks to goal + (1 - quality) (another point of the square - goal), and noise of std 0.02 + 0.05 (1 - quality) is added to
-its actions. So a task's data go from walks to a random point to nearly perfect ones. (The authors' data, from SAC, were not
-at hand.)
+in each step, with that probability, it walks straight to the goal (with noise of up to 0.01), else its action is uniform.
+So a task's data go from random walks to nearly perfect ones. (The authors' data, from SAC, were not at hand.)
 """
 
 import sys
@@ -47,13 +46,17 @@ class PointRobot:
 def record(goal: np.ndarray, num_episodes: int, random: np.random.Generator) -> dict[str, np.ndarray]:
     """Data of one task in meta_dt.py's form: arrays of all steps, one episode after the other."""
     quality = random.uniform(0, 1, (num_episodes, 1))
-    aims = goal + (1 - quality) * (random.uniform(-1, 1, (num_episodes, 2)) - goal)
+    detour = random.integers(0, 11, (num_episodes, 1))  # steps
+    elsewhere = random.uniform(-1, 1, (num_episodes, 2))
     envs = PointRobot(np.tile(goal, (num_episodes, 1)))
     states = [envs.reset(0)]
     actions, rewards = [], []
-    for _ in range(NUM_STEPS):
-        noise = random.normal(size=(num_episodes, 2)) * (0.02 + 0.05 * (1 - quality))
-        actions.append(np.clip(aims - states[-1] + noise, -0.1, 0.1))
+    for t in range(NUM_STEPS):
+        aims = np.where(t < detour, elsewhere, goal)
+        noise = random.uniform(-0.1, 0.1, (num_episodes, 2))
+        is_good = random.uniform(size=(num_episodes, 1)) < quality
+        chosen = np.where(is_good, aims - states[-1] + 0.1 * noise, noise)
+        actions.append(np.clip(chosen, -0.1, 0.1))
         state, reward, _ = envs.step(actions[-1])
         states.append(state)
         rewards.append(reward)

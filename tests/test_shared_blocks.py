@@ -97,6 +97,7 @@ FAMILIES = [
     (["grpo", "spiral_rae"], without(GAMES, f"{SHARED} {ONE_TURN}")),
     (["grpo", "advantage_alignment"], without(GAMES, f"{SHARED} {ONE_TURN}")),
     (["unimodal_poisson", "fm3q", "arac"], CONTROL.split()),
+    (["unimodal_poisson", "meta_dt"], f"{CONTROL} load_function check_finite".split()),
     (["fm3q", "arac"], OFF_POLICY.split()),
     (["unimodal_poisson", "mdpo"], f"{CONTROL} {PPO} {TASKS}".split()),
     (["unimodal_poisson", "stream_x"], TASKS.split()),

@@ -52,6 +52,8 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "--learning-starts 0 --eval-episodes 1 --total-timesteps 64 --save-steps 16",
     "fm3q": TEAMS + "--hidden-size 8 --embed-dim 4 --total-timesteps 100 --save-steps 60",
     "arac": TEAMS + "--embed-dim 8 --horizon 4 --total-timesteps 60 --save-steps 40",
+    "meta_dt": "--embed-dim 8 --num-layers 1 --batch-size 4 --world-model-steps 4 --policy-steps 8 --warm-steps 4 "
+    "--log-steps 2 --save-steps 4 --eval-steps 0 --eval-episodes 1 --eval-rounds 1",
 }
 SCRIPTS = {"mdpo_off_policy": "mdpo", "nash_preference_grpo": "nash_preference"}  # other names are those of scripts
 LANGUAGE = [name for name in FIRST if "--max-steps" in FIRST[name]]
@@ -82,6 +84,7 @@ OTHERS = {  # flags of runs that go other ways
     "mdpo": FIRST["mdpo"] + " --tsallis-q 1.5 --eval-episodes 0",
     "mdpo_off_policy": FIRST["mdpo_off_policy"] + " --tsallis-q 1.5 --eval-episodes 0",
     "fm3q": FIRST["fm3q"] + " --env-id pong --num-pro 1 --eval-games 1",
+    "meta_dt": FIRST["meta_dt"] + " --world-model state --prompt released --context episode",
     "arac": FIRST["arac"] + " --env-id graph_confrontation --graph grid_3x3 --opponent self --beta-mode exp",
 }
 STEPS = {  # how many of the steps that waits.csv names are in a call
@@ -107,6 +110,7 @@ STEPS = {  # how many of the steps that waits.csv names are in a call
     "mdpo_off_policy": {"environment step": 8, "rollout": 4},
     "fm3q": {"logged line": 25},
     "arac": {"logged line": 15, "evaluation step": 4},
+    "meta_dt": {"logged line": 6, "evaluation step": 20},
 }
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler for the pretend CUDA device"),
@@ -176,7 +180,7 @@ def test_other_paths(name, tmp_path):
     assert all(map(math.isfinite, results(tmp_path).values()))
 
 
-@pytest.mark.parametrize("name", ["grpo", "unimodal_poisson", "mdpo", "mdpo_off_policy", "arac"])
+@pytest.mark.parametrize("name", ["grpo", "unimodal_poisson", "mdpo", "mdpo_off_policy", "arac", "meta_dt"])
 def test_a_checkpoint_continues_on_the_other_device(name, runs, tmp_path):
     """A language script makes one more step, a control script those after its first checkpoint."""
     folder, _ = runs(name)
