@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from transformers import DecisionTransformerConfig, DecisionTransformerModel
 
 from algorithms import meta_dt
-from algorithms.meta_dt import Args, ContextEncoder, MetaDecisionTransformer, RewardDecoder, StateDecoder
+from algorithms.meta_dt import (
+    Args,
+    ContextEncoder,
+    MetaDecisionTransformer,
+    RewardDecoder,
+    StateDecoder,
+)
 from envs.point_robot import PointRobot, make_data, save_data
 
 CASES = json.loads((Path(__file__).parent / "reference" / "meta_dt.json").read_text())
