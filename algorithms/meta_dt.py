@@ -124,7 +124,7 @@ class Args:
     """of these, the first ones have a rising learning rate (authors: 10,000)"""
     batch_size: int = 32
     """B, windows in a step of the policy (authors: 128); the world model takes 128 transitions"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     """AdamW's, of the policy (authors: 1e-4 for Point-Robot)"""
     context_dim: int = 16
     """Z, also the features of each input of the world model"""

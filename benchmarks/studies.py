@@ -22,7 +22,7 @@ LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4") 
 HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
 DIPLLM = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3", "8e-3")
 TINY = ("2.5e-5", "5e-5", "1e-4", "2e-4", "4e-4", "8e-4", "1.6e-3")  # the shipped models
-META_DT = ("3e-4", "1e-3", "3e-3")
+META_DT = ("1e-3", "3e-3", "1e-2")
 STEP_SIZES = ("1e-6", "1e-5", "1e-4", "1e-3", "1e-2", "1e-1")
 CONTROL = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1")
 
@@ -696,8 +696,8 @@ STUDIES = {
     "meta_dt": Study(  # Point-Robot; data and new goals are drawn anew from each seed. Both rates are swept on seed 1
         command="algorithms/meta_dt.py --eval-steps 0 --eval-episodes 8",
         arms={
-            "running": Arm("", META_DT, "1e-3"),
-            "none": Arm("--context none", META_DT, "1e-3"),
+            "running": Arm("", META_DT, "3e-3"),
+            "none": Arm("--context none", META_DT, "3e-3"),
             "episode": Arm("--context episode"),
             "goal": Arm("--context goal"),
             "no_prompt": Arm("--prompt none"),
