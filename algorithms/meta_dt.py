@@ -31,8 +31,8 @@ Differs from the authors' code:
 3. In evaluations, contexts and errors of a window are computed as in training. Theirs see nothing
    during the first steps, and sum errors to the end of the episode.
 4. A training prompt comes from any other episode of the task. Theirs, from one of three.
-5. After the first --warm-steps a tenth of the rows still goes without prompt, so that one policy
-   can also act zero-shot. Theirs always has a prompt then; zero-shot is a policy of its own.
+5. After the first --no-prompt-steps a tenth of the rows still goes without prompt, so that one
+   policy can also act zero-shot. Theirs always has a prompt then, and zero-shot is a second policy.
 6. Each evaluation begins with no episode of its own. Theirs keeps those of all evaluations before.
 7. A quarter of the width, fewer steps, no dropout. meta_dt.md lists smaller differences.
 
@@ -80,7 +80,7 @@ ENVS = {
 }
 # Flags that cannot change when a run is resumed.
 FIXED = "data env_id world_model context prompt horizon prompt_length window_length context_dim"
-FIXED += " embed_dim num_layers dropout world_model_steps warm_steps warmup_steps batch_size"
+FIXED += " embed_dim num_layers dropout world_model_steps no_prompt_steps warmup_steps batch_size"
 FIXED += " learning_rate return_scale log_steps seed output_dir"
 
 
@@ -118,7 +118,7 @@ class Args:
     """gradient steps of the world model"""
     policy_steps: int = 6_000
     """gradient steps of the policy (authors: 100,000 and more)"""
-    warm_steps: int = 1_000
+    no_prompt_steps: int = 1_000
     """of these, the first ones are without prompt (authors: 20,000)"""
     warmup_steps: int = 200
     """of these, the first ones have a rising learning rate (authors: 10,000)"""
@@ -390,7 +390,7 @@ def train(args: Args) -> dict[str, float]:
         "context_dim": 1,
         "embed_dim": 1,
     }
-    lowest |= {"num_layers": 1, "world_model_steps": 0, "policy_steps": 0, "warm_steps": 0}
+    lowest |= {"num_layers": 1, "world_model_steps": 0, "policy_steps": 0, "no_prompt_steps": 0}
     device = setup(args, **lowest, batch_size=1, log_steps=1, eval_episodes=0, eval_rounds=0)
     world_model_steps = up_to_multiple(args.world_model_steps, args.log_steps)
     if args.prompt in ("random", "none") and args.context in ("goal", "none"):
@@ -507,7 +507,7 @@ def update_policy(agent, optimizer, data, policy_step, args):
     others = data.firsts[rows] + (rows - data.firsts[rows] + shift) % count
     seen = torch.rand(len(rows), device=device) >= NO_PROMPT
     prompt = None
-    if args.prompt != "none" and policy_step >= args.warm_steps:
+    if args.prompt != "none" and policy_step >= args.no_prompt_steps:
         prompt = make_prompt(episodes, others, args)
         prompt["mask"] &= seen[:, None]
 

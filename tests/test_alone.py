@@ -45,7 +45,7 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "fm3q": f"--env-id duel.py:make {TEAM}",
     "arac": f"--graph town.graphml {TEAM}",
     "meta_dt": "--data episodes --env-id own.py:Lever --embed-dim 8 --num-layers 1 --world-model-steps 10 --policy-steps 10 "
-    "--warm-steps 0 --log-steps 10 --eval-episodes 1",
+    "--no-prompt-steps 0 --log-steps 10 --eval-episodes 1",
 }
 MODELS = {"grpo": "countdown", "nash_preference": "countdown", "spiral_rae": "text_games", "dipllm": "text_games", "advantage_alignment": "dilemma"}  # load it first
 TASKS = ["grpo", "nash_preference", "igpo", "dr_mas", "pi_play", "spiral_rae", "dipllm", "advantage_alignment", "fm3q", "arac", "meta_dt"]  # each loads its own way

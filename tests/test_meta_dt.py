@@ -265,7 +265,7 @@ def test_prompts_come_from_the_largest_error_of_another_episode(folder):
 
 
 def test_other_episodes_are_of_the_same_task_and_not_the_same(folder, monkeypatch):
-    args, data, agent = small_data(data=str(folder), warm_steps=0, batch_size=500)
+    args, data, agent = small_data(data=str(folder), no_prompt_steps=0, batch_size=500)
     agent.encode(data.train)
     seen = []
     original = meta_dt.segments
@@ -288,7 +288,7 @@ def test_short_episodes(folder):
         file = dict(np.load(path))
         file["dones"][6] = file["dones"][27] = True  # episodes of 7, 13, 8, 12 steps, ...
         np.savez(path, **file)
-    args, data, agent = small_data(data=str(folder), warm_steps=0, learning_rate=0.0)
+    args, data, agent = small_data(data=str(folder), no_prompt_steps=0, learning_rate=0.0)
     assert data.train.lengths[:5].tolist() == [7, 13, 8, 12, 20]
     agent.encode(data.train)
     prompt = meta_dt.make_prompt(data.train, torch.tensor([0, 2]), args)  # too short: the first start

@@ -14,7 +14,7 @@ from envs import cheetah_velocity
 from envs.point_robot import make_data, save_data
 
 SMALL = {"embed_dim": 8, "num_layers": 1, "batch_size": 4, "window_length": 6, "eval_episodes": 1, "eval_rounds": 2}
-SMALL |= {"world_model_steps": 20, "policy_steps": 30, "warm_steps": 10, "log_steps": 5, "save_steps": 10, "eval_steps": 0}
+SMALL |= {"world_model_steps": 20, "policy_steps": 30, "no_prompt_steps": 10, "log_steps": 5, "save_steps": 10, "eval_steps": 0}
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +200,6 @@ def test_cheetah_data_and_run(tmp_path):
         env = envs.envs.envs[i].unwrapped
         speed = (env.data.qpos[0] - before[i]) / env.dt
         assert rewards[i] == pytest.approx(-abs(speed - target) - 0.05 * np.square(actions[i]).sum(), rel=1e-4)
-    values = SMALL | {"world_model_steps": 5, "policy_steps": 5, "warm_steps": 0, "eval_rounds": 1}
+    values = SMALL | {"world_model_steps": 5, "policy_steps": 5, "no_prompt_steps": 0, "eval_rounds": 1}
     found = train(meta_dt, tmp_path / "run", **values | {"data": str(tmp_path / "data"), "env_id": "cheetah_velocity"})
     assert -200 * 6 < found[10, "eval/new/few_shot_return"] < 0

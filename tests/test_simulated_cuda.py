@@ -52,7 +52,7 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "--learning-starts 0 --eval-episodes 1 --total-timesteps 64 --save-steps 16",
     "fm3q": TEAMS + "--hidden-size 8 --embed-dim 4 --total-timesteps 100 --save-steps 60",
     "arac": TEAMS + "--embed-dim 8 --horizon 4 --total-timesteps 60 --save-steps 40",
-    "meta_dt": "--embed-dim 8 --num-layers 1 --batch-size 4 --world-model-steps 4 --policy-steps 8 --warm-steps 4 "
+    "meta_dt": "--embed-dim 8 --num-layers 1 --batch-size 4 --world-model-steps 4 --policy-steps 8 --no-prompt-steps 4 "
     "--log-steps 2 --save-steps 4 --eval-steps 0 --eval-episodes 1 --eval-rounds 1",
 }
 SCRIPTS = {"mdpo_off_policy": "mdpo", "nash_preference_grpo": "nash_preference"}  # other names are those of scripts
