@@ -145,6 +145,9 @@ class Args:
     """learners that meet each task in an evaluation; 0 disables evaluations"""
     eval_rounds: int = 5
     """episodes of each of them with a prompt, after a first one without"""
+    few_shot: Literal["own", "recorded"] = "own"
+    """whose episodes give the prompt: the policy's own ones (the authors), or the task's best ones
+    in the data, which real use would have to record (Prompt-DT's setting)"""
     log_steps: int = 50
     """gradient steps between log lines; the steps of both phases are rounded up to multiples"""
     save_steps: int = 1_000
@@ -552,7 +555,8 @@ def make_prompt(episodes, rows, args) -> dict[str, Tensor]:
 @torch.no_grad()
 def evaluate(agent, data, make_env, args) -> dict[str, float]:
     """Learners meet training tasks and new ones: a first episode without prompt (zero-shot), then
-    some with a prompt from one of the best of their own episodes so far. -> returns, means of tasks
+    some with a prompt from one of the best of their own episodes so far, or of the recorded ones.
+    -> returns, means over tasks
     """
     agent.eval()
     scores = {}
@@ -565,15 +569,22 @@ def evaluate(agent, data, make_env, args) -> dict[str, float]:
         targets = data.targets.repeat(args.eval_episodes)  # (N,)
         envs = make_env(tasks.cpu().numpy())
         columns = torch.arange(len(tasks), device=tasks.device)
+        if args.few_shot == "recorded":
+            agent.encode(data.train)
+            recorded = join([data.train, data.new])
         own = play(agent, envs, tasks, targets, None, None, data, args)
         rounds = [own.returns]
         looks_back = args.prompt != "none" or args.context == "episode"
         for _ in range(args.eval_rounds if looks_back else 0):
-            best = torch.stack(rounds).topk(min(BEST, len(rounds)), 0).indices  # (best,N)
+            if args.few_shot == "own":
+                best = torch.stack(rounds).topk(min(BEST, len(rounds)), 0).indices  # (best,N)
+                best, pool = best * len(tasks) + columns, own
+            else:
+                best, pool = data.best.repeat(1, args.eval_episodes), recorded
             drawn = torch.randint(len(best), columns.shape, device=columns.device)
-            rows = best[drawn, columns] * len(tasks) + columns
-            prompt = make_prompt(own, rows, args) if args.prompt != "none" else None
-            seen = own.mean_contexts[rows]
+            rows = best[drawn, columns]
+            prompt = make_prompt(pool, rows, args) if args.prompt != "none" else None
+            seen = pool.mean_contexts[rows]
             new = play(agent, envs, tasks, targets, prompt, seen, data, args)
             rounds.append(new.returns)
             own = join([own, new])
@@ -779,6 +790,7 @@ class Data:
     targets: Tensor  # (tasks,), returns to ask for
     firsts: Tensor  # (E,), the first episode of the same task, in train
     counts: Tensor  # (E,), how many episodes that task has
+    best: Tensor  # (best,tasks), episodes with the highest returns, those of new tasks after train
     num_steps: int  # T
     scales: dict[str, Tensor]  # see Agent
 
@@ -820,8 +832,11 @@ def load_data(args: Args, device: torch.device) -> Data:
         targets = [max(values) for values in returns]
     else:
         targets = [args.target_return] * len(every)
-    counts = torch.tensor([len(values) for values in returns[: len(tasks["train"])]])
+    counts = torch.tensor([len(values) for values in returns])
     firsts = counts.cumsum(0) - counts
+    num_best = min(BEST, int(counts.min()))
+    best = [np.argsort(values)[::-1][:num_best] + int(i) for values, i in zip(returns, firsts)]
+    counts, firsts = counts[: len(tasks["train"])], firsts[: len(tasks["train"])]
     return Data(
         train=to_episodes(tasks["train"], scales, T, device),
         new=to_episodes(tasks["new"], scales, T, device),
@@ -831,6 +846,7 @@ def load_data(args: Args, device: torch.device) -> Data:
         targets=torch.tensor(targets, dtype=torch.float32, device=device),
         firsts=firsts.repeat_interleave(counts).to(device),
         counts=counts.repeat_interleave(counts).to(device),
+        best=torch.tensor(np.stack(best, 1), device=device),
         num_steps=T,
         scales=scales,
     )

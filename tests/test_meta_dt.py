@@ -355,3 +355,28 @@ def test_other_mistakes_in_data(folder):
         small_data(data=str(folder))
     with pytest.raises(SystemExit, match="holds no .npz file"):
         small_data(data=str(folder / "train"))
+
+
+def test_prompts_of_evaluations(folder, monkeypatch):
+    """From one of the three best episodes of the same task: the policy's own ones, or the recorded ones."""
+    args, data, agent = small_data(data=str(folder), eval_episodes=2, eval_rounds=3)
+    seen = []
+    original = meta_dt.make_prompt
+
+    def spy(episodes, rows, args):
+        seen.append((episodes, rows))
+        return original(episodes, rows, args)
+
+    monkeypatch.setattr(meta_dt, "make_prompt", spy)
+    for few_shot in ("own", "recorded"):
+        seen.clear()
+        meta_dt.evaluate(agent, data, PointRobot, meta_dt.replace(args, few_shot=few_shot))
+        assert len(seen) == 3
+        for turn, (pool, rows) in enumerate(seen):
+            assert torch.equal(pool.tasks[rows], data.tasks.repeat(2, 1))
+            for column, row in enumerate(rows.tolist()):
+                others = (pool.tasks == pool.tasks[row]).all(1)
+                if few_shot == "own":  # of the same learner
+                    others &= torch.arange(len(pool.tasks)) % 12 == column
+                    assert others.sum() == turn + 1
+                assert pool.returns[row] >= pool.returns[others].topk(min(3, int(others.sum()))).values[-1]

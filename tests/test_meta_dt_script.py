@@ -78,7 +78,7 @@ def test_a_longer_run_goes_on_from_a_shorter_one(whole, flags, tmp_path, monkeyp
 
 
 SWITCHES = [{"context": "episode"}, {"context": "goal"}, {"context": "none"}, {"prompt": "released"}, {"prompt": "random"}]
-SWITCHES += [{"prompt": "none"}, {"world_model": "state"}, {"horizon": 3}, {"prompt_length": 3}, {"return_scale": 10.0}]
+SWITCHES += [{"few_shot": "recorded"}, {"prompt": "none"}, {"world_model": "state"}, {"horizon": 3}, {"prompt_length": 3}, {"return_scale": 10.0}]
 
 
 @pytest.mark.quick
@@ -86,7 +86,8 @@ SWITCHES += [{"prompt": "none"}, {"world_model": "state"}, {"horizon": 3}, {"pro
 def test_switches_change_the_run(values, whole, flags, tmp_path):
     found = train(meta_dt, tmp_path, **flags | values | {"save_steps": 0})
     assert all(map(math.isfinite, found.values()))
-    assert found[50, "losses/policy_loss"] != results(whole[0])[50, "losses/policy_loss"]
+    changed = "eval/new/few_shot_return" if "few_shot" in values else "losses/policy_loss"
+    assert found[50, changed] != results(whole[0])[50, changed]
     assert ((50, "eval/new/few_shot_return") in found) == (values != {"prompt": "none"})
 
 
