@@ -418,8 +418,8 @@ def train(args: Args) -> dict[str, float]:
     }
     run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
     step = 0
-    state = load_checkpoint(run_dir, device) if args.resume else None
-    if state is not None:
+    state = load_checkpoint(run_dir, torch.device("cpu")) if args.resume else None
+    if state is not None:  # what follows copies it to the device, but for Adam's number of steps
         step = state["step"]
         agent.load_state_dict(state["agent"])
         for name, optimizer in optimizers.items():

@@ -20,6 +20,7 @@ WAITS = ROOT / "benchmarks" / "results" / "waits.csv"
 # Functions that run at the beginning, in evaluations and for checkpoints only.
 SELDOM = {"load_player", "load_teacher", "logprob_gap", "logprob_gaps", "make_game", "make_games", "first_alpha"}
 SELDOM |= {"evaluate", "solve", "save_checkpoint", "load_checkpoint", "save_final"}
+SELDOM |= {"load_data", "to_episodes", "check_env"}
 
 GROUPS = "--num-prompts-per-step 2 --num-generations 2 --eval-problems 1 "
 GROUPS += "--num-generations-eval 0 --eval-steps 0 --max-steps 1 --max-completion-length 17 "
