@@ -36,7 +36,7 @@ Differs from the authors' code:
 6. Each evaluation begins with no episode of its own. Theirs keeps those of all evaluations before.
 7. A quarter of the width, fewer steps, no dropout. meta_dt.md lists smaller differences.
 
-    python algorithms/meta_dt.py                         # Point-Robot, CPU, 2 minutes
+    python algorithms/meta_dt.py                         # Point-Robot, CPU, 3 minutes
     python algorithms/meta_dt.py --context none          # a prompted decision transformer
     python algorithms/meta_dt.py --prompt none           # zero-shot only
     python algorithms/meta_dt.py --data FOLDER --env-id FILE.py:Class

@@ -99,6 +99,8 @@ def test_reference_prompt_starts(case):
     assert_close(several[0, : len(found)], case["train_probs"])
     assert (several[0, len(found) :] == 0).all() and (several[1, len(found) - 1 :] == 0).all()
     assert_close(several.sum(-1), torch.ones(2))
+    several = meta_dt.prompt_start_probabilities(padded, *given[:2], lengths, to_end=True)
+    assert_close(several[0, : len(found)], case["eval_probs"])
 
 
 @cases("transformer_forward")
@@ -276,8 +278,12 @@ def test_other_episodes_are_of_the_same_task_and_not_the_same(folder, monkeypatc
 
     monkeypatch.setattr(meta_dt, "segments", spy)
     optimizer = torch.optim.AdamW(agent.policy.parameters(), 0.0)
+    prompts = []
+    agent.policy.register_forward_pre_hook(lambda _, __, inputs: prompts.append(inputs["prompt"]), with_kwargs=True)
     meta_dt.update_policy(agent, optimizer, data, 0, args)
     rows, others = seen
+    has_prompt = prompts[0]["mask"]
+    assert torch.equal(has_prompt.any(1), has_prompt.all(1)) and 0.86 < has_prompt.float().mean() < 0.94
     assert (rows != others).all() and torch.equal(rows // 5, others // 5)
     assert {(row % 5, other % 5) for row, other in zip(rows.tolist(), others.tolist())} >= {(0, 1), (0, 4), (3, 2)}
 
