@@ -386,15 +386,11 @@ def drop_causal_masks(module, state_dict, prefix, *_) -> None:
 
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    lowest = {
-        "horizon": 1,
-        "prompt_length": 1,
-        "window_length": 1,
-        "context_dim": 1,
-        "embed_dim": 1,
-    }
-    lowest |= {"num_layers": 1, "world_model_steps": 0, "policy_steps": 0, "no_prompt_steps": 0}
-    device = setup(args, **lowest, batch_size=1, log_steps=1, eval_episodes=0, eval_rounds=0)
+    names = "horizon prompt_length window_length context_dim embed_dim num_layers batch_size"
+    lowest = dict.fromkeys(f"{names} log_steps".split(), 1)
+    names = "world_model_steps policy_steps no_prompt_steps warmup_steps eval_episodes eval_rounds"
+    lowest |= dict.fromkeys(names.split(), 0)
+    device = setup(args, **lowest)
     world_model_steps = up_to_multiple(args.world_model_steps, args.log_steps)
     if args.prompt in ("random", "none") and args.context in ("goal", "none"):
         world_model_steps = 0  # nothing would look at it

@@ -1,14 +1,14 @@
 """HalfCheetah at a velocity that it is not told: a task family for meta_dt.py, and a program that makes its offline data.
 
-    python algorithms/unimodal_poisson.py --policy gaussian --total-timesteps 1000000 --output-dir runs/fast
-    python algorithms/unimodal_poisson.py --policy gaussian --total-timesteps 200000 --output-dir runs/slow
+    python algorithms/unimodal_poisson.py --total-timesteps 300000 --output-dir runs/fast
+    python algorithms/unimodal_poisson.py --total-timesteps 50000 --output-dir runs/slow
     python envs/cheetah_velocity.py runs/fast runs/slow --output-dir data/cheetah
-    python algorithms/meta_dt.py --data data/cheetah --env-id cheetah_velocity --num-steps 20
+    python algorithms/meta_dt.py --data data/cheetah --env-id cheetah_velocity
 
 The reward is -|velocity - target| - 0.05 |action|^2, in episodes of 200 steps. The data are episodes of policies that
-unimodal_poisson.py has saved, of several qualities and so of several velocities; actions are sampled. Every episode is a task's
-with its rewards computed anew from that task's target: what differs between tasks is the reward and nothing else. Targets
-are uniform from 0 to 3, those of training and the new ones alike.
+unimodal_poisson.py has saved, of several qualities and so of several velocities; actions are
+sampled. Each task draws from these episodes and computes their rewards anew from its target, so that tasks differ in the
+reward and in nothing else. Targets are uniform from 0 to 3, those of training and the new ones alike.
 """
 
 import json

@@ -1,13 +1,14 @@
 """Point-Robot, the task family of meta_dt.py's default run, and its offline data: NumPy only.
 
-    python envs/point_robot.py --output-dir data/point_robot     # what meta_dt.py makes in memory: 45 + 5 goals, 1 second
+    python envs/point_robot.py --output-dir data/points    # as meta_dt.py makes it in memory
 
 A point starts at (0, 0) and moves by an action of at most 0.1 along each axis. The reward is minus the distance to a
 goal in [-1, 1]^2 that it does not see. Episodes have 20 steps; the state is the position.
 
-The data come from a scripted controller that knows the goal, with qualities from 0 to 1, drawn anew for each episode:
-in each step, with that probability, it walks straight to the goal (with noise of up to 0.01), else its action is uniform.
-So a task's data go from random walks to nearly perfect ones. (The authors' data, from SAC, were not at hand.)
+The data come from a scripted controller that knows the goal. Each episode draws a quality from 0 to 1 and a detour of 0 to
+10 steps: in each step, with the probability of its quality, the robot walks straight to its aim (with noise of up to 0.01),
+else its action is uniform. The aim is another random point during the detour, then the goal. So data go from random walks
+to nearly perfect ones, and where a robot went does not give away its goal. (The authors' data, from SAC, were not at hand.)
 """
 
 import sys
