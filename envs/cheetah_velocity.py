@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import gymnasium as gym
+import mujoco
 import numpy as np
 import torch
 import tyro
@@ -24,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from envs.point_robot import save_data  # noqa: E402
 
 NUM_STEPS = 200
+# Models in gymnasium make MuJoCo print a warning for each environment.
+mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else print(text, file=sys.stderr))
 
 
 class CheetahVelocity:

@@ -187,7 +187,7 @@ def test_learning(flags, tmp_path):
 
 def test_cheetah_data_and_run(tmp_path):
     """From a saved policy to a run. Rewards are those of gymnasium's own numbers, at each task's target."""
-    ppo = {"num_envs": 2, "num_steps": 64, "num_minibatches": 2, "total_timesteps": 128, "policy": "gaussian"}
+    ppo = {"num_envs": 2, "num_steps": 64, "num_minibatches": 2, "total_timesteps": 128}
     train(unimodal_poisson, tmp_path / "ppo", **ppo | {"eval_episodes": 0})
     cheetah_velocity.main([str(tmp_path / "ppo")], str(tmp_path / "data"), num_train=2, num_new=1, num_episodes=2)
     file = dict(np.load(tmp_path / "data" / "train" / "001.npz"))
