@@ -22,6 +22,7 @@ LADDER = ("2.5e-6", "5e-6", "1e-5", "2e-5", "4e-5", "8e-5", "1.6e-4", "3.2e-4") 
 HPT = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3")
 DIPLLM = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3", "8e-3")
 TINY = ("2.5e-5", "5e-5", "1e-4", "2e-4", "4e-4", "8e-4", "1.6e-3")  # the shipped models
+META_DT = ("1e-3", "3e-3", "1e-2")
 STEP_SIZES = ("1e-6", "1e-5", "1e-4", "1e-3", "1e-2", "1e-1")
 CONTROL = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1")
 
@@ -149,14 +150,15 @@ QUIET = "--end-e 0.02 --buffer-size 10000"  # fewer random moves in the end, and
 PONG = "qmix vdn selfplay_qmix iql".split()
 PONG_SCORES = "exploitability exploiter_pro exploiter_ant tracker/pro/return tracker/ant/return".split()
 TAG_SCORES = (*PONG_SCORES[:3], "wanderer/pro/return", "wanderer/ant/return")
+ADAPTED = ("few_shot_return", "zero_shot_return", "optimal_return")
 SCRIPTS = "grpo dapo gdpo nash_preference dr_mas igpo arpo empg spiral_rae advantage_alignment pi_play hpt ampo opd unlikeliness"
-SCRIPTS += " dipllm critic_search unimodal_poisson mdpo stream_x fm3q arac seqwm"
+SCRIPTS += " dipllm critic_search unimodal_poisson mdpo stream_x fm3q arac seqwm meta_dt"
 STUDIES = {
     "defaults": Study(
         command="algorithms/{arm}.py",
         arms={name: Arm(seeds=(2, 3)) for name in SCRIPTS.split()},
         curves="eval/mean_at_8 eval/tictactoe/random/first/win eval/nash_conv_mean eval/sampled/success"
-        " eval/exploitability charts/episodic_return charts/success".split(),
+        " eval/exploitability charts/episodic_return charts/success eval/new/few_shot_return".split(),
     ),
     "grpo_countdown": Study(  # at the best rate of both sweeps in grpo_runs.csv, whose runs are of a script before 1.0
         command="algorithms/grpo.py --max-steps 60 --eval-steps 20 --learning-rate 2e-4",
@@ -705,6 +707,20 @@ STUDIES = {
         curves=("charts/episodic_return",),
         minutes=2.5,
     ),
+    "meta_dt": Study(  # Point-Robot; data and new goals are drawn anew from each seed. Both rates are swept on seed 1
+        command="algorithms/meta_dt.py --eval-steps 0 --eval-episodes 8",
+        arms={
+            "running": Arm("", META_DT, "3e-3"),
+            "none": Arm("--context none", META_DT, "3e-3"),
+            "no_prompt": Arm("--prompt none", seeds=(2, 3)),
+            "episode": Arm("--context episode", seeds=(2, 3)),
+            "goal": Arm("--context goal", seeds=(2, 3)),
+        },
+        scores={f"{part}_{name}": (f"eval/{part}/{name}", "last") for part in ("new", "train") for name in ADAPTED},
+        best="train_few_shot_return",
+        sweep="--world-model-steps 2000 --policy-steps 3000",
+        minutes=2.7,
+    ),
     "arac_weight": Study(  # weights of the control are swept on seed 1
         command="algorithms/arac.py --graph cycle_12 --horizon 24 --total-timesteps 60000 --eval-steps 0",
         arms=ARAC
@@ -856,6 +872,10 @@ COLUMNS = {  # of tables: what a score is called, its factor, its digits
     "mean_success": ("games won in training, %", 100, 0),
     "beta": ("weight in the end", 1, 4),
     "greedy_success": ("won in the end, likeliest actions, %", 100, 0),
+    "new_few_shot_return": ("few-shot return on new tasks", 1, 1),
+    "new_zero_shot_return": ("zero-shot return on new tasks", 1, 1),
+    "new_optimal_return": ("the best return there", 1, 1),
+    "train_few_shot_return": ("few-shot return on training tasks", 1, 1),
 }
 TABLES = {
     "grpo_learning": Table(
@@ -1259,6 +1279,19 @@ TABLES = {
             ("dynamics_loss", "loss of the dynamics", 1, 5),
         ],
         seeds=5,
+    ),
+    "meta_dt": Table(
+        "meta_dt",
+        {
+            "running": "Meta-DT: context of the running episode",
+            "none": "no context (`--context none`)",
+            "no_prompt": "no prompt: zero-shot only (`--prompt none`)",
+            "episode": "context of an earlier episode (`--context episode`)",
+            "goal": "the goal is given (`--context goal`)",
+        },
+        "new_few_shot_return new_zero_shot_return train_few_shot_return new_optimal_return".split(),
+        seeds=5,
+        fewer={"no_prompt": 2, "episode": 2, "goal": 2},
     ),
     "arac_weight": Table(
         "arac_weight",

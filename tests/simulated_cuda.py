@@ -249,7 +249,8 @@ def run_operation(func, args, kwargs):
     changed = {"device": CPU, "generator": None, "pin_memory": None}
     real_args = each(on_cpu, args)
     real_kwargs = {name: changed.get(name, each(on_cpu, x)) for name, x in kwargs.items()}
-    operation = functools.partial(func, *real_args, **real_kwargs)
+    name = func.overloadpacket.__name__
+    operation = functools.partial(ONLY_ON_CUDA.get(name, func), *real_args, **real_kwargs)
     result = generator.draw(operation) if "random" in kinds else operation()
     if "reshape" in kinds:  # the wrapper, too
         with no_dispatch():
@@ -269,6 +270,28 @@ def run_operation(func, args, kwargs):
     if Graph.recording:
         Graph.recording.operations.append((func, args, kwargs, result))
     return result
+
+
+def gru_cell(inputs, hidden, state, input_bias, hidden_bias):
+    """aten::_thnn_fused_gru_cell: gates (B,3D) -> new state (B,D), and what its backward needs."""
+    in_reset, in_update, in_new = (inputs + input_bias).chunk(3, 1)
+    reset, update, new = (hidden + hidden_bias).chunk(3, 1)
+    r, z = (in_reset + reset).sigmoid(), (in_update + update).sigmoid()
+    n = (in_new + r * new).tanh()
+    return n + z * (state - n), torch.cat([r, z, n, state, new], 1)
+
+
+def gru_cell_backward(grad, workspace, has_bias):
+    """Gradients of gates, state and biases."""
+    r, z, n, state, new = workspace.chunk(5, 1)
+    of_n = grad * (1 - z) * (1 - n * n)
+    of_r, of_z = of_n * new * r * (1 - r), grad * (state - n) * z * (1 - z)
+    inputs, hidden = torch.cat([of_r, of_z, of_n], 1), torch.cat([of_r, of_z, of_n * r], 1)
+    return inputs, hidden, grad * z, inputs.sum(0), hidden.sum(0)
+
+
+# CPUs take these apart.
+ONLY_ON_CUDA = {"_thnn_fused_gru_cell": gru_cell, "_thnn_fused_gru_cell_backward": gru_cell_backward}
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import networkx
+import numpy as np
 import pytest
 from processes import ROOT, fork
 from run_folders import metrics
@@ -44,9 +45,11 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "fm3q": f"--env-id duel.py:make {TEAM}",
     "arac": f"--graph town.graphml {TEAM}",
     "seqwm": "--env-id bar.py:make --num-envs 4 --learning-starts 16 --batch-size 8 --total-timesteps 64 --eval-episodes 2",
+    "meta_dt": "--data episodes --env-id own.py:Lever --embed-dim 8 --num-layers 1 --world-model-steps 10 --policy-steps 10 "
+    "--no-prompt-steps 0 --log-steps 10 --eval-episodes 1",
 }
 MODELS = {"grpo": "countdown", "nash_preference": "countdown", "spiral_rae": "text_games", "dipllm": "text_games", "advantage_alignment": "dilemma"}  # load it first
-TASKS = ["grpo", "nash_preference", "igpo", "dr_mas", "pi_play", "spiral_rae", "dipllm", "advantage_alignment", "fm3q", "arac", "seqwm"]  # each loads its own way
+TASKS = ["grpo", "nash_preference", "igpo", "dr_mas", "pi_play", "spiral_rae", "dipllm", "advantage_alignment", "fm3q", "arac", "seqwm", "meta_dt"]  # each loads its own way
 OWN = '''\
 import random
 from dataclasses import dataclass, field
@@ -217,6 +220,21 @@ class Purse:
 
     def opponents(self):
         return {}
+
+
+class Lever:
+    """Pull it to the height of the task."""
+
+    def __init__(self, tasks):
+        self.tasks = tasks
+
+    def reset(self, seed):
+        self.height = 0 * self.tasks
+        return self.height
+
+    def step(self, actions):
+        self.height = self.height + actions
+        return self.height, -abs(self.height - self.tasks)[:, 0], self.height[:, 0] > 9
 '''
 DUEL = '''\
 class Space:
@@ -296,6 +314,12 @@ def own_files(folder) -> None:
     (folder / "duel.py").write_text(DUEL)
     (folder / "bar.py").write_text(BAR)
     shutil.copy(ROOT / "envs" / "examples" / "calculator.py", folder)
+    for part in ("train", "new"):
+        (folder / "episodes" / part).mkdir(parents=True)
+        heights = np.arange(40.0)[:, None]
+        steps = {"observations": heights, "actions": np.ones((40, 1)), "next_observations": heights + 1}
+        dones = np.arange(40) % 20 == 19
+        np.savez(folder / "episodes" / part / "a.npz", task=np.ones(1), rewards=-heights[:, 0], dones=dones, **steps)
     networkx.write_graphml(networkx.florentine_families_graph(), folder / "town.graphml")
 
 

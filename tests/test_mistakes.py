@@ -108,6 +108,9 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("mdpo", "--sgd-steps 0", "--sgd-steps 0: must be at least 1"),
     ("fm3q", "--num-envs 0", "--num-envs 0: must be at least 1"),
     ("arac", "--horizon 0", "--horizon 0: must be at least 1"),
+    ("meta_dt", "--data nothing", "--data: nothing/train holds no .npz file"),
+    ("meta_dt", "--env-id Hoper-v5", "expected point_robot, cheetah_velocity, FILE.py:Class, or none"),
+    ("meta_dt", "--env-id nothing.py:make", "there is no file nothing.py"),
     ("mdpo", "--env-id Hoper-v5", "--env-id Hoper-v5: Environment"),
     ("mdpo", "--env-id CartPole-v1", "actions must be Box"),
     ("mdpo", "--output-dir own.py/run --env-id Pendulum-v1", "--output-dir own.py/run: cannot be made (Not a directory)"),
@@ -167,7 +170,7 @@ def folder(tmp_path, monkeypatch):
 
 def refuse(script: str, words: str, sentence: str, monkeypatch, capsys) -> None:
     module = importlib.import_module(f"algorithms.{script}")
-    is_control = script in ("fm3q", "arac", "unimodal_poisson", "mdpo", "seqwm")
+    is_control = script in ("fm3q", "arac", "unimodal_poisson", "mdpo", "seqwm", "meta_dt")
     more = "" if is_control or "--resume" in words else LANGUAGE
     monkeypatch.setattr(sys, "argv", [script, *more.split(), *shlex.split(words)])
     with pytest.raises(SystemExit) as stop:

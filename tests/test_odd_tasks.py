@@ -12,7 +12,7 @@ from control_runs import results, train
 from gymnasium import spaces
 from processes import ROOT, as_flags, fork
 
-from algorithms import arac, fm3q, mdpo, stream_x, unimodal_poisson
+from algorithms import arac, fm3q, mdpo, meta_dt, stream_x, unimodal_poisson
 
 ROW = np.arange(3, dtype=np.float32)
 ACTIONS = {
@@ -241,7 +241,7 @@ def test_what_follows_an_evaluated_episode_does_not_count(script):
     assert scores["eval/deterministic/return_mean"] == scores["eval/sampled/return_mean"] == 10
 
 
-@pytest.mark.parametrize("script", [unimodal_poisson, mdpo, stream_x, fm3q, arac])
+@pytest.mark.parametrize("script", [unimodal_poisson, mdpo, stream_x, fm3q, arac, meta_dt])
 def test_a_folder_that_lost_its_flags(script, tmp_path):
     """Its checkpoints are those of another run: nothing is trained on top of them."""
     (tmp_path / "checkpoints").mkdir()
@@ -330,6 +330,7 @@ LOADED = {
     "stream_x": SMALL | {"env_id": "Pendulum-v1", "hidden_size": 8, "total_timesteps": 250},
     "fm3q": {"total_timesteps": 96, "learning_starts": 32, "eval_steps": 0},
     "arac": {"total_timesteps": 96, "learning_starts": 32, "eval_steps": 0, "horizon": 4},
+    "meta_dt": {"embed_dim": 8, "num_layers": 1, "world_model_steps": 8, "policy_steps": 8, "log_steps": 8, "eval_episodes": 1},
 }
 
 

@@ -100,6 +100,7 @@ FAMILIES = [
     (["fm3q", "arac", "seqwm"], OFF_POLICY.split()),
     (["fm3q", "seqwm"], ["updates_due", "find_maker", "as_vector"]),
     (["mdpo", "seqwm"], "action_ends as_actions check_finite".split()),
+    (["unimodal_poisson", "meta_dt"], f"{CONTROL} load_function check_finite".split()),
     (["unimodal_poisson", "mdpo"], f"{CONTROL} {PPO} {TASKS}".split()),
     (["unimodal_poisson", "stream_x"], TASKS.split()),
     (["fm3q", "mdpo"], ["update_target"]),

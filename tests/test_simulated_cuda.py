@@ -20,6 +20,7 @@ WAITS = ROOT / "benchmarks" / "results" / "waits.csv"
 # Functions that run at the beginning, in evaluations and for checkpoints only.
 SELDOM = {"load_player", "load_teacher", "logprob_gap", "logprob_gaps", "make_game", "make_games", "first_alpha"}
 SELDOM |= {"evaluate", "solve", "save_checkpoint", "load_checkpoint", "save_final"}
+SELDOM |= {"load_data", "to_episodes", "check_env"}
 
 GROUPS = "--num-prompts-per-step 2 --num-generations 2 --eval-problems 1 "
 GROUPS += "--num-generations-eval 0 --eval-steps 0 --max-steps 1 --max-completion-length 17 "
@@ -54,6 +55,8 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "arac": TEAMS + "--embed-dim 8 --horizon 4 --total-timesteps 60 --save-steps 40",
     "seqwm": "--num-agents 3 --num-envs 4 --learning-starts 8 --batch-size 8 --eval-steps 0 --latent-dim 8 --hidden-dim 8 --horizon 2 "
     "--num-samples 4 --num-policy-samples 2 --num-elites 2 --iterations 2 --eval-episodes 2 --total-timesteps 100 --save-steps 60",
+    "meta_dt": "--embed-dim 8 --num-layers 1 --batch-size 4 --world-model-steps 4 --policy-steps 8 --no-prompt-steps 4 "
+    "--log-steps 2 --save-steps 4 --eval-steps 0 --eval-episodes 1 --eval-rounds 1",
 }
 SCRIPTS = {"mdpo_off_policy": "mdpo", "nash_preference_grpo": "nash_preference"}  # other names are those of scripts
 LANGUAGE = [name for name in FIRST if "--max-steps" in FIRST[name]]
@@ -84,6 +87,7 @@ OTHERS = {  # flags of runs that go other ways
     "mdpo": FIRST["mdpo"] + " --tsallis-q 1.5 --eval-episodes 0",
     "mdpo_off_policy": FIRST["mdpo_off_policy"] + " --tsallis-q 1.5 --eval-episodes 0",
     "fm3q": FIRST["fm3q"] + " --env-id pong --num-pro 1 --eval-games 1",
+    "meta_dt": FIRST["meta_dt"] + " --world-model state --prompt released --context episode",
     "arac": FIRST["arac"] + " --env-id graph_confrontation --graph grid_3x3 --opponent self --beta-mode exp",
     "seqwm": FIRST["seqwm"] + " --planner none --model joint --message actions",
 }
@@ -111,6 +115,7 @@ STEPS = {  # how many of the steps that waits.csv names are in a call
     "fm3q": {"logged line": 25},
     "arac": {"logged line": 15, "evaluation step": 4},
     "seqwm": {"logged line": 25, "evaluation step": 25},
+    "meta_dt": {"logged line": 6, "evaluation step": 20},
 }
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler for the pretend CUDA device"),
@@ -180,7 +185,7 @@ def test_other_paths(name, tmp_path):
     assert all(map(math.isfinite, results(tmp_path).values()))
 
 
-@pytest.mark.parametrize("name", ["grpo", "unimodal_poisson", "mdpo", "mdpo_off_policy", "arac"])
+@pytest.mark.parametrize("name", ["grpo", "unimodal_poisson", "mdpo", "mdpo_off_policy", "arac", "meta_dt"])
 def test_a_checkpoint_continues_on_the_other_device(name, runs, tmp_path):
     """A language script makes one more step, a control script those after its first checkpoint."""
     folder, _ = runs(name)

@@ -146,7 +146,8 @@ def runs_of(part: str, device: str, small: bool) -> list[Run]:
         off_policy = f"--total-timesteps {2048 if small else 20480} --device {device}"
         off_policy += " --method off_policy --learning-starts 1024"
         runs = [Run(script, script, flags) for script in CONTROL]
-        return [*runs, Run("mdpo off-policy", "mdpo", off_policy)]
+        offline = f"--policy-steps {100 if small else 500} --world-model-steps 500 --device {device}"
+        return [*runs, Run("mdpo off-policy", "mdpo", off_policy), Run("meta_dt", "meta_dt", offline)]
     if part in ("lora", "vllm"):
         added = {"lora": "--lora-rank 16", "vllm": "--vllm"}[part]
         flags = f"--max-steps {2 if small else 4} {BARE} {added}" + " --vllm-memory 0.1" * (part == "vllm")

@@ -1,0 +1,206 @@
+"""Meta-DT as people run it."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from control_runs import column, command, kill_and_resume, refusal, results, train
+from processes import as_flags
+from run_folders import assert_tags_of_pages, begin, tags
+
+from algorithms import meta_dt, unimodal_poisson
+from envs import cheetah_velocity
+from envs.point_robot import make_data, save_data
+
+SMALL = {"embed_dim": 8, "num_layers": 1, "batch_size": 4, "window_length": 6, "eval_episodes": 1, "eval_rounds": 2}
+SMALL |= {"world_model_steps": 20, "policy_steps": 30, "no_prompt_steps": 10, "log_steps": 5, "save_steps": 10, "eval_steps": 0}
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """Of a small run: six tasks of Point-Robot and two new ones."""
+    folder = tmp_path_factory.mktemp("data") / "points"
+    save_data(make_data(1, 6, 2, 5), folder)
+    return SMALL | {"data": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def whole(flags, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    return run_dir, begin(meta_dt, run_dir, **flags)
+
+
+def test_command_and_its_files(whole, flags):
+    run_dir, output = whole
+    progress = [line for line in output.splitlines() if line.startswith("step")]
+    assert len(progress) == 10 and max(map(len, progress)) <= 80
+    metrics = results(run_dir)
+    assert [step for step, name in metrics if name == "losses/world_model_loss"] == [5, 10, 15, 20]
+    assert [step for step, name in metrics if name == "losses/policy_loss"] == [25, 30, 35, 40, 45, 50]
+    assert all(map(math.isfinite, metrics.values()))
+    for part in ("new", "train"):
+        found = {name: metrics[50, f"eval/{part}/{name}_return"] for name in ("zero_shot", "few_shot", "optimal", "target")}
+        assert max(found["zero_shot"], found["few_shot"], found["target"]) < found["optimal"] < 0
+    saved = json.loads((run_dir / "args.json").read_text())
+    assert saved | flags == saved
+
+
+def test_tags_are_those_of_the_page(whole):
+    assert_tags_of_pages(tags(whole[0]), "meta_dt")
+
+
+@pytest.mark.parametrize("number", [1, 4, 8])
+def test_kill_and_resume(number, whole, flags, tmp_path, monkeypatch):
+    """Before the first checkpoint, in the phase of the world model, and in that of the policy."""
+    kill_and_resume(meta_dt, number, whole[0], tmp_path / "run", monkeypatch, flags)
+
+
+def test_evaluations_change_nothing_and_repeat(whole, flags, tmp_path, monkeypatch):
+    run_dir = whole[0]
+    expected = results(run_dir)
+    found = train(meta_dt, tmp_path / "run", **flags | {"eval_steps": 10})
+    assert len(column(found, "eval/new/few_shot_return")) == 3
+    assert {key: found[key] for key in expected} == expected
+    scores = command(meta_dt, monkeypatch, "--evaluate", run_dir)
+    assert scores == {tag: value for (step, tag), value in expected.items() if "eval/" in tag}
+    other = command(meta_dt, monkeypatch, "--evaluate", run_dir, "--target-return", -9)
+    assert other["eval/new/target_return"] == -9
+    command(meta_dt, monkeypatch, "--resume", run_dir)  # of a finished run: only the evaluation again
+    assert results(run_dir) == expected
+
+
+def test_a_longer_run_goes_on_from_a_shorter_one(whole, flags, tmp_path, monkeypatch):
+    train(meta_dt, tmp_path / "run", **flags | {"policy_steps": 10})
+    command(meta_dt, monkeypatch, "--resume", tmp_path / "run", "--policy-steps", 30)
+    found = results(tmp_path / "run")
+    assert {key: found[key] for key in results(whole[0])} == results(whole[0])
+
+
+SWITCHES = [{"context": "episode"}, {"context": "goal"}, {"context": "none"}, {"prompt": "released"}, {"prompt": "random"}]
+SWITCHES += [{"few_shot": "recorded"}, {"prompt": "none"}, {"world_model": "state"}, {"horizon": 3}, {"prompt_length": 3}, {"return_scale": 10.0}]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("values", SWITCHES, ids=str)
+def test_switches_change_the_run(values, whole, flags, tmp_path):
+    found = train(meta_dt, tmp_path, **flags | values | {"save_steps": 0})
+    assert all(map(math.isfinite, found.values()))
+    changed = "eval/new/few_shot_return" if "few_shot" in values else "losses/policy_loss"
+    assert found[50, changed] != results(whole[0])[50, changed]
+    assert ((50, "eval/new/few_shot_return") in found) == (values != {"prompt": "none"})
+
+
+def test_what_nobody_looks_at_is_not_trained(flags, tmp_path):
+    """Prompt-DT has no world model, and its length or seed of steps does not matter."""
+    plain = flags | {"context": "none", "prompt": "random", "save_steps": 0}
+    found = train(meta_dt, tmp_path / "a", **plain)
+    assert {step for step, _ in found} == {5, 10, 15, 20, 25, 30}
+    assert not column(found, "losses/world_model_loss")
+    assert found == train(meta_dt, tmp_path / "b", **plain | {"world_model_steps": 500})
+
+
+OWN = """
+import numpy as np
+
+
+class Levers:
+    '''Pull the lever to the height of the task; the episode ends when it is there.'''
+
+    def __init__(self, tasks):
+        self.tasks = tasks
+
+    def reset(self, seed):
+        self.height = np.random.default_rng(seed).uniform(-1, 1, (len(self.tasks), 1))
+        return self.height.copy()
+
+    def step(self, actions):
+        self.height += actions
+        distance = np.abs(self.height - self.tasks)[:, 0]
+        return self.height.copy(), -distance, distance < 0.05
+
+
+class Broken(Levers):
+    def step(self, actions):
+        return super().step(actions)[:2]
+
+
+class Wide(Levers):
+    def reset(self, seed):
+        return np.zeros((len(self.tasks), 3))
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Data and environment of one's own: episodes of 10 to 19 steps."""
+    (tmp_path / "own.py").write_text(OWN)
+    random = np.random.default_rng(0)
+    for part, count in (("train", 5), ("new", 2)):
+        (tmp_path / "data" / part).mkdir(parents=True)
+        for i in range(count):
+            heights, actions, dones = [], [], []
+            for _ in range(6):
+                length = int(random.integers(10, 20))
+                actions.append(random.uniform(-2, 2, (length, 1)))
+                heights.append(np.cumsum(np.concatenate([[[0.0]], actions[-1]]), 0))
+                dones.append(np.arange(length) == length - 1)
+            task = random.uniform(-1, 1, 1)
+            following = np.concatenate([x[1:] for x in heights])
+            steps = {"observations": np.concatenate([x[:-1] for x in heights]), "next_observations": following}
+            steps |= {"actions": np.concatenate(actions), "dones": np.concatenate(dones)}
+            steps["rewards"] = -np.abs(following - task)[:, 0]
+            np.savez(tmp_path / "data" / part / f"{i}.npz", task=task, **steps)
+    return SMALL | {"data": str(tmp_path / "data"), "env_id": f"{tmp_path}/own.py:Levers"}
+
+
+def test_own_data_and_environment(own, tmp_path, monkeypatch):
+    found = train(meta_dt, tmp_path / "run", **own)
+    assert found[50, "eval/new/few_shot_return"] < 0
+    assert not column(found, "eval/new/optimal_return")
+    found = train(meta_dt, tmp_path / "none", **own | {"env_id": "none"})
+    assert {tag for _, tag in found if tag.startswith("eval/")} == {"eval/new/world_model_error"}
+    for name, sentence in (("Broken", "step gives no (observations"), ("Wide", "reset gives (2, 3)"), ("No", "no function")):
+        words = as_flags(own | {"env_id": f"{tmp_path}/own.py:{name}"})
+        assert sentence in refusal(meta_dt, monkeypatch, *words, "--output-dir", tmp_path / "bad")
+
+
+def test_what_cannot_be_run(whole, flags, tmp_path, monkeypatch):
+    assert "--context goal: cannot change" in refusal(meta_dt, monkeypatch, "--resume", whole[0], "--context", "goal")
+    assert "holds a run" in refusal(meta_dt, monkeypatch, *as_flags(flags), "--output-dir", whole[0])
+    assert "expected point_robot" in refusal(meta_dt, monkeypatch, "--env-id", "ant")
+    assert "--horizon 0: must be" in refusal(meta_dt, monkeypatch, "--horizon", 0)
+    values = as_flags(flags | {"learning_rate": 1e30})
+    assert "not finite" in refusal(meta_dt, monkeypatch, *values, "--output-dir", tmp_path)
+    words = as_flags(flags | {"env_id": "cheetah_velocity"})
+    assert "the data ask for (2, 2)" in refusal(meta_dt, monkeypatch, *words, "--output-dir", tmp_path / "run")
+
+
+def test_learning(flags, tmp_path):
+    """With the goal given: from standing still to most of the way, on training goals."""
+    values = flags | {"context": "goal", "prompt": "none", "embed_dim": 32, "batch_size": 16, "window_length": 20}
+    values |= {"policy_steps": 400, "log_steps": 50, "save_steps": 0, "warmup_steps": 50, "learning_rate": 3e-3}
+    found = train(meta_dt, tmp_path / "run", **values)
+    step = max(step for step, _ in found)
+    assert found[step, "eval/train/zero_shot_return"] > -8
+
+
+def test_cheetah_data_and_run(tmp_path):
+    """From a saved policy to a run. Rewards are those of gymnasium's own numbers, at each task's target."""
+    ppo = {"num_envs": 2, "num_steps": 64, "num_minibatches": 2, "total_timesteps": 128}
+    train(unimodal_poisson, tmp_path / "ppo", **ppo | {"eval_episodes": 0})
+    cheetah_velocity.main([str(tmp_path / "ppo")], str(tmp_path / "data"), num_train=2, num_new=1, num_episodes=2)
+    file = dict(np.load(tmp_path / "data" / "train" / "001.npz"))
+    assert file["observations"].shape == (400, 17) and np.flatnonzero(file["dones"]).tolist() == [199, 399]
+    envs = cheetah_velocity.CheetahVelocity(np.array([[0.5], [2.0]]))
+    envs.reset(0)
+    before = [env.unwrapped.data.qpos[0] for env in envs.envs.envs]
+    actions = np.random.default_rng(0).uniform(-1, 1, (2, 6))
+    _, rewards, _ = envs.step(actions)
+    for i, target in enumerate((0.5, 2.0)):
+        env = envs.envs.envs[i].unwrapped
+        speed = (env.data.qpos[0] - before[i]) / env.dt
+        assert rewards[i] == pytest.approx(-abs(speed - target) - 0.05 * np.square(actions[i]).sum(), rel=1e-4)
+    values = SMALL | {"world_model_steps": 5, "policy_steps": 5, "no_prompt_steps": 0, "eval_rounds": 1}
+    found = train(meta_dt, tmp_path / "run", **values | {"data": str(tmp_path / "data"), "env_id": "cheetah_velocity"})
+    assert -200 * 6 < found[10, "eval/new/few_shot_return"] < 0
