@@ -8,17 +8,19 @@ Each agent of a team has a world model of its own. The agents have an order: wha
 i predicts depends on agent i and on the agents before it, whose plan is passed on as a message.
 
     z_i   = encoder_i(o_i)                       a latent, with simplicial normalization
-    z_i'  = dynamics_i(z_i, a_i, message_i)      message_i: actions and latents of agents j < i
+    z_i'  = dynamics_i(z_i, a_i, message_i)      a step later; message: actions, latents of j < i
     r_i   = reward_i(z_i, a_i, message_i)        the team's reward
     Q     = critics(z_1 .. z_n, a_1 .. a_n)      two, for all agents
     value = sum_t gamma^t r_i(t) + gamma^H Q     of a plan of H steps; mean over agents
 
-    model   20 |z_i' - encoder_i(o_i')|^2 + 0.1 CE(r_i, r) + 0.1 CE(Q, r + gamma (1 - d) min Q')
+    model   20 |z_i' - encoder_i(o_i')|^2 + 0.1 CE(r_i, r)
+            + 0.1 CE(Q, r + gamma (1 - d) min Q_slow)
     actors  alpha log pi_i - Q / S, one agent after the other in random order
     acting  MPPI: sample joint plans, keep those of highest value, draw around them, repeat
 
-CE is the cross-entropy of two-hot distributions over symlog values, ' a slow copy of the critics, d
-whether the game ended, S the spread of Q. A loss falls by half with each predicted step.
+CE is the cross-entropy of two-hot distributions over symlog values, Q_slow a slow copy of the
+critics, d whether the game ended, S the spread of Q. Each step that is predicted further ahead has
+half the weight of the one before.
 
 Differs from the released code (zhaozijie2022/seqwm-marl at da9f316):
 1. There, a message has the predecessors' actions alone: `--message actions`. The paper's has the
@@ -36,8 +38,8 @@ Differs from the released code (zhaozijie2022/seqwm-marl at da9f316):
    cached messages), and messages dropped at random in training.
 
     python algorithms/seqwm.py                                  # two agents cover two landmarks
-    python algorithms/seqwm.py --model independent              # control: nobody knows the others
-    python algorithms/seqwm.py --model joint                    # control: everybody sees all
+    python algorithms/seqwm.py --model independent              # control: models see nobody else
+    python algorithms/seqwm.py --model joint                    # control: models see everybody
     python algorithms/seqwm.py --planner none                   # control: actors alone
     python algorithms/seqwm.py --env-id mpe2.simple_spread_v3 \
         --env-kwargs '{"continuous_actions": true}'             # pip install pettingzoo mpe2
@@ -102,13 +104,14 @@ class Args:
     """simple_spread (MPE's, batched); a PettingZoo module such as mpe2.simple_spread_v3; or
     FILE.py:function, which makes a parallel environment"""
     env_kwargs: str = "{}"
-    """what the PettingZoo environment is made with, as JSON; those of MPE need
-    {"continuous_actions": true}"""
+    """what a PettingZoo environment is made with, as JSON; those of MPE need
+    {"continuous_actions": true}, and take "N", the number of agents"""
     num_agents: int = 2
-    """N, agents of simple_spread, and its landmarks (MPE: 3)"""
+    """N, agents of simple_spread, and its landmarks (MPE: 3); other tasks say it themselves"""
     # method
     model: Literal["seq", "joint", "independent"] = "seq"
-    """whom an agent's model sees: its predecessors, or as a control all agents, or none"""
+    """whom an agent's model sees: its predecessors, or as a control all agents, or none; critics
+    and the ranking of plans are common to the team in all three"""
     message: Literal["plan", "actions"] = "plan"
     """what it sees of them: latents and actions, or actions alone (released code)"""
     planner: Literal["mppi", "none"] = "mppi"
@@ -269,7 +272,7 @@ def estimate_value(
         if t < num_rewards:
             value = value + gamma**t * twohot_decode(world.reward(inputs), limit)
         latents = world.dynamics(inputs)
-    q = twohot_decode(world.values(latents, world.act(latents)), limit)  # (2,R)
+    q = twohot_decode(world.values(latents, world.sample_actions(latents)), limit)  # (2,R)
     return value + gamma ** len(actions) * q.mean(0)  # eq. 2 of seqwm.md
 
 
@@ -300,7 +303,7 @@ def plan(world, latents: Tensor, mean: Tensor, args: Args, explore: bool) -> tup
     here = latents.repeat_interleave(args.num_policy_samples, 1)
     proposals = []
     for _ in range(H):
-        actions = world.act(here)
+        actions = world.sample_actions(here)
         proposals.append(actions.view(N, E, -1, A))
         here = world.dynamics(world.inputs(here, actions))
     proposals = torch.stack(proposals)  # (H,N,E,P,A)
@@ -376,12 +379,12 @@ class WorldModel(nn.Module):
         return actions, log_density - squash_term(actions)
 
     @torch.no_grad()
-    def act(self, latents: Tensor) -> Tensor:
+    def sample_actions(self, latents: Tensor) -> Tensor:
         """Actions that all agents sample. (N,R,Z) -> (N,R,A)"""
         return torch.stack([self.policy(agent, own)[0] for agent, own in enumerate(latents)])
 
     @torch.no_grad()
-    def likeliest(self, latents: Tensor) -> Tensor:
+    def mean_actions(self, latents: Tensor) -> Tensor:
         """The middle of all agents' policies. (N,R,Z) -> (N,R,A)"""
         outputs = [actor(own) for actor, own in zip(self.actors, latents)]
         return torch.stack(outputs).chunk(2, -1)[0].tanh()
@@ -393,10 +396,16 @@ class WorldModel(nn.Module):
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     lowest = {"num_envs": 1, "num_agents": 1, "horizon": 1, "batch_size": 1, "eval_episodes": 1}
-    lowest |= {"iterations": 1, "num_elites": 1, "num_policy_samples": 0}
-    lowest |= {"num_samples": max(args.num_elites, args.num_policy_samples)}
-    several = args.num_envs * args.horizon  # steps that hold one sequence of each game
-    device = setup(args, **lowest, learning_starts=several, buffer_size=several)
+    lowest |= {"iterations": 1, "num_elites": 1, "num_policy_samples": 0, "total_timesteps": 1}
+    device = setup(args, **lowest)
+    if args.num_samples < max(args.num_elites, args.num_policy_samples):
+        sys.exit(f"--num-samples {args.num_samples}: elites and those of the actors are among them")
+    one_each = args.num_envs * args.horizon  # steps that hold one sequence of each game
+    for name in ("learning_starts", "buffer_size"):
+        steps = getattr(args, name)
+        if steps < one_each and not args.evaluate:
+            flag = f"--{name.replace('_', '-')} {steps}"
+            sys.exit(f"{flag}: must be at least --num-envs x --horizon, {one_each}")
     if args.latent_dim < 1 or args.latent_dim % GROUP:
         sys.exit(f"--latent-dim {args.latent_dim}: must be a multiple of {GROUP}")
     if args.env_id == "simple_spread" and find_spec("envs") is None:
@@ -428,6 +437,7 @@ def train(args: Args) -> dict[str, float]:
             f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
         )
     begin_anew = True
+    num_ended = 0  # games since the last checkpoint
     scores = {}
     while True:
         last = step >= end
@@ -473,6 +483,7 @@ def train(args: Args) -> dict[str, float]:
         speed = interval / (time.perf_counter() - began)
         metrics = {"charts/SPS": speed}
         line = f"step {step:>9,}/{end:,}  {speed:5,.0f} steps/s"
+        num_ended += games
         if games:
             metrics["charts/episodic_return"] = total / games
             line += f"  return {total / games:7.1f}"
@@ -486,7 +497,11 @@ def train(args: Args) -> dict[str, float]:
         left = round((end - step) / speed)
         print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
         if args.save_steps and (step >= end or is_due(args.save_steps, step, interval)):
-            learner.buffer.columns["over"][learner.newest_rows()] = True  # games start anew
+            if not num_ended:
+                print("games start anew at checkpoints, and none has ended: a larger --save-steps?")
+            num_ended = 0
+            # Games start anew: no sequence may go on over this place.
+            learner.buffer.columns["over"][learner.newest_rows()] = True
             save_checkpoint(run_dir, step, {"step": step, "learner": learner.saved()})
             begin_anew = True
     return scores
@@ -507,7 +522,7 @@ def update_model(learner: Learner, batch: dict[str, Tensor], args: Args):
     rewards = batch["rewards"].flatten()  # (H B,)
     with torch.no_grad():
         next_latents = world.encode(batch["next_observations"].flatten(0, 1))  # (N,H B,Z)
-        next_logits = learner.target.values(next_latents, world.act(next_latents))
+        next_logits = learner.target.values(next_latents, world.sample_actions(next_latents))
         next_values = twohot_decode(next_logits).amin(0)  # (H B,)
         targets = rewards + args.gamma * (1 - batch["terminated"].flatten().float()) * next_values
 
@@ -551,12 +566,13 @@ def update_actors(
     metrics of LEARNED, means over agents.
     """
     world = learner.world
-    order = random.Random(random_seed(args.seed, "order", update))
+    generator = random.Random(random_seed(args.seed, "order", update))
     H, B = weights.shape
+    shares = weights.flatten() / weights.sum()  # for metrics
     weights = weights.flatten() / (H * B)
-    actions = world.act(latents)  # (N,H B,A)
+    actions = world.sample_actions(latents)  # (N,H B,A)
     rows = []
-    for agent in order.sample(range(len(latents)), len(latents)):
+    for agent in generator.sample(range(len(latents)), len(latents)):
         actor = world.actors[agent]
         own, log_density = world.policy(agent, latents[agent])
         joint_actions = torch.cat([actions[:agent], own[None], actions[agent + 1 :]])
@@ -570,7 +586,8 @@ def update_actors(
         optimizer.step()
         with torch.no_grad():
             actions[agent] = world.policy(agent, latents[agent])[0]
-        rows.append(torch.stack([loss, -log_density.mean(), q.mean(), learner.scale]).detach())
+        entropy = -(shares * log_density).sum()
+        rows.append(torch.stack([loss, entropy, (shares * q).sum(), learner.scale]).detach())
     return list(torch.stack(rows).mean(0))
 
 
@@ -613,7 +630,7 @@ def act(world: WorldModel, observations: Tensor, mean: Tensor, args: Args, explo
         latents = world.encode(observations)
     if args.planner == "mppi":
         return plan(world, latents, mean, args, explore)
-    return (world.act(latents) if explore else world.likeliest(latents)), mean
+    return (world.sample_actions(latents) if explore else world.mean_actions(latents)), mean
 
 
 def evaluate(world: WorldModel, args: Args, device: torch.device) -> dict[str, float]:
@@ -628,7 +645,7 @@ def evaluate(world: WorldModel, args: Args, device: torch.device) -> dict[str, f
 
 @torch.no_grad()
 def play_games(world: WorldModel, args: Args, device: torch.device) -> Tensor:
-    """Return of one game in each environment, without exploration. (eval_episodes,)"""
+    """Return of one game in each environment, without added noise. (eval_episodes,)"""
     game = evaluation_game(replace(args, planner="none"), device)  # one for plans and actors
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # evaluations do not change the training
@@ -785,6 +802,8 @@ def make_game(args: Args, num_envs: int, seed: int, device):
     if args.env_id == "simple_spread":
         from envs.simple_spread import SimpleSpread
 
+        if args.env_kwargs != "{}":
+            sys.exit("--env-kwargs: is for tasks of PettingZoo; simple_spread has --num-agents")
         return SimpleSpread(num_envs, seed, device, args.num_agents)
     return PettingZooTeam(args, num_envs, seed, device)
 
@@ -897,14 +916,16 @@ class PettingZooTeam:
 
     def reset(self, seed: int) -> None:
         """New games."""
-        self.random = np.random.default_rng(seed)
+        self.random = np.random.default_rng(seed % 2**63)
         begun = np.stack([self.begin(env) for env in self.envs])
         self.observations = self.to_device(begun)  # (E,N,O)
 
     def begin(self, env) -> np.ndarray:
         """What all agents see in a new game. (N,O)"""
         observations, _ = env.reset(seed=int(self.random.integers(2**31)))
-        return self.describe(observations)
+        found = self.describe(observations)
+        check_finite(self.env_id, observations=found)
+        return found
 
     def describe(self, observations: dict) -> np.ndarray:
         """What all agents see. (N,O)"""
@@ -1011,6 +1032,11 @@ def check_finite(env_id: str, **arrays) -> None:
 
 def score_run(args: Args, device) -> dict[str, float]:
     """--evaluate: scores of the newest checkpoint of a run."""
+    saved = json.loads(Path(args.evaluate, "args.json").read_text())
+    for name in ("env_id", "num_agents", "model", "message", "latent_dim", "hidden_dim"):
+        if getattr(args, name) != saved[name]:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            sys.exit(f"{flag}: cannot change with --evaluate, the run began with {saved[name]}")
     world = load_world(args.evaluate, args, device)
     scores = evaluate(world, args, device)
     for tag, value in scores.items():

@@ -317,7 +317,7 @@ def test_losses_by_other_lines():
     torch.manual_seed(3)
     with torch.no_grad():
         next_latents = world.encode(batch["next_observations"].flatten(0, 1))
-        next_actions = world.act(next_latents)
+        next_actions = world.sample_actions(next_latents)
         dynamics_loss = reward_loss = value_loss = 0.0
         for b in range(6):
             z = world.encode(batch["observations"][0, b : b + 1])
@@ -363,7 +363,7 @@ def test_actors_learn_one_after_the_other():
         actor[-1].bias.data[5:] = -20
     learner = seqwm.Learner(world, WorldModel(game, args), args)
     latents = world.encode(game.observations).detach().repeat(1, 2, 1)
-    old = world.likeliest(latents)
+    old = world.mean_actions(latents)
     seen, original = [], world.values
     world.values = lambda z, a: seen.append(a.detach().clone()) or original(z, a)
     before = [[x.clone() for x in actor.parameters()] for actor in world.actors]
@@ -371,7 +371,7 @@ def test_actors_learn_one_after_the_other():
     seqwm.update_actors(learner, latents, torch.ones(2, 4), 7, args)
     order = random.Random(seqwm.random_seed(args.seed, "order", 7)).sample(range(3), 3)
     assert len(seen) == 3
-    new = world.likeliest(latents)
+    new = world.mean_actions(latents)
     assert (new - old).abs().mean((1, 2)).min() > 3e-3
     for turn, actions in enumerate(seen):
         for place, agent in enumerate(order):

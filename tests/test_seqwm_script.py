@@ -61,6 +61,12 @@ class Broken(Team):
         return seen, dict.fromkeys(rewards, float("nan")), *rest
 
 
+class Blind(Team):
+    def reset(self, *words, **names):
+        seen, infos = super().reset(*words, **names)
+        return {agent: np.full(3, np.nan) for agent in seen}, infos
+
+
 class Nobody:
     pass
 '''
@@ -195,10 +201,14 @@ def test_what_cannot_be_run(tmp_path, monkeypatch, team):
     assert "has no function 'nothing'" in say("--env-id", team.replace(":Team", ":nothing"))
     assert "such as mpe2" in say("--env-id", "chess")
     assert "must be a multiple of 8" in say("--latent-dim", 20)
-    assert "--num-samples 4: must be at least 8" in say("--num-samples", 4)
+    assert "--num-samples 4: elites and those of the actors" in say("--num-samples", 4)
+    assert "--total-timesteps 0: must be at least 1" in say("--total-timesteps", 0)
+    assert "--env-kwargs: is for tasks of PettingZoo" in say("--env-kwargs", '{"N": 3}', "--output-dir", tmp_path / "kw")
+    assert "observations are not finite numbers" in say("--env-id", team.replace(":Team", ":Blind"))
     assert "--learning-starts 0: must be at least" in say("--learning-starts", 0)
     assert "--buffer-size 8: must be at least" in say("--buffer-size", 8)
     words = as_flags(SMALL | {"learning_rate": 1e30})
     assert "lower --learning-rate" in say(*words, "--output-dir", tmp_path / "run")
     assert not checkpoints(tmp_path / "run") and "no checkpoint" in say("--evaluate", tmp_path / "run")
     assert "cannot change on resume" in say("--resume", tmp_path / "run", "--model", "joint")
+    assert "--model joint: cannot change with --evaluate" in say("--evaluate", tmp_path / "run", "--model", "joint")
