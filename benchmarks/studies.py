@@ -698,13 +698,14 @@ STUDIES = {
     "seqwm": Study(
         command="algorithms/seqwm.py --eval-steps 0 --eval-episodes 500",
         arms={
-            "seq": Arm(),
-            "independent": Arm("--model independent"),
+            "seq": Arm("", CONTROL, "1e-3"),
+            "independent": Arm("--model independent", CONTROL, "1e-3"),
             "joint": Arm("--model joint"),
             "no_plan": Arm("--planner none"),
         },
         scores=SPREAD,
         curves=("charts/episodic_return",),
+        best="eval_return",
         minutes=2.5,
     ),
     "meta_dt": Study(  # Point-Robot; data and new goals are drawn anew from each seed. Both rates are swept on seed 1
