@@ -20,9 +20,10 @@ World Model Disentanglement, NeurIPS 2024, arXiv 2410.11448, after the authors' 
 3. Self-guided prompt: the segment in which the world model was most wrong. At evaluation it is cut
    from the policy's own earlier episodes on the task, so few-shot needs no demonstration.
 
-Without a context (--context none) this is a decision transformer, and with --prompt random beside
-it Prompt-DT. Two more arms ask what a context could give: --context episode (that of the prompt's
-episode, the same for all steps) and --context goal (the task itself is given).
+With --context none --prompt none this is a decision transformer, with --context none --prompt
+random Prompt-DT; with --context none alone, the world model only chooses the prompt. Two more arms
+ask what a context could give: --context episode (that of the prompt's episode, the same for all
+steps) and --context goal (the task itself is given).
 
 Differs from the authors' code:
 1. Inputs are on one scale: states standardized, actions divided by their largest size (as tanh
@@ -37,7 +38,7 @@ Differs from the authors' code:
 7. A quarter of the width, fewer steps, no dropout. meta_dt.md lists smaller differences.
 
     python algorithms/meta_dt.py                         # Point-Robot, CPU, 3 minutes
-    python algorithms/meta_dt.py --context none          # a prompted decision transformer
+    python algorithms/meta_dt.py --context none          # the control: prompts, but no context
     python algorithms/meta_dt.py --prompt none           # zero-shot only
     python algorithms/meta_dt.py --data FOLDER --env-id FILE.py:Class
 
@@ -72,6 +73,7 @@ from transformers import GPT2Config, GPT2Model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root, for envs/
 
+SCALES = "state_mean state_std action_scale reward_scale return_scale task_mean task_std".split()
 BEST = 3  # own episodes with the highest returns, of which one gives the prompt
 NO_PROMPT = 0.1  # share of rows that are trained without prompt after the warm-up
 ENVS = {
@@ -119,9 +121,9 @@ class Args:
     policy_steps: int = 6_000
     """gradient steps of the policy (authors: 100,000 and more)"""
     no_prompt_steps: int = 1_000
-    """of these, the first ones are without prompt (authors: 20,000)"""
+    """policy steps at the start that see no prompt (authors: 20,000)"""
     warmup_steps: int = 200
-    """of these, the first ones have a rising learning rate (authors: 10,000)"""
+    """policy steps in which the learning rate rises from 0 (authors: 10,000)"""
     batch_size: int = 32
     """B, windows in a step of the policy (authors: 128); the world model takes 128 transitions"""
     learning_rate: float = 3e-3
@@ -185,8 +187,9 @@ def prompt_start_probabilities(errors, horizon, prompt_length, max_ep_len, to_en
         sums = returns_to_go(errors)[..., horizon : horizon + num_starts]
     else:
         sums = errors.unfold(-1, prompt_length, 1).sum(-1)[..., horizon:]
+    # Too short for any: the first start, and the mask hides what is missing.
     fits = (starts <= length - prompt_length) | (starts == horizon)
-    sums = (sums + 1e-30) * fits  # errors may all be 0
+    sums = (sums + 1e-30) * fits  # also where all errors are 0, shares add up to 1
     return sums / sums.sum(-1, keepdim=True)
 
 
@@ -392,18 +395,26 @@ def train(args: Args) -> dict[str, float]:
     lowest |= dict.fromkeys(names.split(), 0)
     device = setup(args, **lowest)
     world_model_steps = up_to_multiple(args.world_model_steps, args.log_steps)
-    if args.prompt in ("random", "none") and args.context in ("goal", "none"):
-        world_model_steps = 0  # nothing would look at it
+    if not uses_world_model(args):
+        world_model_steps = 0
+    if args.prompt != "none" and 0 < args.policy_steps <= args.no_prompt_steps:
+        print(
+            f"--no-prompt-steps {args.no_prompt_steps}: the run ends before it learns from prompts"
+        )
     last_step = world_model_steps + up_to_multiple(args.policy_steps, args.log_steps)
     make_env = load_env(args)
-    data = load_data(args, device)
+    scales = None  # those of the data
+    if args.evaluate:
+        check_evaluate(args)
+        state = load_checkpoint(args.evaluate, device)
+        if state is None:
+            sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or too early")
+        scales = {name: state["agent"][name].cpu() for name in SCALES}
+    data = load_data(args, device, scales)
     check_env(args, make_env, data)
     torch.manual_seed(args.seed)
     agent = Agent(data, args).to(device)
     if args.evaluate:
-        state = load_checkpoint(args.evaluate, device)
-        if state is None:
-            sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or too early")
         agent.load_state_dict(state["agent"])
         return evaluate(agent, data, make_env, args)
     world_model = [*agent.encoder.parameters(), *agent.decoder.parameters()]
@@ -467,6 +478,11 @@ def train(args: Args) -> dict[str, float]:
             state = {"step": step, "agent": agent.state_dict()}
             state |= {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
             save_checkpoint(run_dir, step, state)
+
+
+def uses_world_model(args: Args) -> bool:
+    """Whether contexts or prompts come from it."""
+    return args.prompt in ("self_guided", "released") or args.context in ("running", "episode")
 
 
 def update_world_model(agent, optimizer, episodes, args):
@@ -556,9 +572,12 @@ def evaluate(agent, data, make_env, args) -> dict[str, float]:
     """
     agent.eval()
     scores = {}
-    agent.encode(data.new)
-    error = data.new.errors[data.new.mask].mean()
-    scores["eval/new/world_model_error"] = (error * agent.error_unit).item()
+    if uses_world_model(args):
+        for part, episodes in (("new", data.new), ("train", data.train)):
+            if episodes.contexts is None:
+                agent.encode(episodes)
+            error = episodes.errors[episodes.mask].mean() * agent.error_unit
+            scores[f"eval/{part}/world_model_error"] = error.item()
     if make_env is not None and args.eval_episodes:
         torch.manual_seed(random_seed(args.seed, "evaluation"))
         tasks = data.tasks.repeat(args.eval_episodes, 1)  # (N,G)
@@ -566,6 +585,7 @@ def evaluate(agent, data, make_env, args) -> dict[str, float]:
         envs = make_env(tasks.cpu().numpy())
         columns = torch.arange(len(tasks), device=tasks.device)
         if args.few_shot == "recorded":
+            agent.encode(data.new)
             agent.encode(data.train)
             recorded = join([data.train, data.new])
         own = play(agent, envs, tasks, targets, None, None, data, args)
@@ -611,8 +631,8 @@ def play(agent, envs, tasks, targets, prompt, other_contexts, data, args) -> Epi
     states[:, 0] = agent.normalize(observations)
     actions = torch.zeros(N, T, len(agent.action_scale), device=device)
     rewards = torch.zeros(N, T, device=device)
-    rtg = torch.zeros(N, T + 1, 1, device=device)
-    rtg[:, 0, 0] = targets / agent.return_scale
+    wanted = torch.zeros(N, T + 1, 1, device=device)  # return-to-go that the policy is asked for
+    wanted[:, 0, 0] = targets / agent.return_scale
     contexts = torch.zeros(N, T, args.context_dim, device=device)
     if args.context == "goal":
         contexts += agent.goal_contexts(tasks)[:, None]
@@ -630,19 +650,20 @@ def play(agent, envs, tasks, targets, prompt, other_contexts, data, args) -> Epi
             r = F.pad(rewards[:, earlier, None], missing)[..., 0]
             contexts[:, t] = agent.encoder(s, a, r)
         window = slice(max(0, t + 1 - K), t + 1)
-        steps = states[:, window], contexts[:, window], actions[:, window], rtg[:, window]
+        steps = states[:, window], contexts[:, window], actions[:, window], wanted[:, window]
         chosen = agent.policy(*steps, timesteps[:, window], prompt=prompt)[:, -1]
-        actions[:, t] = chosen  # the policy did not see it: it comes after the state
+        actions[:, t] = chosen  # zeros stood there, in a token after the one that was read
         observations, reward, dones = envs.step((chosen * agent.action_scale).cpu().numpy())
         check_finite(args.env_id, observations=observations, rewards=reward)
         reward = torch.as_tensor(reward * running).float().to(device)
         states[:, t + 1] = agent.normalize(observations)
         rewards[:, t] = reward / agent.reward_scale
-        rtg[:, t + 1, 0] = rtg[:, t, 0] - reward / agent.return_scale
+        wanted[:, t + 1, 0] = wanted[:, t, 0] - reward / agent.return_scale
         lengths += running
         running &= ~np.asarray(dones, bool)
         if not running.any():
             break
+    gained = rewards * agent.reward_scale
     episodes = Episodes(
         states=states[:, :-1],
         actions=actions,
@@ -650,8 +671,8 @@ def play(agent, envs, tasks, targets, prompt, other_contexts, data, args) -> Epi
         next_states=states[:, 1:],
         lengths=torch.as_tensor(lengths).to(device),
         tasks=tasks,
-        returns=rewards.sum(1) * agent.reward_scale,
-        rtg=rtg[:, :-1],
+        returns=gained.sum(1),
+        rtg=returns_to_go(gained)[..., None] / agent.return_scale,  # what it got, for prompts
     )
     agent.encode(episodes)
     return episodes
@@ -794,8 +815,8 @@ class Data:
 COLUMNS = "observations actions rewards next_observations dones task".split()
 
 
-def load_data(args: Args, device: torch.device) -> Data:
-    """The files of --data, or Point-Robot, on the device and on one scale."""
+def load_data(args: Args, device: torch.device, scales: dict[str, Tensor] | None = None) -> Data:
+    """The files of --data, or Point-Robot, on the device and on these scales, or on their own."""
     if args.data is None:
         files = make_point_robot(args)
     else:
@@ -816,14 +837,15 @@ def load_data(args: Args, device: torch.device) -> Data:
     largest = max(np.abs(np.concatenate(returns[: len(tasks["train"])])).max(), 1e-6)
     numbers = {
         "state_mean": train["observations"].mean(0),
-        "state_std": train["observations"].std(0) + 1e-6,
+        "state_std": spread(train["observations"]),
         "action_scale": np.abs(train["actions"]).max(0) + 1e-6,
-        "reward_scale": train["rewards"].std() + 1e-6,
+        "reward_scale": spread(train["rewards"]),
         "return_scale": args.return_scale or largest,
         "task_mean": parameters[: len(tasks["train"])].mean(0),
-        "task_std": parameters[: len(tasks["train"])].std(0) + 1e-6,
+        "task_std": spread(parameters[: len(tasks["train"])]),
     }
-    scales = {name: torch.tensor(np.float32(value)) for name, value in numbers.items()}
+    if scales is None:
+        scales = {name: torch.tensor(np.float32(numbers[name])) for name in SCALES}
     if args.target_return is None:
         targets = [max(values) for values in returns]
     else:
@@ -846,6 +868,23 @@ def load_data(args: Args, device: torch.device) -> Data:
         num_steps=T,
         scales=scales,
     )
+
+
+def spread(values: np.ndarray):
+    """Standard deviation of the rows, or 1 where all are equal."""
+    std = values.std(0)
+    return np.where(std < 1e-6, 1.0, std + 1e-6)
+
+
+def check_evaluate(args: Args) -> None:
+    """Exit if the networks of the run do not have these flags, or have learned from other data."""
+    saved = json.loads(Path(args.evaluate, "args.json").read_text())
+    names = "world_model context horizon prompt_length window_length context_dim embed_dim"
+    names += " num_layers return_scale" + " seed" * (args.data is None)  # of the data made here
+    for name in names.split():
+        if getattr(args, name) != saved[name]:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            sys.exit(f"{flag}: cannot change with --evaluate, the run began with {saved[name]}")
 
 
 def make_point_robot(args: Args) -> dict[str, list]:

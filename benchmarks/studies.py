@@ -719,7 +719,6 @@ STUDIES = {
         },
         scores={f"{part}_{name}": (f"eval/{part}/{name}", "last") for part in ("new", "train") for name in ADAPTED},
         best="train_few_shot_return",
-        sweep="--world-model-steps 2000 --policy-steps 3000",
         minutes=2.7,
     ),
     "arac_weight": Study(  # weights of the control are swept on seed 1

@@ -5,10 +5,11 @@
 A point starts at (0, 0) and moves by an action of at most 0.1 along each axis. The reward is minus the distance to a
 goal in [-1, 1]^2 that it does not see. Episodes have 20 steps; the state is the position.
 
-The data come from a scripted controller that knows the goal. Each episode draws a quality from 0 to 1 and a detour of 0 to
-10 steps: in each step, with the probability of its quality, the robot walks straight to its aim (with noise of up to 0.01),
-else its action is uniform. The aim is another random point during the detour, then the goal. So data go from random walks
-to nearly perfect ones, and where a robot went does not give away its goal. (The authors' data, from SAC, were not at hand.)
+The data come from a scripted controller that knows the goal. Each episode draws a quality from 0 to 1 and a detour of 0
+to 10 steps: in each step, with the probability of its quality, the robot walks to its aim (as fast as each axis allows,
+with noise of up to 0.01), else its action is uniform. The aim is another random point during the detour, then the goal.
+So data go from random walks to nearly perfect ones, and where a robot went first does not give away its goal. (The
+authors' data, from SAC, were not at hand.)
 """
 
 import sys

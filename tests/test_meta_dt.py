@@ -243,10 +243,12 @@ def test_an_episode_is_what_the_training_would_see(folder, context):
         given = seen if context == "episode" else agent.goal_contexts(data.tasks)
         contexts = given[:, None].expand(-1, 20, -1)
     timesteps = torch.arange(20).expand(6, 20)
-    predicted = agent.policy(played.states, contexts, played.actions, played.rtg, timesteps)
+    gained = played.rewards * agent.reward_scale
+    wanted = data.targets[:, None] - (gained.cumsum(1) - gained)
+    predicted = agent.policy(played.states, contexts, played.actions, wanted[..., None] / agent.return_scale, timesteps)
     assert_close(predicted, played.actions, 1e-5)
-    spent = played.rewards.cumsum(1) * agent.reward_scale - played.rewards * agent.reward_scale
-    assert_close(played.rtg[..., 0] * agent.return_scale, data.targets[:, None] - spent, 1e-4)
+    achieved = gained.flip(1).cumsum(1).flip(1)  # what a prompt of this episode tells, as in the data
+    assert_close(played.rtg[..., 0] * agent.return_scale, achieved, 1e-4)
     position, total = envs.reset(0), 0
     for t in range(20):  # the same actions again
         position, rewards, _ = envs.step((played.actions[:, t] * agent.action_scale).detach().numpy())

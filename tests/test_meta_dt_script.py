@@ -2,9 +2,11 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from control_runs import column, command, kill_and_resume, refusal, results, train
 from processes import as_flags
 from run_folders import assert_tags_of_pages, begin, tags
@@ -159,7 +161,7 @@ def test_own_data_and_environment(own, tmp_path, monkeypatch):
     assert found[50, "eval/new/few_shot_return"] < 0
     assert not column(found, "eval/new/optimal_return")
     found = train(meta_dt, tmp_path / "none", **own | {"env_id": "none"})
-    assert {tag for _, tag in found if tag.startswith("eval/")} == {"eval/new/world_model_error"}
+    assert {tag for _, tag in found if tag.startswith("eval/")} == {f"eval/{part}/world_model_error" for part in ("new", "train")}
     for name, sentence in (("Broken", "step gives no (observations"), ("Wide", "reset gives (2, 3)"), ("No", "no function")):
         words = as_flags(own | {"env_id": f"{tmp_path}/own.py:{name}"})
         assert sentence in refusal(meta_dt, monkeypatch, *words, "--output-dir", tmp_path / "bad")
@@ -204,3 +206,23 @@ def test_cheetah_data_and_run(tmp_path):
     values = SMALL | {"world_model_steps": 5, "policy_steps": 5, "no_prompt_steps": 0, "eval_rounds": 1}
     found = train(meta_dt, tmp_path / "run", **values | {"data": str(tmp_path / "data"), "env_id": "cheetah_velocity"})
     assert -200 * 6 < found[10, "eval/new/few_shot_return"] < 0
+
+
+@pytest.mark.quick
+def test_a_run_is_scored_on_its_own_scales(whole, flags, tmp_path, monkeypatch, capsys):
+    """On other data the networks see what they learned to see; other networks are refused."""
+    run_dir = whole[0]
+    other = make_data(2, 3, 2, 4)
+    for task in other["train"]:
+        task["rewards"] = 7 * task["rewards"]
+    save_data(other, tmp_path / "other")
+    args = replace(meta_dt.Args(**flags), evaluate=str(run_dir), data=str(tmp_path / "other"))
+    saved = meta_dt.load_checkpoint(run_dir, torch.device("cpu"))["agent"]
+    seen = []
+    monkeypatch.setattr(meta_dt, "evaluate", lambda agent, data, make_env, args: seen.append((agent, data)) or {})
+    meta_dt.train(args)
+    agent, data = seen[0]
+    for name in meta_dt.SCALES:
+        assert torch.equal(getattr(agent, name), saved[name]) and torch.equal(data.scales[name], saved[name])
+    assert "--embed-dim 16: cannot change with --evaluate" in refusal(meta_dt, monkeypatch, "--evaluate", run_dir, "--embed-dim", 16)
+    assert meta_dt.spread(np.ones(5)) == 1 and meta_dt.spread(np.arange(2.0)) == 0.5 + 1e-6
