@@ -961,6 +961,32 @@ TABLES = {
         ],
         seeds=8,
     ),
+    "critic_search": Table(
+        "critic_search",
+        {
+            "critic": "verdicts and outcome (`--critic-mix add`)",
+            "outcome": "outcome alone (`--critic-alpha 0`)",
+        },
+        [
+            ("steps_to_10", "steps to 10 % right", 1, 0),
+            "mean_at_8",
+            ("searches_late", "searches of an episode, last tenth", 1, 2),
+        ],
+        seeds=8,
+    ),
+    "dipllm": Table(
+        "dipllm",
+        {
+            "soft": "unit policies (`--label soft`)",
+            "argmax": "the likeliest joint order (`--label argmax`)",
+        },
+        [
+            ("objective", "regularised objective (higher is better)", 1, 3),
+            ("exploitability", "exploitability", 1, 3),
+            ("search_objective", "objective of the search", 1, 3),
+        ],
+        seeds=10,
+    ),
     "advantage_alignment": Table(
         "advantage_alignment",
         {"alignment": "alignment", "naive": "plain policy gradient (`--advantage naive`)"},
