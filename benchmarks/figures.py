@@ -113,6 +113,9 @@ def default_runs(ink: str, paper: str):
     return picture
 
 
+FARTHEST = 18  # standard deviations that the picture of claims shows
+
+
 def forest(ink: str, paper: str):
     """The main claim of each method: its interval in standard deviations of the control, turned so that right of zero
     is as claimed. Dots are filled where the interval excludes zero also after Holm's correction."""
@@ -131,10 +134,15 @@ def forest(ink: str, paper: str):
         ends = [found.low / unit, found.high / unit]
         axis.plot(ends, [row, row], color=color, linewidth=2, solid_capstyle="butt")
         inside = color if survives(claim) else paper
-        axis.plot(found.mean / unit, row, "o", color=color, markersize=5.5, markerfacecolor=inside)
-        axis.text(0.01, row, short_name(claim.method), weight="bold", **text)
+        place = found.mean / unit
+        mark = "o"
+        if abs(place) > FARTHEST:  # an arrow at the edge points to it
+            mark = ">" if place > 0 else "<"
+            place = FARTHEST if place > 0 else -FARTHEST
+        axis.plot(place, row, mark, color=color, markersize=5.5, markerfacecolor=inside)
+        axis.text(0.01, row, short_name(claim.method).replace("Advantage Alignment", "AdAlign"), weight="bold", **text)
         label = claim.plot + " (our question)" * bool(claim.asked)
-        axis.text(0.10, row, label, style="italic" if claim.asked else "normal", gid="label", **text)
+        axis.text(0.125, row, label, style="italic" if claim.asked else "normal", gid="label", **text)
         axis.text(0.87, row, f"{claim.scale.removesuffix(' parameters')}, {len(ours)}", **text)
     axis.text(0.87, -1, "scale, pairs", style="italic", **text)
     axis.axvline(0, color=ink, linewidth=0.8)
