@@ -25,7 +25,7 @@ RUNS = {  # flags of a short run that needs nothing of this repository but a mod
     "nash_preference": f"{LINES.replace('--reward own.py:ones', '--preference own.py:longer')} --micro-batch-size 2 "
     "--num-generations-eval 2",
     "ampo": f"{LINES} --num-replaced 1",
-    "unlikeliness": f"{LINES} --method rep_exp",
+    "unlikeliness": f"{LINES} --method rep_exp".replace("--num-generations 2", "--num-generations 3"),
     "opd": f"{LINES} --teacher {TINY}/countdown",
     "igpo": f"--env calculator.py:Calculator {AGENT} {GROUPS} --max-turns 2",
     "critic_search": f"--env calculator.py:Calculator --critic own.py:judge {AGENT} {GROUPS} --max-turns 2",
