@@ -98,7 +98,7 @@ def test_the_split_with_every_other_arm(arm, tmp_path):
 def test_a_game_of_ones_own(tmp_path):
     values = {"games": (COMMONS,), "game_options": "{}", "eval_steps": 1, "eval_opponents": ("self", "random")}
     found = train_here(tmp_path, **values)
-    assert f"eval/{COMMONS}/random/other" in {tag for _, tag in found}
+    assert "eval/commons.py:Commons/random/other" in {tag for _, tag in found}
     assert not any("/ipd/" in tag for _, tag in found)
     assert "grows by a half" in completions(tmp_path)[0]["first_prompt"]
 

@@ -109,7 +109,7 @@ class Toy:
     def reward(self, inputs):
         return self.apply("rew", inputs)
 
-    def act(self, latents):
+    def sample_actions(self, latents):
         return self.apply("act", latents).tanh()
 
     def values(self, latents, actions):
@@ -257,7 +257,7 @@ class Known:
         distances = (inputs[1] - self.goal).square().sum(2)  # (N,R)
         return twohot_encode(-3 * distances).log()
 
-    def act(self, latents):
+    def sample_actions(self, latents):
         return torch.zeros(3, latents.size(1), 5)
 
     def values(self, latents, actions):

@@ -32,7 +32,7 @@ FIRST = {  # flags of a run with gradients that are not 0: one step, or one of e
     "hpt": GROUPS,
     "ampo": GROUPS + "--num-replaced 1",
     "opd": GROUPS,
-    "unlikeliness": GROUPS + "--method rep_exp --bonus-weight 1",
+    "unlikeliness": GROUPS + "--method rep_exp --num-generations 4 --bonus-weight 1",
     "nash_preference": GROUPS + "--method nash_mp --num-generations-eval 2 --max-completion-length 33",
     "dr_mas": GROUPS + "--num-prompts-per-step 1 --max-rounds 1 --share-model",
     "igpo": GROUPS + "--num-prompts-per-step 1 --max-turns 2",

@@ -83,8 +83,8 @@ def test_two_processes_equal_one(tmp_path):
 def test_a_game_of_ones_own_against_an_opponent(tmp_path):
     values = {"games": (NIM,), "game_options": json.dumps({NIM: {"pile": 5}})}
     found = train_here(tmp_path, **values, opponent="start", eval_steps=1, eval_opponents=("random",))
-    assert found[1, f"train/spiral_rae/{NIM}/turns"] >= 1
-    assert f"eval/{NIM}/random/second/win" in {tag for _, tag in found}
+    assert found[1, "train/spiral_rae/nim.py:Nim/turns"] >= 1
+    assert "eval/nim.py:Nim/random/second/win" in {tag for _, tag in found}
     rows = completions(tmp_path)
     assert "There are 5 stones." in rows[0]["first_prompt"]
     assert rows[0]["advantages"][1] == 0 and rows[1]["advantages"][0] == 0
@@ -104,5 +104,5 @@ def test_learning(tmp_path):
     values = {"games": (NIM,), "game_options": json.dumps({NIM: {"pile": 5}}), "num_games_per_step": 32}
     values |= {"max_completion_length": 16, "learning_rate": 1e-3, "max_steps": 4, "seed": 2}
     found = train_here(tmp_path, **values)
-    forfeits = [found[step, f"train/spiral_rae/{NIM}/forfeits"] for step in range(1, 5)]
+    forfeits = [found[step, "train/spiral_rae/nim.py:Nim/forfeits"] for step in range(1, 5)]
     assert forfeits[0] > 0.7 and min(forfeits) < 0.3, forfeits
