@@ -1311,13 +1311,9 @@ TABLES = {
         {
             "running": "Meta-DT: context of the running episode",
             "none": "no context (`--context none`)",
-            "no_prompt": "no prompt: zero-shot only (`--prompt none`)",
-            "episode": "context of an earlier episode (`--context episode`)",
-            "goal": "the goal is given (`--context goal`)",
         },
         "new_few_shot_return new_zero_shot_return train_few_shot_return new_optimal_return".split(),
         seeds=5,
-        fewer={"no_prompt": 2, "episode": 2, "goal": 2},
     ),
     "arac_weight": Table(
         "arac_weight",
