@@ -1,6 +1,7 @@
 """Agent tasks, teams and games of one's own: what mistakes end in, and what their methods may do."""
 
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from language_runs import CALCULATOR, SMALL, completions, train
+from processes import ROOT
 
 from algorithms import arpo, dr_mas, empg, igpo, pi_play, spiral_rae
 
@@ -391,15 +393,26 @@ def test_a_stop_ends_decoding(script, monkeypatch):
     assert len(steps) == max(len(completion.ids) for completion in stopped) - 1
 
 
-@pytest.mark.quick
-def test_a_check_that_hangs_says_where(monkeypatch, capfd):
-    from envs import checks
+HANGS = """
+import time
+from envs import checks
 
-    monkeypatch.setattr(checks, "PATIENCE", 0.1)
-    with checks.same_randomness():
-        time.sleep(0.5)
-    assert "in test_a_check_that_hangs_says_where" in capfd.readouterr().err
-    with checks.same_randomness():
-        pass
-    time.sleep(0.3)
-    assert not capfd.readouterr().err
+def advance():
+    time.sleep(0.5)
+
+checks.PATIENCE = 0.1
+with checks.same_randomness():
+    advance()
+checks.PATIENCE = 0.2
+with checks.same_randomness():
+    pass
+time.sleep(0.4)
+"""
+
+
+@pytest.mark.quick
+def test_a_check_that_hangs_says_where():
+    """Once, in a process of its own: faulthandler shows a hundred threads at most."""
+    process = subprocess.run([sys.executable, "-c", HANGS], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0
+    assert process.stderr.count("in advance") == 1 and process.stderr.count("Timeout") == 1
