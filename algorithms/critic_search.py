@@ -392,8 +392,9 @@ def train(args: Args) -> dict[str, float]:
         sys.exit(f"--critic-alpha {args.critic_alpha}: at most 1, or give --critic-mix add")
     if args.critic and args.critic_model:
         sys.exit("--critic, --critic-model: give one of them")
-    if args.critic_alpha == 0 and (args.critic or args.critic_model):
-        sys.exit("--critic-alpha 0: calls no critic, so leave --critic and --critic-model out")
+    about_critic = args.critic, args.critic_model, args.shuffle_verdicts, args.flip_verdicts
+    if args.critic_alpha == 0 and any(about_critic):
+        sys.exit("--critic-alpha 0: calls no critic, so leave out flags of critics and verdicts")
     rank, world_size, device = setup(args)
     warn_of_slow_bfloat16(args, rank, device)
     task, eval_problems = load_task(args)

@@ -283,7 +283,9 @@ def test_convex_is_add_with_another_alpha_but_for_the_scale(case):
     [
         ({"critic_alpha": 2.0}, "--critic-alpha 2.0: at most 1, or give --critic-mix add"),
         ({"critic": "own.py:judge", "critic_model": "m"}, "--critic, --critic-model: give one of them"),
-        ({"critic_alpha": 0.0, "critic": "own.py:judge"}, "--critic-alpha 0: calls no critic, so leave --critic and --critic-model out"),
+        ({"critic_alpha": 0.0, "critic": "own.py:judge"}, "--critic-alpha 0: calls no critic, so leave out flags of critics and verdicts"),
+        ({"critic_alpha": 0.0, "shuffle_verdicts": True}, "--critic-alpha 0: calls no critic, so leave out flags of critics and verdicts"),
+        ({"critic_alpha": 0.0, "flip_verdicts": 0.1}, "--critic-alpha 0: calls no critic, so leave out flags of critics and verdicts"),
         ({"flip_verdicts": 1.5}, "--flip-verdicts 1.5: at most 1, it is a probability"),
     ],
 )
