@@ -13,7 +13,7 @@ i predicts depends on agent i and on the agents before it, whose plan is passed 
     Q     = critics(z_1 .. z_n, a_1 .. a_n)      two, for all agents
     value = sum_t gamma^t r_i(t) + gamma^H Q     of a plan of H steps; mean over agents
 
-    model   20 |z_i' - encoder_i(o_i')|^2 + 0.1 CE(r_i, r)
+    model   20 mean (z_i' - encoder_i(o_i'))^2 + 0.1 CE(r_i, r)
             + 0.1 CE(Q, r + gamma (1 - d) min Q_slow)
     actors  alpha log pi_i - Q / S, one agent after the other in random order
     acting  MPPI: sample joint plans, keep those of highest value, draw around them, repeat
@@ -24,7 +24,8 @@ half the weight of the one before.
 
 Differs from the released code (zhaozijie2022/seqwm-marl at da9f316):
 1. There, a message has the predecessors' actions alone: `--message actions`. The paper's has the
-   whole predicted plan; here, `plan`, it has latents and actions, without predicted rewards.
+   whole predicted plan; here, `plan`, that of step t has the latents and actions of step t, without
+   predicted rewards. As in the paper no gradient passes through it.
 2. Two of its lines do not compute what they should: the last predicted reward of a plan is lost,
    with H = 1 the only one (`--plan-value released` does the same), and the log-density of a policy
    multiplies its residuals by the number of actions (`--log-density released`).
@@ -361,7 +362,7 @@ class WorldModel(nn.Module):
         """What dynamics and rewards depend on. (N,R,Z), (N,R,A) -> (N,R,...)"""
         parts = [latents, visible(actions, self.sees)]
         if self.hears_latents:
-            parts.append(visible(latents, self.sees_latents))
+            parts.append(visible(latents.detach(), self.sees_latents))
         return torch.cat(parts, -1)  # eq. 1 of seqwm.md
 
     def values(self, latents: Tensor, actions: Tensor) -> Tensor:
@@ -397,7 +398,12 @@ def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     lowest = {"num_envs": 1, "num_agents": 1, "horizon": 1, "batch_size": 1, "eval_episodes": 1}
     lowest |= {"iterations": 1, "num_elites": 1, "num_policy_samples": 0, "total_timesteps": 1}
+    lowest |= {"hidden_dim": 1, "mppi_temperature": 0, "eval_steps": 0, "save_steps": 0}
     device = setup(args, **lowest)
+    for name in ("learning_rate", "updates_per_step", "gamma", "tau"):
+        if not 0 < getattr(args, name) <= (math.inf if name == "updates_per_step" else 1):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            sys.exit(f"{flag}: must be above 0" + ", and at most 1" * (name != "updates_per_step"))
     if args.num_samples < max(args.num_elites, args.num_policy_samples):
         sys.exit(f"--num-samples {args.num_samples}: elites and those of the actors are among them")
     one_each = args.num_envs * args.horizon  # steps that hold one sequence of each game
@@ -494,10 +500,10 @@ def train(args: Args) -> dict[str, float]:
             if not math.isfinite(sum(values)):
                 sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
         log(run_dir, board, step, metrics)
-        left = round((end - step) / speed)
+        left = round(max(0, end - step) / speed)
         print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
         if args.save_steps and (step >= end or is_due(args.save_steps, step, interval)):
-            if not num_ended:
+            if not num_ended and step < end:
                 print("games start anew at checkpoints, and none has ended: a larger --save-steps?")
             num_ended = 0
             # Games start anew: no sequence may go on over this place.
@@ -784,11 +790,14 @@ class Learner:
         }
 
     def load(self, saved: dict) -> None:
-        self.world.load_state_dict(saved["world"])
+        load_weights(self.world, saved["world"])
         self.target.critics.load_state_dict(saved["target"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        for optimizer, state in zip(self.actor_optimizers, saved["actor_optimizers"]):
+        states = [saved["optimizer"], *saved["actor_optimizers"]]
+        for optimizer, state in zip([self.optimizer, *self.actor_optimizers], states):
+            rates = [group["lr"] for group in optimizer.param_groups]
             optimizer.load_state_dict(state)
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate  # of the flags, which may have changed
         self.scale = saved["scale"]
         self.buffer.columns = saved["columns"]
         self.buffer.count = saved["count"]
@@ -877,7 +886,7 @@ class PettingZooTeam:
             kwargs = json.loads(args.env_kwargs)
             self.envs = [make(**kwargs) for _ in range(num_envs)]
         except (ValueError, TypeError) as error:
-            if isinstance(error, TypeError) and args.env_kwargs == "{}":
+            if args.env_kwargs == "{}":
                 raise  # an error in the task, or an argument that it needs
             sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {env_id}: {error}")
         atexit.register(self.close)
@@ -933,6 +942,9 @@ class PettingZooTeam:
         for row, agent in zip(rows, self.agents):
             if agent in observations:
                 numbers = as_vector(observations[agent])
+                if len(numbers) > len(row):
+                    sizes = f"{len(numbers)} numbers, in the first game at most {len(row)}"
+                    sys.exit(f"--env-id {self.env_id}: {agent} observes {sizes}")
                 row[: len(numbers)] = numbers
         return rows
 
@@ -953,10 +965,16 @@ class PettingZooTeam:
         following = np.zeros(self.observations.shape, np.float32)
         now = np.zeros_like(following)  # with new games in place of those that are over
         rows = actions.cpu().numpy()
+        if not np.isfinite(rows).all():
+            sys.exit("an action is not finite: try a lower --learning-rate; checkpoints are kept")
         for game, (env, row) in enumerate(zip(self.envs, rows)):
             moves = dict(zip(self.agents, row))
             chosen = {agent: self.to_env(agent, moves[agent]) for agent in env.agents}
-            observations, gains, terminated, truncated, _ = env.step(chosen)
+            found = env.step(chosen)
+            if len(found) != 5 or not all(isinstance(part, dict) for part in found[:4]):
+                wanted = "observations, rewards, terminations, truncations and infos of each agent"
+                sys.exit(f"--env-id {self.env_id}: step() must return five dicts, {wanted}")
+            observations, gains, terminated, truncated, _ = found
             rewards[game] = sum(np.float64(gain) for gain in gains.values()) / self.num_agents
             ended[game] = all(terminated[agent] for agent in chosen)
             over[game] = all(terminated[agent] or truncated[agent] for agent in chosen)
@@ -990,7 +1008,7 @@ def find_maker(env_id: str):
     except (ImportError, AttributeError) as error:
         sys.exit(
             f"--env-id {env_id}: {error}; expected a game of this script, FILE.py:function, or a "
-            "module of PettingZoo such as mpe2.simple_tag_v3 (pip install pettingzoo mpe2)"
+            "module of PettingZoo such as mpe2.simple_spread_v3 (pip install pettingzoo mpe2)"
         )
 
 
@@ -1050,8 +1068,17 @@ def load_world(run_dir: str, args: Args, device) -> WorldModel:
     state = load_checkpoint(run_dir, device)
     if state is None:
         sys.exit(f"{run_dir}: no checkpoint; --save-steps 0 keeps none, or it is too early")
-    world.load_state_dict(state["learner"]["world"])
+    load_weights(world, state["learner"]["world"])
     return world
+
+
+def load_weights(world: WorldModel, weights: dict[str, Tensor]) -> None:
+    """Exit if the task has other sizes than the one of these weights."""
+    try:
+        world.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        sys.exit(f"the networks of this run do not fit the task; has it changed? ({reason:.200})")
 
 
 # --- Processes, checkpoints, logs ---------------------------------------------------------------

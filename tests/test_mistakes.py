@@ -83,7 +83,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("fm3q", "--env-id own.py:nowhere", "the file has no function 'nowhere'"),
     ("fm3q", "--env-id pong --num-ant 3 --mixer pairwise", "2 against 3"),
     ("seqwm", "--env-id mpe2.simple_spread_v3", "continuous_actions"),
-    ("seqwm", "--env-id chess", "such as mpe2.simple_tag_v3"),
+    ("seqwm", "--env-id chess", "such as mpe2.simple_spread_v3"),
     ("seqwm", "--num-samples 4", "--num-samples 4: elites and those of the actors are among them"),
     ("arac", "--graph heptagon_7", "names have the forms cycle_8"),
     ("arac", "--graph town.graphml", "town.graphml: no such file"),

@@ -152,6 +152,17 @@ def test_densities_are_those_of_torch():
     close(found, policy.log_prob(x.tanh()).sum(-1), 1e-3)
 
 
+def test_policy_samples_from_its_density():
+    """Actions of an actor have the density that it says, up to the 1e-6 in the slope of tanh."""
+    world, game, _ = small_world()
+    latents = world.encode(game.observations)[1]
+    mean, log_std = world.actors[1](latents).chunk(2, -1)
+    torch.manual_seed(5)
+    actions, density = world.policy(1, latents)
+    policy = TransformedDistribution(Normal(mean, seqwm.bounded_log_std(log_std).exp()), TanhTransform())
+    close(density, policy.log_prob(actions).sum(-1), 2e-3)
+
+
 def test_twohot_is_exact_between_its_ends():
     values = torch.tensor([-22025.0, -3.3, -1e-3, 0.0, 0.7, 12.0, 22025.0], dtype=torch.float64)
     close(twohot_decode(twohot_encode(values).log().float()), values, 1e-3)
@@ -173,19 +184,31 @@ def small_world(model="seq", message="plan", agents=3, **values):
 @pytest.mark.parametrize("message", ["plan", "actions"])
 @pytest.mark.parametrize("model", ["seq", "joint", "independent"])
 def test_who_depends_on_whom(model, message):
-    """Derivatives of predicted rewards and next latents after two steps: with respect to all agents' first actions
-    and, where messages hold them, latents."""
+    """What predicted rewards and next latents after two steps change with: all agents' first actions and, where messages
+    hold them, latents. No gradient passes through messages."""
     world, game, _ = small_world(model, message)
+    torch.manual_seed(2)
     latents = world.encode(game.observations).detach().requires_grad_()
-    first = torch.rand(3, 4, 5, requires_grad=True)
-    one = world.dynamics(world.inputs(latents, first))
-    two = world.inputs(one, torch.rand(3, 4, 5))
+    first, second = torch.rand(2, 3, 4, 5)
     expected = {"seq": torch.ones(3, 3).tril(), "joint": torch.ones(3, 3), "independent": torch.eye(3)}[model]
-    for output in (world.dynamics(two), world.reward(two)):
-        rows = [torch.autograd.grad(output[agent].square().sum(), [first, latents], retain_graph=True) for agent in range(3)]
-        by_action, by_latent = ([row[part].abs().sum((1, 2)) for row in rows] for part in (0, 1))
-        assert torch.equal((torch.stack(by_action) > 0).float(), expected)
-        assert torch.equal((torch.stack(by_latent) > 0).float(), expected if message == "plan" else torch.eye(3))
+
+    def two_steps(latents, first):
+        inputs = world.inputs(world.dynamics(world.inputs(latents, first)), second)
+        return world.dynamics(inputs), world.reward(inputs)
+
+    def changed(*given):  # whose outputs are others
+        return [(a != b).flatten(1).any(1).float() for a, b in zip(two_steps(*given), two_steps(latents, first))]
+
+    for agent in range(3):
+        other = torch.arange(3)[:, None, None] == agent
+        by_action = changed(latents, torch.where(other, -first, first))
+        by_latent = changed(torch.where(other, latents.flip(2), latents), first)
+        for part in (0, 1):
+            assert torch.equal(by_action[part], expected[:, agent])
+            assert torch.equal(by_latent[part], (expected if message == "plan" else torch.eye(3))[:, agent])
+    for output in two_steps(latents, first):
+        rows = [torch.autograd.grad(output[agent].square().sum(), latents, retain_graph=True)[0] for agent in range(3)]
+        assert torch.equal((torch.stack(rows).abs().sum((2, 3)) > 0).float(), torch.eye(3))
 
 
 def plain_planner(world, observations, horizon, args):
@@ -337,6 +360,42 @@ def test_losses_by_other_lines():
     close(torch.stack(found[:3]), [float(dynamics_loss), float(reward_loss), float(value_loss)], 1e-4)
 
 
+def test_model_steps_down_the_weighted_sum(monkeypatch):
+    """Gradients are those of 20 dynamics + 0.1 rewards + 0.1 values, sums over agents, with fixed targets."""
+    world, game, args = small_world(num_envs=4, horizon=2, batch_size=6)
+    learner = seqwm.Learner(world, WorldModel(game, args), args)
+    for _ in range(30):
+        learner.collect(game, 2 * torch.rand(4, 3, 5) - 1)
+    batch = seqwm.sample_sequences(learner.buffer, args)
+    monkeypatch.setattr(learner.optimizer, "step", lambda: None)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, bound: torch.zeros(()))
+    assert seqwm.MAX_GRAD_NORM == 20 and seqwm.ENCODER_LR == 0.3
+    torch.manual_seed(3)
+    seqwm.update_model(learner, batch, args)
+    found = {name: x.grad.clone() for name, x in world.named_parameters() if x.grad is not None}
+    torch.manual_seed(3)
+    with torch.no_grad():
+        following = world.encode(batch["next_observations"].flatten(0, 1))
+        q = twohot_decode(learner.target.values(following, world.sample_actions(following))).amin(0).view(2, 6)
+        targets = batch["rewards"] + args.gamma * q
+    world.zero_grad()
+    z = world.encode(batch["observations"][0])
+    loss = 0.0
+    for t in range(2):
+        a = batch["actions"][t].transpose(0, 1)
+        logits, both = world.reward(world.inputs(z, a)), world.values(z, a)
+        errors = [F.cross_entropy(own, twohot_encode(batch["rewards"][t]), reduction="none") for own in logits]
+        values = [F.cross_entropy(own, twohot_encode(targets[t]), reduction="none") for own in both]
+        z = world.dynamics(world.inputs(z, a))
+        squares = (z - following.view(3, 2, 6, -1)[:, t]).square().mean(2).sum(0)
+        loss += (batch["weights"][t] * (20 * squares + 0.1 * sum(errors) + 0.05 * sum(values))).mean() / 2
+    loss.backward()
+    assert found.keys() == {name for name, x in world.named_parameters() if x.grad is not None}
+    for name, x in world.named_parameters():
+        if name in found:
+            close(found[name], x.grad.double(), 2e-5)
+
+
 def test_an_end_counts_and_a_time_limit_does_not():
     """A game that ended has its reward as target; one that was cut off goes on."""
     world, game, args = small_world(num_envs=4, horizon=1, batch_size=8)
@@ -353,6 +412,23 @@ def test_an_end_counts_and_a_time_limit_does_not():
         batch["terminated"] = torch.full((1, 8), ended)
         losses.append(seqwm.update_model(learner, batch, args)[1][2])
     assert losses[1] < 1.5 < losses[0]
+
+
+def test_actors_climb_the_critics_and_keep_their_entropy():
+    """Where the critics pay for actions near -1, they go there; where critics see nothing, entropy rises."""
+    for pay, coef in ((1.0, 0.0), (0.0, 1.0)):
+        world, game, args = small_world(num_envs=4, horizon=1, learning_rate=3e-2, entropy_coef=coef)
+        bins = torch.linspace(-seqwm.LIMIT, seqwm.LIMIT, seqwm.BINS)
+        world.values = lambda z, a: -((bins + pay * a.sum((0, 2))[None, :, None]) ** 2)  # the mean is -pay * sum
+        learner = seqwm.Learner(world, WorldModel(game, args), args)
+        latents = world.encode(game.observations).detach()
+        first = seqwm.update_actors(learner, latents, torch.ones(1, 4), 0, args)
+        for update in range(1, 40):
+            last = seqwm.update_actors(learner, latents, torch.ones(1, 4), update, args)
+        if pay:
+            assert world.mean_actions(latents).max() < -0.5 and last[2] > first[2] + 1
+        else:
+            assert last[1] > first[1] + 1
 
 
 def test_actors_learn_one_after_the_other():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -61,6 +62,22 @@ class Broken(Team):
         return seen, dict.fromkeys(rewards, float("nan")), *rest
 
 
+class OneNumber(Team):
+    def step(self, actions):
+        seen, rewards, *rest = super().step(actions)
+        return seen, 1.0, *rest
+
+
+class Growing(Team):
+    def see(self):
+        return super().see() | {"front": np.ones(3 + self.clock)}
+
+
+class Raises(Team):
+    def __init__(self):
+        raise ValueError("no licence")
+
+
 class Blind(Team):
     def reset(self, *words, **names):
         seen, infos = super().reset(*words, **names)
@@ -110,6 +127,17 @@ def test_tags_are_those_of_the_page(whole):
 def test_kill_and_resume(whole, tmp_path, monkeypatch):
     """With a full replay, plans that go on, and a fraction of an update after each step."""
     kill_and_resume(seqwm, 35, whole[0], tmp_path / "run", monkeypatch, LONG)
+
+
+def test_resume_with_another_learning_rate(whole, tmp_path):
+    """The rates of all networks are those of the flags, also after a checkpoint."""
+    saved = seqwm.load_checkpoint(str(whole[0]), torch.device("cpu"))
+    args = replace(Args(**json.loads((whole[0] / "args.json").read_text())), learning_rate=0.5)
+    game = seqwm.make_game(args, args.num_envs, 0, "cpu")
+    learner = seqwm.Learner(seqwm.WorldModel(game, args), seqwm.WorldModel(game, args), args)
+    learner.load(saved["learner"])
+    assert [group["lr"] for group in learner.optimizer.param_groups] == [0.15, 0.5, 0.5, 0.5]
+    assert [optimizer.param_groups[0]["lr"] for optimizer in learner.actor_optimizers] == [0.5] * 3
 
 
 def test_evaluations_and_their_number_do_not_change_a_run(whole, tmp_path):
@@ -197,6 +225,14 @@ def test_what_cannot_be_run(tmp_path, monkeypatch, team):
     assert "--env-kwargs {high" in own("{high: 3}")
     assert "unexpected keyword argument 'low'" in own('{"low": 3}')
     assert "has no possible_agents" in say("--env-id", team.replace(":Team", ":Nobody"))
+    assert "step() must return five dicts" in say("--env-id", team.replace(":Team", ":OneNumber"), "--output-dir", tmp_path / "one")
+    assert "front observes 4 numbers, in the first game at most 3" in say("--env-id", team.replace(":Team", ":Growing"), "--output-dir", tmp_path / "more")
+    with pytest.raises(ValueError, match="no licence"):  # of the user's own code
+        command(seqwm, monkeypatch, "--env-id", team.replace(":Team", ":Raises"))
+    assert "--gamma 1.5: must be above 0, and at most 1" in say("--gamma", 1.5)
+    assert "--updates-per-step 0.0: must be above 0" in say("--updates-per-step", 0)
+    assert "--learning-rate nan: must be above 0" in say("--learning-rate", "nan")
+    assert "--hidden-dim 0: must be at least 1" in say("--hidden-dim", 0)
     assert "rewards are not finite numbers" in say("--env-id", team.replace(":Team", ":Broken"), "--output-dir", tmp_path / "nan")
     assert "has no function 'nothing'" in say("--env-id", team.replace(":Team", ":nothing"))
     assert "such as mpe2" in say("--env-id", "chess")
@@ -207,8 +243,14 @@ def test_what_cannot_be_run(tmp_path, monkeypatch, team):
     assert "observations are not finite numbers" in say("--env-id", team.replace(":Team", ":Blind"))
     assert "--learning-starts 0: must be at least" in say("--learning-starts", 0)
     assert "--buffer-size 8: must be at least" in say("--buffer-size", 8)
-    words = as_flags(SMALL | {"learning_rate": 1e30})
+    words = as_flags(SMALL | {"entropy_coef": 1e39})
     assert "lower --learning-rate" in say(*words, "--output-dir", tmp_path / "run")
     assert not checkpoints(tmp_path / "run") and "no checkpoint" in say("--evaluate", tmp_path / "run")
     assert "cannot change on resume" in say("--resume", tmp_path / "run", "--model", "joint")
+    words = as_flags(SMALL | {"env_id": team})
+    command(seqwm, monkeypatch, *words, "--output-dir", tmp_path / "team")
+    path = tmp_path / "team.py"
+    path.write_text(path.read_text().replace("np.array([3.0])", "np.ones(5)"))
+    for flag in ("--evaluate", "--resume"):
+        assert "the networks of this run do not fit the task" in say(flag, tmp_path / "team")
     assert "--model joint: cannot change with --evaluate" in say("--evaluate", tmp_path / "run", "--model", "joint")
