@@ -416,10 +416,10 @@ def test_an_end_counts_and_a_time_limit_does_not():
 
 def test_actors_climb_the_critics_and_keep_their_entropy():
     """Where the critics pay for actions near -1, they go there; where critics see nothing, entropy rises."""
+    bins = torch.linspace(-seqwm.LIMIT, seqwm.LIMIT, seqwm.BINS)
     for pay, coef in ((1.0, 0.0), (0.0, 1.0)):
         world, game, args = small_world(num_envs=4, horizon=1, learning_rate=3e-2, entropy_coef=coef)
-        bins = torch.linspace(-seqwm.LIMIT, seqwm.LIMIT, seqwm.BINS)
-        world.values = lambda z, a: -((bins + pay * a.sum((0, 2))[None, :, None]) ** 2)  # the mean is -pay * sum
+        world.values = lambda z, a, pay=pay: -((bins + pay * a.sum((0, 2))[None, :, None]) ** 2)  # the mean is -pay * sum
         learner = seqwm.Learner(world, WorldModel(game, args), args)
         latents = world.encode(game.observations).detach()
         first = seqwm.update_actors(learner, latents, torch.ones(1, 4), 0, args)
