@@ -31,9 +31,9 @@ Differs from igpo.py:
    random, and a negative weight branches more often where the model has become surer.
 
 Differs from the paper, which we know from readers' notes:
-1. It branches where q is above a threshold. As in its code, a random draw decides instead.
-2. It divides by V, its code by log V, as here. Its code measures the turn that called the
-   tool, one turn earlier; the text, and this script, the turn that follows the result.
+1. The paper branches where q is above a threshold. Here, as in its code, a random draw decides.
+2. The paper divides by V; its code, and this script, by log V. Its code measures the turn that
+   called the tool, one turn earlier; the text, and this script, the turn that follows the result.
 3. Rewards are IGPO's: word F1, or -2 if the format is wrong (paper: -1, and +0.1 for two tools).
 
     python algorithms/arpo.py                                # tiny model, CPU, offline
@@ -120,7 +120,7 @@ AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_compl
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads max_turns num_minibatches"
 AT_LEAST_ONE += " retriever_top_k retriever_timeout max_reply_length"
-MAY_BE_NEGATIVE = "seed format_penalty"
+MAY_BE_NEGATIVE = "seed format_penalty entropy_weight"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
@@ -763,7 +763,7 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, waiting) -> None:
         for row, (episode, ids) in enumerate(zip(episodes, encoded)):
             if not ids or not episode.ended:
                 continue
-            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # no text of --stop
+            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # else: --stop
             ids = ids if has_end else [tokenizer.eos_token_id, *ids]
             if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
                 episode.ended = False
@@ -1569,7 +1569,12 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
         chats = []
         for text in ("b", "c"):  # two chats that differ in the assistant's text alone
             turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
-            chats.append(tokenizer.apply_chat_template(turn + messages, **settings))
+            try:
+                chats.append(tokenizer.apply_chat_template(turn + messages, **settings))
+            except Exception as error:  # whatever the code of a template raises
+                roles = ", ".join(message["role"] for message in messages)
+                reason = f"refuses a reply of {roles} ({error}); give --chat-template-path"
+                sys.exit(f"chat template: {reason}")
         # Both are equal after the assistant's text. An end token is a token in any context.
         lengths = range(1, len(chats[0]))
         same = bisect_left(lengths, True, key=lambda n: chats[0][-n:] != chats[1][-n:])
@@ -1578,6 +1583,10 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
         if not places:
             sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
         texts.append(rest[min(places) :])
+        for message in messages:  # a template may escape signs, but not letters
+            if max(re.findall(r"\w+", message["content"]), key=len, default="") not in rest:
+                reason = f"leaves out what {message['role']} says, see --chat-template-path"
+                sys.exit(f"chat template: {reason}")
     different = [*dict.fromkeys(["", *texts])]
     encoded = dict(zip(different, tokenizer(different, add_special_tokens=False)["input_ids"]))
     return [encoded[text][1:] for text in texts]

@@ -447,8 +447,12 @@ def train(args: Args) -> dict[str, float]:
             for c in episode.completions:
                 agent = team.agents.index(c.agent)
                 table.append((number, agent, c.valid, len(c.ids), c.ended, sum(c.logprobs)))
+                c.group = number // args.num_generations
                 completions.append(c)
-        trajectories, agents, valid, lengths, ended, logprobs = zip(*gather(table))
+        table = gather(table)
+        if not table:
+            sys.exit("--max-prompt-length: all prompts of this step are longer")
+        trajectories, agents, valid, lengths, ended, logprobs = zip(*table)
         trajectories = torch.tensor(trajectories)  # (R,)
         groups = trajectories // args.num_generations
         agents = torch.tensor(agents)
@@ -543,11 +547,12 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     weights = torch.zeros(len(completions))  # (B,)
     minibatches = []  # each is a list of micro-batches
     num_tokens = 0
-    groups = [row // args.num_generations for row in range(len(completions))]
     for part in range(args.num_minibatches):  # the same parts on any number of processes
-        rows = [row for row, group in enumerate(groups) if group % args.num_minibatches == part]
+        rows = [row for row, c in enumerate(completions) if c.group % args.num_minibatches == part]
         lengths = torch.tensor([len(completions[row].ids) for row in rows])
         all_lengths = gather(lengths.tolist())
+        if not all_lengths:
+            continue  # no call of this model: AdamW would move the weights even so
         num_tokens += sum(all_lengths)
         weights[rows] = token_weights(
             lengths,
@@ -616,7 +621,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
-    loss = loss / args.num_minibatches
+    loss = loss / len(minibatches)
     metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
     metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
     if reference is not None:
@@ -1338,6 +1343,7 @@ class Completion:
     text: str = ""
     agent: str = ""
     valid: bool = True  # the text has the tags of its role
+    group: int = 0  # the problem of the step, over all processes
 
 
 def complete(players, team, problems, num_generations, args: Args, seeds=None) -> list:

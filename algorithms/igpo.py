@@ -380,6 +380,8 @@ def train(args: Args) -> dict[str, float]:
         sys.exit("--vllm: not with --fsdp, because the policy scores answers between turns")
     if args.normalization == "joint" and args.advantage != "f1+ig":
         sys.exit("--normalization joint: needs gains and outcomes, --advantage f1+ig")
+    if args.advantage == "ig" and args.max_turns == 1:
+        sys.exit("--advantage ig: needs --max-turns of 2 or more, as a last turn gains nothing")
     rank, world_size, device = setup(args)
     warn_of_slow_bfloat16(args, rank, device)
     task, eval_problems = load_task(args)
@@ -658,7 +660,7 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, scorer) -> None:
         for row, (episode, ids) in enumerate(zip(episodes, encoded)):
             if not ids or not episode.ended:
                 continue
-            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # no text of --stop
+            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # else: --stop
             ids = ids if has_end else [tokenizer.eos_token_id, *ids]
             if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
                 episode.ended = False
@@ -679,11 +681,15 @@ def turn_gains(task, episode: Episode, args: Args) -> list[float]:
         return information_gains(scores, args.information_gain).tolist()
     rewards = task.turn_rewards(episode.problem, episode)
     num_turns = len(episode.texts) // 2
-    numbers = [isinstance(reward, int | float) and math.isfinite(reward) for reward in rewards]
-    if numbers != [True] * num_turns:
+    try:
+        numbers = [float(reward) for reward in rewards]
+    except (TypeError, ValueError):
+        numbers = []
+    # squares of larger ones are too large for float32
+    if len(numbers) != num_turns or not all(abs(number) < 1e15 for number in numbers):
         words = f"expected {num_turns} numbers, one for each turn but the last"
         sys.exit(f"turn_rewards: returned {rewards!r:.100}, {words}")
-    return [float(reward) for reward in rewards]
+    return numbers
 
 
 @torch.no_grad()
@@ -701,7 +707,7 @@ def answer_logprobs(
         if not (isinstance(answer, str) and answer):
             sys.exit(f"right_answer: no text as answer to {episode.problem!r:.200}")
         keys.append((tuple(episode.prompt + episode.ids), before, answer))
-    rows = {key: row for row, key in enumerate(keys)}  # one of each key
+    rows = {key: row for row, key in enumerate(keys)}  # the last row with each key
 
     contexts = []
     answers = []
@@ -1500,7 +1506,12 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
         chats = []
         for text in ("b", "c"):  # two chats that differ in the assistant's text alone
             turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
-            chats.append(tokenizer.apply_chat_template(turn + messages, **settings))
+            try:
+                chats.append(tokenizer.apply_chat_template(turn + messages, **settings))
+            except Exception as error:  # whatever the code of a template raises
+                roles = ", ".join(message["role"] for message in messages)
+                reason = f"refuses a reply of {roles} ({error}); give --chat-template-path"
+                sys.exit(f"chat template: {reason}")
         # Both are equal after the assistant's text. An end token is a token in any context.
         lengths = range(1, len(chats[0]))
         same = bisect_left(lengths, True, key=lambda n: chats[0][-n:] != chats[1][-n:])
@@ -1509,6 +1520,10 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
         if not places:
             sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
         texts.append(rest[min(places) :])
+        for message in messages:  # a template may escape signs, but not letters
+            if max(re.findall(r"\w+", message["content"]), key=len, default="") not in rest:
+                reason = f"leaves out what {message['role']} says, see --chat-template-path"
+                sys.exit(f"chat template: {reason}")
     different = [*dict.fromkeys(["", *texts])]
     encoded = dict(zip(different, tokenizer(different, add_special_tokens=False)["input_ids"]))
     return [encoded[text][1:] for text in texts]

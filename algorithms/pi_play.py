@@ -683,7 +683,7 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds) -> None:
         for row, (episode, ids) in enumerate(zip(episodes, encoded)):
             if not ids or not episode.ended:
                 continue
-            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # no text of --stop
+            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # else: --stop
             ids = ids if has_end else [tokenizer.eos_token_id, *ids]
             if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
                 episode.ended = False
@@ -1585,7 +1585,12 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
         chats = []
         for text in ("b", "c"):  # two chats that differ in the assistant's text alone
             turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
-            chats.append(tokenizer.apply_chat_template(turn + messages, **settings))
+            try:
+                chats.append(tokenizer.apply_chat_template(turn + messages, **settings))
+            except Exception as error:  # whatever the code of a template raises
+                roles = ", ".join(message["role"] for message in messages)
+                reason = f"refuses a reply of {roles} ({error}); give --chat-template-path"
+                sys.exit(f"chat template: {reason}")
         # Both are equal after the assistant's text. An end token is a token in any context.
         lengths = range(1, len(chats[0]))
         same = bisect_left(lengths, True, key=lambda n: chats[0][-n:] != chats[1][-n:])
@@ -1594,6 +1599,10 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
         if not places:
             sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
         texts.append(rest[min(places) :])
+        for message in messages:  # a template may escape signs, but not letters
+            if max(re.findall(r"\w+", message["content"]), key=len, default="") not in rest:
+                reason = f"leaves out what {message['role']} says, see --chat-template-path"
+                sys.exit(f"chat template: {reason}")
     different = [*dict.fromkeys(["", *texts])]
     encoded = dict(zip(different, tokenizer(different, add_special_tokens=False)["input_ids"]))
     return [encoded[text][1:] for text in texts]

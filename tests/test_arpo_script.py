@@ -45,6 +45,7 @@ def test_what_the_update_gets_is_what_completions_show(whole):
             assert len(row["turns"]) == 2 * turns - 1
             assert row["advantages"] == own[:turns].tolist() == pytest.approx([advantage.item()] * turns)
             assert (row["parent"], row["shared_turns"]) == (episode.parent, episode.shared_turns)
+        assert found[step, "train/arpo/turns"] == pytest.approx(sum(len(row["entropies"]) for row in batch) / 8)
         calls = sum(len(row["turns"]) // 2 - row["shared_turns"] for row in batch)
         assert found[step, "train/arpo/tool_calls"] == calls
         assert found[step, "train/arpo/branched"] == sum(row["parent"] >= 0 for row in batch) / 8
@@ -54,6 +55,13 @@ def test_what_the_update_gets_is_what_completions_show(whole):
         tokens += found[step, "train/arpo/sampled_tokens"]
         assert found[step, "train/num_tokens"] == tokens
     assert any(row["parent"] >= 0 for row in rows)
+
+
+@pytest.mark.quick
+def test_a_negative_weight_is_a_flag_that_runs(monkeypatch):
+    """It branches where the model has become surer."""
+    monkeypatch.setattr("sys.argv", ["arpo.py", "--entropy-weight", "-0.2"])
+    arpo.check_flags(arpo.parse_args())
 
 
 def test_hard_advantages(tmp_path):

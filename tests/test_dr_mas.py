@@ -190,6 +190,19 @@ def test_gradient_of_calls_in_any_order():
     assert len(packed.input_ids) == len({tuple(call.prompt) for call in batch}) < len(batch) / 2
 
 
+def test_a_part_without_a_call_takes_no_step():
+    """AdamW would move the weights by what it remembers."""
+    model = test_grpo.tiny_model(0)
+    batch = test_grpo.some_batch(model)
+    for call in batch:
+        call.group = 2
+    steps = []
+    recorder = Recorder(model)
+    recorder.step = lambda: steps.append(1)
+    metrics = update(model, None, recorder, batch, torch.linspace(-1, 1.3, len(batch)), replace(BASE, num_iterations=1, num_minibatches=4))
+    assert steps == [1] and metrics["grad_norm"] > 0
+
+
 def test_a_process_may_have_no_call_of_an_agent(monkeypatch):
     """The other process has one of 3 tokens, which are 0.1 nats off in the mean and 0.2 at most."""
     others = iter([[3], [[0.0, 0.0, 0.0]], [[3, 0.3, 3.0, 0.0, 0.2]]])

@@ -141,6 +141,21 @@ def test_two_processes_equal_one(kind, more, tmp_path):
     two_processes_equal_one(dr_mas, tmp_path, (kind,), **values)
 
 
+def test_minibatches_are_made_of_problems(tmp_path):
+    """So they are the same on any number of processes, and lone calls are those of an agent in all of a problem."""
+    values = SMALL | {"num_prompts_per_step": 4, "num_minibatches": 2, "epsilon": 1e-4, "lone_call": "zero"}
+    with spy(dr_mas) as given:
+        two_processes_equal_one(dr_mas, tmp_path, ("plain",), **values)
+    assert {call.group for words in given for call in words[3]} == {0, 1, 2, 3}
+    rows = completions(tmp_path / "one")
+    assert sum(map(len, (words[4] for words in given))) >= len(rows)
+
+
+def test_a_step_without_any_prompt_that_fits(tmp_path):
+    with pytest.raises(SystemExit, match="--max-prompt-length: all prompts of this step are longer"):
+        train_here(tmp_path, max_prompt_length=31, num_prompts_per_step=1)
+
+
 def test_models_of_the_agents_in_the_order_of_the_team(tmp_path):
     """Without a learning rate each ends as it began; who is never asked stays as it is with one, too."""
     other = {name: 0.9 * weight for name, weight in load_file(TINY / "model.safetensors").items()}

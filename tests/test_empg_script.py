@@ -48,6 +48,7 @@ def test_what_the_update_gets_is_what_completions_show(whole):
             assert len(row["turns"]) == 2 * len(row["entropies"]) - 1
             assert own[: len(row["advantages"])].tolist() == pytest.approx(row["advantages"])
         assert found[step, "train/empg/turns"] == pytest.approx(len(entropy) / 8)
+        assert found[step, "train/empg/entropy/mean"] == pytest.approx(entropy.mean().item(), rel=1e-4)
         assert found[step, "train/empg/entropy/max"] == pytest.approx(entropy.max().item())
         assert found[step, "train/empg/entropy/min"] == pytest.approx(entropy.min().item())
 

@@ -198,6 +198,18 @@ def test_memory_gives_what_the_plain_forward_pass_gives(played):
 
 
 @torch.no_grad()
+def test_answers_are_scored_without_a_memory_too(played):
+    """As with --vllm: every context is read anew, in passes of a few."""
+    model, tokenizer, task, _, episodes = played
+    asked = [igpo.Episode(e.problem, e.prompt, ids=e.ids[: e.turns.index(1)]) for e in episodes if 1 in e.turns]
+    assert len({tuple(e.prompt + e.ids) for e in asked}) > 4
+    expected = [e.answer_logprobs[1] for e in episodes if 1 in e.turns]
+    for tokens in (1, 500, 10**6):
+        found = igpo.answer_logprobs(model, tokenizer, task, asked, None, replace(ARGS, micro_batch_tokens=tokens))
+        assert_close(torch.tensor(found), torch.tensor(expected), 1e-5)
+
+
+@torch.no_grad()
 def test_right_answers_of_different_lengths(played):
     """Scored together, each gets the mean over its own tokens."""
     model, tokenizer, _, _, episodes = played

@@ -34,6 +34,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--reward-weights 1", "--reward-weights: expected one for each name of"),
     ("grpo", "--chat-template-kwargs {", "--chat-template-kwargs: expected JSON"),
     ("grpo", "--num-generations 1", "--num-generations: a group needs at least 2"),
+    ("igpo", "--advantage ig --max-turns 1", "--advantage ig: needs --max-turns of 2 or more"),
     ("grpo", "--fsdp", "--fsdp: nothing to shard over"),
     ("grpo", "--temperature 0", "--temperature: must be above 0"),
     ("igpo", '--stop ""', "--stop: an empty text would end every turn"),

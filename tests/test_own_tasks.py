@@ -9,6 +9,7 @@ import traceback
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from language_runs import CALCULATOR, SMALL, completions, train
 from processes import ROOT
@@ -316,6 +317,12 @@ def test_rewards_of_turns_take_the_place_of_gains(tmp_path, monkeypatch):
     monkeypatch.setattr(Calculator, "turn_rewards", lambda *_: [0.5, 1.0])
     with pytest.raises(SystemExit, match=r"turn_rewards: returned \[0.5, 1.0\], expected 1 numbers"):
         igpo.turn_gains(Calculator(), episode, None)
+    monkeypatch.setattr(Calculator, "turn_rewards", lambda *_: [np.float32(0.5)])
+    assert igpo.turn_gains(Calculator(), episode, None) == [0.5]
+    for wrong in (None, ["much"], [float("nan")], [1e300]):
+        monkeypatch.setattr(Calculator, "turn_rewards", lambda *_, wrong=wrong: wrong)
+        with pytest.raises(SystemExit, match="turn_rewards: returned .* expected 1 numbers, one for each turn but the last"):
+            igpo.turn_gains(Calculator(), episode, None)
 
 
 def test_a_wrong_reply_in_a_later_turn_is_a_sentence(own, monkeypatch):
@@ -350,6 +357,24 @@ TEMPLATES = [
     "<|user|>{{ '<result>' + m.content + '</result>' if m.role == 'tool' else m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
 ]
+
+
+DEAF = "{% for m in messages %}{% if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}{% endif %}<|end|>{% endfor %}<|assistant|>"
+STRICT = "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' }}{{ m.content }}<|end|>{% endfor %}"
+
+
+@pytest.mark.quick
+def test_a_template_that_drops_or_refuses_a_reply():
+    """Else the model would never see the result that rewards and completions.jsonl have."""
+    args = igpo.Args(**SMALL | CALCULATOR)
+    model, tokenizer = igpo.load_model(args)
+    reply = [[{"role": "tool", "content": '{"sum": "8 \n"}'}]]
+    words = ["leaves out what tool says", r"refuses a reply of tool \(no tools\); give --chat-template-path"]
+    for tokenizer.chat_template, said in zip([DEAF, STRICT], words):
+        with pytest.raises(SystemExit, match="chat template: " + said):
+            igpo.reply_ids(model, tokenizer, reply, args)
+    tokenizer.chat_template = DEAF.replace("m.content", "m.content | tojson").replace("!= 'tool'", "!= 'x'")
+    assert igpo.reply_ids(model, tokenizer, reply, args)[0]
 
 
 @pytest.mark.parametrize("template", range(len(TEMPLATES)))
