@@ -261,13 +261,18 @@ def coefficient_loss(log_beta: Tensor, kl: Tensor, target: Tensor | float) -> Te
 
 def train(args: Args) -> dict:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    device = setup(args, num_agents=1, num_envs=1, horizon=1, batch_size=1, buffer_size=1)
+    lowest = {"num_agents": 1, "num_envs": 1, "horizon": 1, "batch_size": 1}
+    lowest |= {"target_network_frequency": 1}
+    # every graph has a buffer, which must hold a step of all games
+    device = setup(args, buffer_size=len(args.graph) * args.num_envs, **lowest)
     if args.embed_dim % NUM_HEADS:
         sys.exit(f"--embed-dim {args.embed_dim}: must be a multiple of {NUM_HEADS}")
     if args.beta <= 0:
         sys.exit(f"--beta {args.beta:g}: must be above 0; use --beta-mode none instead")
     if args.alpha is not None and args.alpha <= 0:
         sys.exit(f"--alpha {args.alpha:g}: must be above 0")
+    if not 0 <= args.gamma <= 1:
+        sys.exit(f"--gamma {args.gamma:g}: must be from 0 to 1")
     if args.gamma == 1 and args.alpha is None:
         sys.exit(
             "--gamma 1: any entropy bonus makes endless play worth more than a win; set --alpha"

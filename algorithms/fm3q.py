@@ -133,7 +133,7 @@ class Args:
     exploiter_steps: int = 0
     """steps that opponents of each side train against the final teams; 0 is no exploiter"""
     exploiter_learning_rate: float = 1e-3
-    """learning rate of these opponents, apart from that of the teams, so that teams compare"""
+    """learning rate of these opponents, the same whatever the teams learned with"""
     # bookkeeping
     seed: int = 1
     """seed of environments, networks and sampling"""
@@ -274,8 +274,11 @@ def nash_conv(
 
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    lowest = {"num_envs": 1, "num_pro": 1, "num_ant": 1, "eval_games": 1}
-    device = setup(args, batch_size=1, buffer_size=1, **lowest)
+    lowest = {"num_envs": 1, "num_pro": 1, "num_ant": 1, "eval_games": 1, "batch_size": 1}
+    lowest |= {"total_timesteps": 1, "target_network_frequency": 1}
+    device = setup(args, buffer_size=args.num_envs, **lowest)
+    if args.env_id in SOLVED_GAMES and not 0 <= args.gamma < 1:
+        sys.exit(f"--gamma {args.gamma:g}: must be below 1, as this game does not end")
     if args.env_id in [*SOLVED_GAMES, "pong"] and find_spec("envs") is None:
         sys.exit(
             f"--env-id {args.env_id}: needs the folder envs/ of the repository beside this script; "
@@ -637,7 +640,7 @@ class PettingZooGame:
         self.sizes = {}  # number of actions of each agent, in the order of all tensors
         for agent in pro + ant:
             space = env.action_space(agent)
-            if not hasattr(space, "n") or getattr(space, "start", 0) != 0:
+            if type(space).__name__ != "Discrete" or space.start != 0:
                 sys.exit(f"--env-id {env_id}: {agent} has actions {space}; expected Discrete(A)")
             self.sizes[agent] = int(space.n)
         self.num_actions = max(self.sizes.values())
@@ -645,6 +648,9 @@ class PettingZooGame:
         if not isinstance(begun, tuple) or len(begun) != 2:
             sys.exit(f"--env-id {env_id}: reset() must return observations and infos, two dicts")
         observations, infos = begun
+        missing = [agent for agent in self.sizes if agent not in observations]
+        if missing:
+            sys.exit(f"--env-id {env_id}: reset() gives no observation of {missing[0]}")
         lengths = [len(observed(agent, observations, infos)[0]) for agent in self.sizes]
         self.observation_dim = max(lengths) + self.num_actions
         self.state_dim = len(self.sizes) * self.observation_dim
@@ -741,7 +747,7 @@ def find_maker(env_id: str):
 def find_teams(env) -> tuple[list[str], list[str]]:
     """Names of the protagonists and of the antagonists."""
     agents = env.possible_agents
-    ant = [agent for agent in agents if agent.startswith("adversary")]
+    ant = [agent for agent in agents if str(agent).startswith("adversary")]
     pro = [agent for agent in agents if agent not in ant]
     pro, ant = getattr(env, "teams", (pro, ant))
     if not pro or not ant or sorted([*pro, *ant]) != sorted(agents):
@@ -924,7 +930,11 @@ def load_teams(run_dir: str, args: Args, device) -> Networks:
     state = load_checkpoint(run_dir, device)
     if state is None:
         sys.exit(f"{run_dir}: no checkpoint; --save-steps 0 keeps none, or it is too early")
-    networks.load_state_dict(state["online"])
+    try:
+        networks.load_state_dict(state["online"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        sys.exit(f"{run_dir}: its networks are not those of these flags ({reason:.150})")
     return networks
 
 
@@ -940,7 +950,10 @@ def score_run(args: Args, device) -> dict[str, float]:
         path = Path(args.opponent, "args.json")
         if not path.is_file():
             sys.exit(f"--opponent {args.opponent}: no args.json, so not a run folder")
-        theirs = Args(**json.loads(path.read_text()))
+        try:
+            theirs = Args(**json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            sys.exit(f"{path}: cannot be read, perhaps of another script ({error})")
         if theirs.env_id != args.env_id:
             sys.exit(f"--opponent {args.opponent}: plays another game, {theirs.env_id}")
         other = load_teams(args.opponent, theirs, device)

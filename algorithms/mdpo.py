@@ -89,9 +89,9 @@ class Args:
     tsallis_q: float = 1.0
     """1 is the KL divergence; above 1, up to 2, the authors' Tsallis form, see mdpo.md"""
     kl_coef: float = 1.0
-    """off-policy: c = --ent-coef + 1 / t, with the step size t of mirror descent; c = --ent-coef is
-    SAC's actor loss. Off-policy rewards are not normalized: with rewards ten times as large,
-    multiply both by ten"""
+    """off-policy: c = --ent-coef + 1 / t, with the step size t of mirror descent; c = --ent-coef,
+    the least, is SAC's actor loss. Off-policy rewards are not normalized: with rewards ten times as
+    large, multiply both by ten"""
     ent_coef: float = 0.2
     """off-policy: lambda, weight of the entropy"""
     total_timesteps: int = 500_000
@@ -202,15 +202,19 @@ def gae(rewards, dones, values, last_values, gamma, gae_lambda) -> tuple[Tensor,
 
 def train(args):
     """Train as the flags say."""
-    device = setup(args, num_envs=1, num_steps=1, sgd_steps=1)
+    device = setup(args, num_envs=1, num_steps=1, sgd_steps=1, eval_episodes=0)
     off_policy = args.method == "off_policy"
+    if off_policy and args.kl_coef < args.ent_coef:
+        sys.exit(f"--kl-coef {args.kl_coef:g}: must be at least --ent-coef, {args.ent_coef:g}")
+    if not 1 <= args.tsallis_q <= 2:
+        sys.exit(f"--tsallis-q {args.tsallis_q:g}: must be from 1 to 2")
     args.sgd_steps = args.sgd_steps or (1000 if off_policy else 10)
     args.num_steps = args.num_steps or (16 if off_policy else 256)
     if args.learning_rate is None:
         args.learning_rate = 3e-4 if off_policy else 3e-3
     rollout_size = args.num_envs * args.num_steps
     last_step = args.total_timesteps // rollout_size * rollout_size
-    if last_step == 0:
+    if last_step <= 0:
         sys.exit(f"--total-timesteps: fewer than the {rollout_size} steps of one rollout")
     torch.manual_seed(args.seed)
     envs = make_envs(args, args.num_envs)
@@ -219,7 +223,11 @@ def train(args):
         state = load_checkpoint(args.evaluate, device)
         if state is None:
             sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or too early")
-        agent.load_state_dict(state["agent"])
+        try:
+            agent.load_state_dict(state["agent"])
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            sys.exit(f"{args.evaluate}: its networks are not those of these flags ({reason:.150})")
         return evaluate(agent, args) if args.eval_episodes else {}
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
@@ -511,6 +519,8 @@ class Agent(nn.Module):
 def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
     """Copies of the task in this process: pipes between processes cost more than MuJoCo's steps."""
     if ".py:" in args.env_id:
+        if args.env_kwargs != "{}":
+            sys.exit("--env-kwargs: not with FILE.py:make, which takes the number of copies alone")
         envs = load_function(args.env_id)(num_envs)
         if not isinstance(envs, VectorEnv) or envs.num_envs != num_envs:
             sys.exit(f"--env-id {args.env_id}: expected a VectorEnv of {num_envs}, not {envs}")
@@ -534,7 +544,7 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
         sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
         observations, _ = envs.reset(seed=0)
-        _, rewards, *_ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
+        _, rewards, *ends, _ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         if any("site-packages" not in frame.filename for frame in frames):
@@ -544,6 +554,8 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
     expected = (envs.num_envs, *seen.shape), (envs.num_envs,)
     if found != expected:
         sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
+    if any(np.asarray(end).dtype != bool for end in ends):
+        sys.exit(f"--env-id {env_id}: terminated and truncated must be arrays of bool")
     check_finite(env_id, observations=observations, rewards=rewards)
 
 
@@ -553,7 +565,7 @@ def make_env(args: Args, **options) -> gym.Env:
         options |= json.loads(args.env_kwargs)
         env = gym.make(args.env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError, ValueError, TypeError) as error:
-        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}":
+        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}" and not options:
             raise  # an error in the task
         sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
     is_picture = len(env.observation_space.shape or ()) > 2

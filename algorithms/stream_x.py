@@ -220,7 +220,8 @@ def train(args):
     if args.evaluate:
         agent, stream.stats = load(args.evaluate)[1:3]
         return evaluate(stream, agent, args)
-    new_dir = f"runs/stream_x__{args.env_id}__{args.seed}__{time.time():.3f}"
+    task = Path(args.env_id).name.replace(":", "_")
+    new_dir = f"runs/stream_x__{task}__{args.seed}__{time.time():.3f}"
     run_dir = args.resume or args.output_dir or new_dir
     if not args.resume and any(Path(run_dir, name).exists() for name in USED):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
@@ -516,7 +517,7 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
         sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
         observations, _ = envs.reset(seed=0)
-        _, rewards, *_ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
+        _, rewards, *ends, _ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         if any("site-packages" not in frame.filename for frame in frames):
@@ -526,6 +527,8 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
     expected = (envs.num_envs, *seen.shape), (envs.num_envs,)
     if found != expected:
         sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
+    if any(np.asarray(end).dtype != bool for end in ends):
+        sys.exit(f"--env-id {env_id}: terminated and truncated must be arrays of bool")
     check_finite(env_id, observations=observations, rewards=rewards)
 
 
@@ -608,6 +611,6 @@ if __name__ == "__main__":
             now = getattr(args, name)
             if now != before and name not in FREE:
                 flag = "--" + name.replace("_", "-")
-                sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
+                sys.exit(f"{flag} {now}: cannot change, the run began with {before}")
     with one_sentence_for_a_full_disk():
         train(args)

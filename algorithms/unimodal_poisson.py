@@ -23,7 +23,7 @@ Differs from the authors' released code (of the paper we could read only the abs
    the code's 2.5 and ln 2, this policy starts near the lowest atom.
 3. Network and learning rate are the same for all policies, and are CleanRL's.
 4. The value of the last state is added where the time limit cut off an episode.
-Differs from CleanRL: this value, 8 environments, statistics that are updated after each rollout, a
+Differs from CleanRL: point 4, 8 environments, statistics that are updated after each rollout, a
 sum of rewards that begins anew also at time limits, advantages divided by the population's standard
 deviation, and a Gaussian whose -1 and 1 are the ends of a bounded action.
 
@@ -436,6 +436,7 @@ def ppo_loss(
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     lowest = {"num_envs": 1, "num_steps": 1, "num_minibatches": 1, "update_epochs": 1}
+    lowest |= {"eval_episodes": 0}
     device = setup(args, num_atoms=2, temperature=1e-3, rate_init=1e-3, **lowest)
     if args.evaluate:
         return score_run(args, device)
@@ -447,7 +448,7 @@ def train(args: Args) -> dict[str, float]:
     if rollout_size == args.num_minibatches and args.norm_adv:
         sys.exit("--num-minibatches: normalized, the advantage of a single row is 0; take fewer")
     last_step = args.total_timesteps // rollout_size * rollout_size
-    if last_step == 0:
+    if last_step <= 0:
         sys.exit(f"--total-timesteps: fewer than the {rollout_size} steps of one rollout")
     torch.manual_seed(args.seed)
     envs = make_envs(args, args.num_envs)
@@ -460,6 +461,8 @@ def train(args: Args) -> dict[str, float]:
     vector = as_vector(agent)
     optimizer = torch.optim.Adam([vector], args.learning_rate, eps=1e-5, fused=True)
     loss_function = minibatch_loss
+    if args.compile and device.type == "cuda":
+        sys.exit("--compile: with --device cpu only")
     if args.compile:
         loss_function = torch.compile(minibatch_loss, mode="reduce-overhead")
     run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
@@ -565,7 +568,7 @@ def update(agent: Agent, vector: Tensor, optimizer, batch: dict, args: Args, los
 def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args):
     """The loss of a minibatch (B,...), and metrics."""
     outputs = agent.outputs(batch["observations"])
-    is_only_logged = args.ent_coef == 0  # then that of the policy that acted will do
+    is_only_logged = args.ent_coef == 0  # then the one of the policy that acted is
     entropy = batch["entropy"] if is_only_logged else agent.head.entropy(outputs)
     return ppo_loss(
         agent.head.log_prob(outputs, batch["actions"]),
@@ -658,15 +661,19 @@ def score_run(args: Args, device: torch.device) -> dict[str, float]:
         sys.exit(f"--video: not with --env-id {args.env_id}")
     envs = make_envs(args, 1, **({"render_mode": "rgb_array"} if args.video else {}))
     agent = Agent(envs, args).to(device)
-    agent.load_state_dict(state["agent"])
+    try:
+        agent.load_state_dict(state["agent"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        sys.exit(f"{args.evaluate}: its networks are not those of these flags ({reason:.150})")
     scores = evaluate(agent, args) if args.eval_episodes else {}
     if args.video:
         try:
             _, pictures = play(envs, agent, args.seed + 10_000, deterministic=True, video=True)
+            small = [picture[::2, ::2] for picture in pictures[::2]]
         except Exception as error:  # of OpenGL, of many kinds
             sys.exit(f"--video: no picture ({error!s:.200}); without a screen, set MUJOCO_GL=egl")
         path = f"{args.evaluate}/episode.gif"
-        small = [picture[::2, ::2] for picture in pictures[::2]]
         imageio.mimsave(path, small, duration=1000 / 30, loop=0)
         print(path)
     return scores
@@ -797,6 +804,8 @@ class Agent(nn.Module):
 def make_envs(args: Args, num_envs: int, **options) -> VectorEnv:
     """Copies of the task in this process: pipes between processes cost more than MuJoCo's steps."""
     if ".py:" in args.env_id:
+        if args.env_kwargs != "{}":
+            sys.exit("--env-kwargs: not with FILE.py:make, which takes the number of copies alone")
         envs = load_function(args.env_id)(num_envs)
         if not isinstance(envs, VectorEnv) or envs.num_envs != num_envs:
             sys.exit(f"--env-id {args.env_id}: expected a VectorEnv of {num_envs}, not {envs}")
@@ -820,7 +829,7 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
         sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
         observations, _ = envs.reset(seed=0)
-        _, rewards, *_ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
+        _, rewards, *ends, _ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         if any("site-packages" not in frame.filename for frame in frames):
@@ -830,6 +839,8 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
     expected = (envs.num_envs, *seen.shape), (envs.num_envs,)
     if found != expected:
         sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
+    if any(np.asarray(end).dtype != bool for end in ends):
+        sys.exit(f"--env-id {env_id}: terminated and truncated must be arrays of bool")
     check_finite(env_id, observations=observations, rewards=rewards)
 
 
@@ -839,7 +850,7 @@ def make_env(args: Args, **options) -> gym.Env:
         options |= json.loads(args.env_kwargs)
         env = gym.make(args.env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError, ValueError, TypeError) as error:
-        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}":
+        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}" and not options:
             raise  # an error in the task
         sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
     is_picture = len(env.observation_space.shape or ()) > 2

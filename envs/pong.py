@@ -7,6 +7,7 @@ which is played one against one.
 """
 
 import math
+import sys
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ class Pong:
         self, teams: tuple[int, int], num_envs: int, seed: int, device, horizon: int = 300
     ):
         n, m = teams
+        if max(teams) * PADDLE > COURT:
+            sys.exit(f"--num-pro, --num-ant: at most {COURT / PADDLE:.0f} paddles fit on a side")
         self.teams = teams
         self.num_envs = num_envs
         self.device = torch.device(device)

@@ -98,6 +98,17 @@ def test_success_counts_every_game_once_its_horizon_is_over(tmp_path, monkeypatc
     assert checked > 40 and len({won for _, won, _ in games}) == 2
 
 
+def test_every_graph_is_learned_from_its_own_games(tmp_path, monkeypatch):
+    pairs = []
+    sample = arac.ReplayBuffer.sample
+    monkeypatch.setattr(arac.ReplayBuffer, "sample", lambda self, size: pairs.append([id(self)]) or sample(self, size))
+    update = arac.update
+    monkeypatch.setattr(arac, "update", lambda *words: pairs[-1].append(words[2].name) or update(*words))
+    values = {"graph": ("cycle_5", "cycle_8"), "total_timesteps": 400, "learning_starts": 200, "num_envs": 4, "horizon": 8, "eval_steps": 0}
+    train(arac, tmp_path / "run", **values)
+    assert len(set(map(tuple, pairs))) == 2 == len({name for _, name in pairs})
+
+
 def test_tally_of_its_example():
     """One graph, horizon 6: after 16 rounds those up to round 10 are known; with two graphs those up to round 5."""
     for num_graphs, known in ((1, 10), (2, 5)):

@@ -384,6 +384,16 @@ def test_exploiters_find_the_best_answers(game):
     assert gains == pytest.approx([x.item() for x in best], abs=1e-6) and max(gains) > 0
 
 
+def test_a_time_limit_is_no_end_in_the_replay():
+    args = Args(hidden_size=8, embed_dim=4, num_envs=2)
+    game = fm3q.make_game(args, 2, 0, torch.device("cpu"))
+    learner = fm3q.Learner(fm3q.Networks(game, args), fm3q.Networks(game, args), args)
+    ends = torch.tensor([True, False]), torch.tensor([True, True])  # of the game, and with time limits
+    game.step = lambda actions: (torch.zeros(2), *ends, game.state)
+    _, over = learner.collect(game, fm3q.act(learner.online, game, 1.0))
+    assert learner.buffer.columns["dones"][:2].tolist() == [True, False] and over.tolist() == [True, True]
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_an_exploiter_changes_its_own_team_only(side):
     args = Args(env_id="pong", hidden_size=8)

@@ -163,6 +163,10 @@ def test_what_cannot_be_run(whole, pong, tmp_path, monkeypatch):
     assert not checkpoints(tmp_path / "run") and "no checkpoint" in say("--evaluate", tmp_path / "run")
 
 
+def test_another_network_than_that_of_the_run(whole, monkeypatch, tmp_path):
+    assert "its networks are not those of these flags" in refusal(fm3q, monkeypatch, "--evaluate", whole[0], "--hidden-size", 24)
+
+
 def test_learning(tmp_path):
     """The default game in a tenth of its steps; one of twelve actions may be wrong by a hair."""
     values = {"total_timesteps": 6400, "num_envs": 16, "learning_starts": 640, "batch_size": 128}

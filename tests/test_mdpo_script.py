@@ -77,7 +77,7 @@ def test_evaluations_change_nothing_and_repeat(name, request, tmp_path, monkeypa
 
 
 ON_SWITCHES = [{"sgd_steps": 1}, {"tsallis_q": 1.5}, {"gamma": 0.9}, {"gae_lambda": 0.5}]
-OFF_SWITCHES = [{"kl_coef": 0.2}, {"ent_coef": 0.0}, {"tsallis_q": 1.4}]
+OFF_SWITCHES = [{"kl_coef": 0.3}, {"ent_coef": 0.0}, {"tsallis_q": 1.4}, {"sgd_steps": 3}]
 
 
 @pytest.mark.parametrize("values", ON_SWITCHES + [OFF | values for values in OFF_SWITCHES], ids=str)
@@ -100,6 +100,8 @@ def test_what_cannot_be_run(whole, tmp_path, monkeypatch):
     assert "--seed 2: cannot change" in refusal(mdpo, monkeypatch, "--resume", whole[0], "--seed", 2)
     assert "holds a run" in refusal(mdpo, monkeypatch, *as_flags(SMALL), "--output-dir", whole[0])
     assert "fewer than the 2048 steps" in refusal(mdpo, monkeypatch, *as_flags({"total_timesteps": 100}))
+    said = refusal(mdpo, monkeypatch, "--evaluate", whole[0], "--method", "off_policy")
+    assert "its networks are not those of these flags" in said
     values = as_flags(SMALL | {"learning_rate": 1e30, "total_timesteps": 1024})
     assert "not finite" in refusal(mdpo, monkeypatch, *values, "--output-dir", tmp_path)
 

@@ -168,6 +168,11 @@ class Nothing(Broken):
 class Late(Broken):
     def broken(self, rewards): return rewards + (np.nan if self.steps[0] == 9 else 0)
 
+class Numbers(Carts):
+    def step(self, actions):
+        observations, rewards, terminated, truncated, info = super().step(actions)
+        return observations, rewards, terminated.astype(int), truncated, info
+
 def one(num_envs): return gym.make("Pendulum-v1")
 def fewer(num_envs): return Carts(1)
 def several(num_envs):
@@ -179,6 +184,7 @@ MADE = {
     "Columns": "observations and rewards are ((2, 2), (2, 1)), expected ((2, 2), (2,))",
     "Nothing": "its rewards are not finite numbers",
     "Late": "its rewards are not finite numbers",
+    "Numbers": "terminated and truncated must be arrays of bool",
     "one": "expected a VectorEnv of 2",
     "fewer": "expected a VectorEnv of 2",
     "several": "",
@@ -193,6 +199,14 @@ def test_own_vector_environments(maker, tmp_path):
         values = values | {"env_id": f"{tmp_path / 'own.py'}:{maker}", "total_timesteps": 128, "num_steps": 64}
         said = sentence(script, tmp_path / name, values)
         assert MADE[maker] in said and bool(said) == bool(MADE[maker]), said
+
+
+def test_an_own_vector_environment_takes_no_arguments(tmp_path):
+    (tmp_path / "own.py").write_text(MAKERS)
+    for name in ("poisson", "mdpo"):
+        script, values = RUNS[name]
+        values = values | {"env_id": f"{tmp_path / 'own.py'}:several", "env_kwargs": '{"g": 1}'}
+        assert "--env-kwargs: not with FILE.py:make" in sentence(script, tmp_path / name, values)
 
 
 def test_stretching_changes_nothing_from_minus_one_to_one():

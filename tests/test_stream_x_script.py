@@ -138,13 +138,23 @@ def test_a_run_folder_in_use(runs):
     process = fork(SCRIPT, *as_flags(SMALL), "--output-dir", runs[0] / "q")
     assert process.returncode == 1 and "holds a run; continue it with --resume" in process.stderr
     process = fork(SCRIPT, "--resume", runs[0] / "q", "--lr", 0.5)
-    assert process.returncode == 1 and "--lr 0.5: cannot change on resume" in process.stderr
+    assert process.returncode == 1 and "--lr 0.5: cannot change, the run began with" in process.stderr
 
 
 def test_a_run_that_diverges(tmp_path):
     values = RUNS["pendulum"] | {"optimizer": "sgd", "lr": 1e30}
     with pytest.raises(SystemExit, match="not finite; the last checkpoint is kept"):
         train(stream_x, tmp_path, **values)
+
+
+def test_random_actions_become_rare(tmp_path, monkeypatch):
+    """With stream Q, along a line to --end-e."""
+    given = []
+    act = stream_x.Agent.act
+    monkeypatch.setattr(stream_x.Agent, "act", lambda self, seen, epsilon: given.append(epsilon) or act(self, seen, epsilon))
+    values = {"env_id": "CartPole-v1", "algorithm": "q", "total_timesteps": 100, "exploration_fraction": 0.5, "end_e": 0.1}
+    train(stream_x, tmp_path / "run", **values, hidden_size=8, eval_episodes=0)
+    assert given[:100] == pytest.approx([max(0.1, 1 - 0.9 * step / 50) for step in range(1, 101)])
 
 
 def test_learning(tmp_path):

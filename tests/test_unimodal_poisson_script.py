@@ -117,6 +117,11 @@ def test_what_cannot_be_run(whole, monkeypatch, capsys):
     assert "actions are unbounded" in refusal(unimodal_poisson, monkeypatch, "--env-id", "test/Unbounded-v0")
 
 
+def test_another_network_than_that_of_the_run(whole, monkeypatch):
+    said = refusal(unimodal_poisson, monkeypatch, "--evaluate", whole[0], "--policy", "gaussian")
+    assert "its networks are not those of these flags" in said
+
+
 def test_a_loss_that_is_not_finite(tmp_path, monkeypatch):
     values = SMALL | {"policy": "gaussian", "learning_rate": 2e9, "total_timesteps": 1024}
     found = refusal(unimodal_poisson, monkeypatch, *as_flags(values), "--output-dir", tmp_path)
