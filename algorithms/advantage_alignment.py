@@ -111,7 +111,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 @dataclass
 class Args:
-    num_generations = 2  # no flag: turns of both players go into each of --num-minibatches
     # model, games
     model_name_or_path: str | None = None
     """Hugging Face causal language model to train; None is a tiny model that knows the games"""
@@ -162,7 +161,7 @@ class Args:
     num_iterations: int = 1
     """mu, times that each batch of turns is trained on"""
     num_minibatches: int = 1
-    """parts of a batch, with an optimizer step each"""
+    """parts of a batch, with an optimizer step each; all turns of a game are in one of them"""
     # optimizer
     learning_rate: float | None = None
     """learning rate of AdamW; None is 5e-4 for the tiny model and 1e-6 for others, and ten times
@@ -419,8 +418,11 @@ def game_advantages(results: list[Result], args: Args) -> list[Tensor]:
 
 
 def length_reward(tokens: int, *, l_min: int = 11, l_max: int = 2048, alpha: float = 0.5) -> float:
-    """MARSHAL's reward of a short turn: alpha at l_min tokens, 0 at l_max."""
-    return alpha * max(0.0, 1 - (tokens - l_min) / (l_max - l_min))
+    """MARSHAL's reward of a short turn: alpha at l_min tokens, 0 at l_max.
+
+    It is alpha below l_min, too, where the paper's formula goes on rising.
+    """
+    return alpha * min(1.0, max(0.0, 1 - (tokens - l_min) / (l_max - l_min)))
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -555,13 +557,15 @@ def train(args: Args) -> dict[str, float]:
         # 2. credits of all rounds, from both players' rewards; all tokens that a player wrote in a
         # round share its credit
         results = gather([match.result() for match in matches])  # of all processes, in order
+        check_rounds(results)
         if not any(result.turns for result in results):
             sys.exit("the policy had no turn: raise --max-prompt-length")
         advantages = game_advantages(results, args)[rank * share : (rank + 1) * share]
         completions = []
         own_advantages = []
-        for match, credits in zip(matches, advantages):
+        for number, match, credits in zip(range(first, first + share), matches, advantages):
             for turn, player, completion in match.turns:
+                completion.part = number // len(args.games) % args.num_minibatches
                 completions.append(completion)
                 own_advantages.append(credits[turn, player].item())
         own_advantages = torch.tensor(own_advantages)  # (B,)
@@ -580,9 +584,9 @@ def train(args: Args) -> dict[str, float]:
         lengths, ended, logprobs = zip(*table)
         progress["num_tokens"] += sum(lengths)
         metrics |= game_metrics(results)
-        spread = torch.tensor(gather(own_advantages.tolist())).std().item()
+        spread = torch.tensor(gather(own_advantages.tolist()))
         metrics |= {
-            "advantage_alignment/advantage_std": spread,
+            "advantage_alignment/advantage_std": spread.std().item() if len(spread) > 1 else 0.0,
             "entropy": -sum(logprobs) / sum(lengths),  # an estimate
             "completions/mean_length": sum(lengths) / len(lengths),
             "completions/clipped_ratio": 1 - sum(ended) / len(ended),
@@ -624,9 +628,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     weights = torch.zeros(len(completions))  # (B,)
     minibatches = []  # each is a list of micro-batches
     num_tokens = 0
-    groups = [row // args.num_generations for row in range(len(completions))]
     for part in range(args.num_minibatches):  # the same parts on any number of processes
-        rows = [row for row, group in enumerate(groups) if group % args.num_minibatches == part]
+        rows = [row for row, completion in enumerate(completions) if completion.part == part]
         lengths = torch.tensor([len(completions[row].ids) for row in rows])
         all_lengths = gather(lengths.tolist())
         num_tokens += sum(all_lengths)
@@ -781,6 +784,9 @@ class Match:
         """The actions of both players are carried out and rewarded."""
         self.state = self.game.play(self.state, actions)
         points = [float(number) for number in self.game.rewards(self.state)]
+        if not all(map(math.isfinite, points)):
+            number = len(self.points) + 1
+            sys.exit(f"--games {self.name}: the rewards of round {number} are {points}")
         self.points.append(points)
         pairs = zip(points, self.extras)
         self.rewards.append([number / self.game.scale + extra for number, extra in pairs])
@@ -820,15 +826,16 @@ def training_match(number: int, args: Args) -> Match:
 
 
 def first_prompt(tokenizer, args: Args) -> list[int]:
-    """The longest first prompt of the games. Exits if one of the games cannot be played."""
+    """The longest prompt at the start of games and read-outs. Exits if a game cannot be played."""
     prompts = []
-    opponents = {*Args.eval_opponents}
+    opponents = {"self"}
     for name in args.games:
         try:
             if ".py:" in name and Path(ROOT, "envs", "checks.py").is_file():  # a game of one's own
                 from envs.checks import check_dilemma
 
-                check_dilemma(name, partial(new_game, name, args))
+                options = json.loads(args.game_options).get(name, {})
+                check_dilemma(name, game_maker(name), options)
             match = new_match(name, ("policy", "policy"), "", args)
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("envs"):
@@ -839,12 +846,17 @@ def first_prompt(tokenizer, args: Args) -> list[int]:
                 raise
             sys.exit(f"--games: {error}")
         opponents |= set(match.game.opponents())
-        for player in match.game.movers(match.state):
-            prompts.append(encode(tokenizer, match, player, args))
-            if len(prompts[-1]) > args.max_prompt_length:
-                sys.exit(f"--max-prompt-length: {name} begins with {len(prompts[-1])} tokens")
-    for name in set(args.eval_opponents) - opponents:
-        sys.exit(f"--eval-opponents {name}: expected some of {', '.join(sorted(opponents))}")
+        asked = [match.state]
+        if name == "ipd" and args.eval_steps > 0 and args.eval_samples > 0:
+            asked += match.game.situations().values()  # in evaluate_ipd
+        for match.state in asked:
+            for player in match.game.movers(match.state):
+                prompts.append(encode(tokenizer, match, player, args))
+                if len(prompts[-1]) > args.max_prompt_length:
+                    sys.exit(f"--max-prompt-length: {name} needs {len(prompts[-1])} tokens or more")
+    if args.eval_opponents != Args.eval_opponents:  # of the default, a game may have self alone
+        for name in set(args.eval_opponents) - opponents:
+            sys.exit(f"--eval-opponents {name}: expected some of {', '.join(sorted(opponents))}")
     return max(prompts, key=len)
 
 
@@ -856,6 +868,13 @@ def play(sampler, tokenizer, matches: list[Match], args: Args) -> None:
         while running:
             play_round(sampler, tokenizer, running, args)
             running = [match for match in running if len(match.points) < match.game.rounds]
+
+
+def own_text(tokenizer, completion: Completion) -> str:
+    """What a player says. A think block that the prompt opens and closes is no part of it."""
+    own = tokenizer.decode(completion.ids, skip_special_tokens=True)
+    text = answer_text(tokenizer, completion.prompt, completion.ids)
+    return own if "</think>" in text.removesuffix(own) else text
 
 
 def play_round(sampler, tokenizer, running: list[Match], args: Args) -> None:
@@ -878,11 +897,19 @@ def play_round(sampler, tokenizer, running: list[Match], args: Args) -> None:
             match = running[number]
             seeds.append(random_seed(match.seed, len(match.points), player))
         completions = generate(sampler, prompts, args, seeds)
-        for (number, player, prompt), completion in zip(asked, completions):
-            completion.text = answer_text(tokenizer, prompt, completion.ids)
+        for (number, player, _), completion in zip(asked, completions):
+            completion.text = own_text(tokenizer, completion)
             actions[number][player] = running[number].written_action(player, completion, args)
     for match, pair in zip(running, actions):
         match.end_round(pair)
+
+
+def check_rounds(results: list[Result]) -> None:
+    """Exit if games of one kind differ in length."""
+    rounds = {result.name: len(result.rewards) for result in results}
+    for result in results:
+        if len(result.rewards) != rounds[result.name]:
+            sys.exit(f"--games {result.name}: all games need the same number of rounds")
 
 
 def game_metrics(results: list[Result]) -> dict[str, float]:
@@ -906,7 +933,8 @@ def evaluate_ipd(
 ) -> dict[str, float]:
     """Read the policy out as five chances of [A], one for each situation, and its exact payoffs.
 
-    A policy whose prompts show one round, as they do by default, has no other situations.
+    A policy whose prompts show one round, as they do by default, has no other situations; of one
+    that sees more (history), these are the chances in the first two rounds, without payoffs.
     """
     game = new_game("ipd", args)
     situations = game.situations()
@@ -918,7 +946,7 @@ def evaluate_ipd(
         prompts = [encode(tokenizer, match, 0, args) for match in matches]
         seeds = [random_seed("ipd", step, *pair) for pair in some]
         for (situation, _), completion in zip(some, generate(sampler, prompts, args, seeds)):
-            text = answer_text(tokenizer, completion.prompt, completion.ids)
+            text = own_text(tokenizer, completion)
             answers.append((situation, game.parse(situations[situation], 0, text)))
     scores = game.read_out(gather(answers))
     return {f"eval/ipd/{tag}": value for tag, value in scores.items()}
@@ -1003,15 +1031,27 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     rank = int(os.environ.get("RANK", 0))
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
+    divisor = world_size * args.num_minibatches * len(args.games)
+    if args.num_minibatches > 1 and args.num_games_per_step % divisor:
+        parts = f"{world_size} processes x {args.num_minibatches} minibatches"
+        sys.exit(f"--num-games-per-step: not divisible by the {parts} x {len(args.games)} games")
     if args.num_games_per_step < 2 * len(args.games):
         sys.exit("--num-games-per-step: at least two of each of the --games, to compare them")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if args.gamma > 1:
+        sys.exit(f"--gamma {args.gamma}: expected a number from 0 to 1")
+    changed = (args.alignment_beta, args.exclude_now) != (Args.alignment_beta, Args.exclude_now)
+    if changed and args.advantage not in ("alignment", "no_baseline"):
+        words = f"--advantage {args.advantage} does not use them"
+        sys.exit(f"--alignment-beta, --no-exclude-now: {words}")
     if args.length_reward > 0 and args.max_completion_length <= 11:
         sys.exit("--length-reward: is for turns of more than 11 tokens, --max-completion-length")
     unknown = set(json.loads(args.game_options)) - set(args.games)
     if unknown:
         sys.exit(f"--game-options: {unknown.pop()} is not among the --games")
+    if len({Path(name).name for name in args.games}) < len(set(args.games)):
+        sys.exit("--games: two of them have one name in the metrics; rename a file or a class")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -1354,6 +1394,7 @@ class Completion:
     logprobs: list[float]  # as sampled
     ended: bool
     text: str = ""
+    part: int = 0  # number of its minibatch
 
 
 @torch.no_grad()

@@ -104,7 +104,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 @dataclass
 class Args:
-    num_generations = 2  # no flag: turns of both players go into each of --num-minibatches
     # model, games
     model_name_or_path: str | None = None
     """Hugging Face causal language model to train; None is a tiny model that knows the games"""
@@ -149,7 +148,7 @@ class Args:
     num_iterations: int = 2
     """mu, times that each batch of turns is trained on"""
     num_minibatches: int = 1
-    """parts of a batch, with an optimizer step each"""
+    """parts of a batch, with an optimizer step each; all turns of a game are in one of them"""
     # optimizer
     learning_rate: float | None = None
     """learning rate of AdamW; None is 4e-4 for the tiny model and 1e-6 for others, and ten times
@@ -434,9 +433,11 @@ def train(args: Args) -> dict[str, float]:
         pairs = pairs[rank * share : (rank + 1) * share]
         completions = []
         own_advantages = []
-        for match, pair in zip(matches, pairs):
-            completions += [completion for _, completion in match.turns]
-            own_advantages += [pair[role] for role, _ in match.turns]
+        for number, match, pair in zip(range(first, first + share), matches, pairs):
+            for role, completion in match.turns:
+                completion.part = number // len(args.games) % args.num_minibatches
+                completions.append(completion)
+                own_advantages.append(pair[role])
         own_advantages = torch.tensor(own_advantages)  # (B,)
         progress["baseline"] = baseline.state_dict()
 
@@ -456,8 +457,9 @@ def train(args: Args) -> dict[str, float]:
         for (name, role), value in sorted(baseline.values.items()):
             metrics[f"spiral_rae/{name}/baseline_{role}"] = value
         metrics |= game_metrics(results)
+        spread = torch.tensor(gather(own_advantages.tolist()))
         metrics |= {
-            "spiral_rae/advantage_std": torch.tensor(gather(own_advantages.tolist())).std().item(),
+            "spiral_rae/advantage_std": spread.std().item() if len(spread) > 1 else 0.0,
             "entropy": -sum(logprobs) / sum(lengths),  # an estimate
             "completions/mean_length": sum(lengths) / len(lengths),
             "completions/clipped_ratio": 1 - sum(ended) / len(ended),
@@ -499,9 +501,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     weights = torch.zeros(len(completions))  # (B,)
     minibatches = []  # each is a list of micro-batches
     num_tokens = 0
-    groups = [row // args.num_generations for row in range(len(completions))]
     for part in range(args.num_minibatches):  # the same parts on any number of processes
-        rows = [row for row, group in enumerate(groups) if group % args.num_minibatches == part]
+        rows = [row for row, completion in enumerate(completions) if completion.part == part]
         lengths = torch.tensor([len(completions[row].ids) for row in rows])
         all_lengths = gather(lengths.tolist())
         num_tokens += sum(all_lengths)
@@ -677,7 +678,7 @@ def first_prompt(tokenizer, args: Args) -> list[int]:
                 from envs.checks import check_game
 
                 options = json.loads(args.game_options).get(name, {})
-                check_game(name, partial(game_maker(name), **options), by_chance)
+                check_game(name, game_maker(name), options, by_chance)
             match = new_match(name, ("policy", "policy"), "", args)
             if by_chance:
                 random_action(match, random.Random(0))  # not possible where moves are free text
@@ -704,6 +705,13 @@ def scripted_text(match: Match) -> str:
 
         return f"\\boxed{{{minimax_action(match.game.board, generator)}}}"
     return f"\\boxed{{{random_action(match, generator)}}}"
+
+
+def own_text(tokenizer, completion: Completion) -> str:
+    """What a player says. A think block that the prompt opens and closes is no part of it."""
+    own = tokenizer.decode(completion.ids, skip_special_tokens=True)
+    text = answer_text(tokenizer, completion.prompt, completion.ids)
+    return own if "</think>" in text.removesuffix(own) else text
 
 
 def play(models: dict, tokenizer, matches: list[Match], args: Args) -> None:
@@ -736,7 +744,7 @@ def take_turns(models: dict, tokenizer, running: list[Match], args: Args) -> Non
             continue
         seeds = [random_seed(match.seed, match.game.turns) for match in due]
         for match, completion in zip(due, generate(model, prompts, args, seeds)):
-            completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
+            completion.text = own_text(tokenizer, completion)
             if player == "policy":
                 match.turns.append((match.game.player, completion))
             match.move(completion.text)
@@ -779,7 +787,7 @@ def evaluate_kuhn(
         some = asked[first : first + args.decode_batch_size]
         seeds = [random_seed("kuhn", len(progress["kuhn"]), *pair) for pair in some]
         completions = generate(sampler, [prompts[number] for number, _ in some], args, seeds)
-        texts += tokenizer.batch_decode([c.ids for c in completions], skip_special_tokens=True)
+        texts += [own_text(tokenizer, completion) for completion in completions]
     actions = {number: [] for number in range(len(games))}
     for number, text in gather([(number, text) for (number, _), text in zip(asked, texts)]):
         actions[number].append(games[number].parse(text))
@@ -875,8 +883,17 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     rank = int(os.environ.get("RANK", 0))
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
+    divisor = world_size * args.num_minibatches * len(args.games)
+    if args.num_minibatches > 1 and args.num_games_per_step % divisor:
+        parts = f"{world_size} processes x {args.num_minibatches} minibatches"
+        sys.exit(f"--num-games-per-step: not divisible by the {parts} x {len(args.games)} games")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
+    if args.baseline_decay >= 1:
+        sys.exit(f"--baseline-decay {args.baseline_decay}: expected a number from 0 and below 1")
+    changed = (args.baseline_decay, args.update_first) != (Args.baseline_decay, Args.update_first)
+    if changed and args.baseline in ("none", "role_mean", "mars"):
+        sys.exit(f"--baseline-decay, --update-first: --baseline {args.baseline} does not use them")
     if args.baseline == "mars" and not args.resume:
         where = (
             "MARSHAL, with a reward for each turn, is advantage_alignment.py --advantage marshal"
@@ -887,6 +904,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     unknown = set(json.loads(args.game_options)) - set(args.games)
     if unknown:
         sys.exit(f"--game-options: {unknown.pop()} is not among the --games")
+    if len({Path(name).name for name in args.games}) < len(set(args.games)):
+        sys.exit("--games: two of them have one name in the metrics; rename a file or a class")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -1229,6 +1248,7 @@ class Completion:
     logprobs: list[float]  # as sampled
     ended: bool
     text: str = ""
+    part: int = 0  # number of its minibatch
 
 
 @torch.no_grad()

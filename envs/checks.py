@@ -5,6 +5,7 @@ An error inside the user's file keeps its traceback. Global random generators ar
 
 import contextlib
 import faulthandler
+import inspect
 import math
 import random
 import sys
@@ -165,10 +166,19 @@ def check_team(team, args, score) -> None:
             score(team.task, [(problem, episode.answer)], args)
 
 
-def check_game(name: str, make, by_chance: bool) -> None:
+def made(name: str, kind, options: dict):
+    """A game of one's own; an error inside its constructor keeps its traceback."""
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        sys.exit(f"--game-options: {name} {error}")
+    return kind(**options)
+
+
+def check_game(name: str, kind, options: dict, by_chance: bool) -> None:
     """One game with legal moves, as far as the game names some. by_chance: random players need them."""
     with same_randomness():
-        game = make()
+        game = made(name, kind, options)
         generator = random.Random(0)
         base = [kind for kind in type(game).__mro__ if kind.__name__ == "Game"]
         names = "start observation play" if base else "reset"
@@ -202,7 +212,7 @@ def check_game(name: str, make, by_chance: bool) -> None:
         numbers = [isinstance(reward, Real) and math.isfinite(reward) for reward in rewards]
         if numbers != [True, True]:
             sys.exit(f"rewards: found {rewards!r:.100} at the end of a game, expected two numbers")
-        game = make()
+        game = kind(**options)
         game.reset(generator)
         if base and type(game).parse is base[0].parse and game.play("") is True:
             print(f'--games {name}: play accepts "", so an empty text is a legal move')
@@ -255,12 +265,17 @@ def check_orders(legal) -> None:
         sys.exit(f"legal_orders: returned {legal!r:.100}, {words}")
 
 
-def check_dilemma(name: str, make) -> None:
+def check_dilemma(name: str, kind, options: dict) -> None:
     """One game for two with a reward a round (envs/dilemma.py), with legal actions by chance."""
     names = "rounds scale start movers prompt legal_actions parse play rewards opponents"
     with same_randomness():
-        game = make()
+        game = made(name, kind, options)
         need(f"--games {name}", game, names, "envs/dilemma.py")
+        if not isinstance(game.scale, Real) or not 0 < game.scale < math.inf:
+            sys.exit(f"scale: found {game.scale!r:.100}, expected a number above 0")
+        opponents = game.opponents()
+        if not isinstance(opponents, dict) or not all(map(callable, opponents.values())):
+            sys.exit(f"opponents: returned {opponents!r:.100}, expected a dictionary of functions")
         generator = random.Random(0)
         state = game.start(generator)
         if not isinstance(game.rounds, int) or game.rounds < 1:

@@ -74,8 +74,10 @@ class PrisonersDilemma(Dilemma):
     scale = 5.0  # as in the code of Advantage Alignment
 
     def __init__(self, *, rounds: int = 10, history: int = 1, payoffs=(3.0, 0.0, 5.0, 1.0)):
-        if rounds < 1 or history < 1 or len(payoffs) != 4:
-            raise ValueError("ipd needs rounds >= 1, history >= 1 and four payoffs, of AA AB BA BB")
+        whole = [isinstance(number, int) and number >= 1 for number in (rounds, history)]
+        if not all(whole) or len(payoffs) != 4:
+            message = "rounds and history as whole numbers from 1, and four payoffs, of AA AB BA BB"
+            raise ValueError(f"ipd needs {message}")
         self.rounds = rounds
         self.history = history
         self.payoffs = dict(zip(("AA", "AB", "BA", "BB"), map(float, payoffs)))
@@ -117,15 +119,17 @@ class PrisonersDilemma(Dilemma):
     def read_out(self, answers: list[tuple[str, str | None]]) -> dict[str, float]:
         """What answers to prompts of the five situations say of a policy: chances of [A] and exact payoffs.
 
-        answers: (situation, action); where the action is None, an illegal text, either is played.
+        answers: (situation, action); where the action is None, an illegal text, either is played. With a
+        longer history there are more situations, so that the payoffs do not follow from these.
         """
         found = {situation: [] for situation in self.situations()}
         for situation, action in answers:
             found[situation].append({"[A]": 1.0, "[B]": 0.0, None: 0.5}[action])
         policy = {situation: mean(chances) for situation, chances in found.items()}
         scores = {f"chance_of_A/{situation}": chance for situation, chance in policy.items()}
-        scores["exact/self"] = memory_one_payoffs(self, policy, policy)[0]
-        scores["exact/defect"], scores["exact/defect_gets"] = memory_one_payoffs(self, policy, DEFECTS)
+        if self.history == 1:
+            scores["exact/self"] = memory_one_payoffs(self, policy, policy)[0]
+            scores["exact/defect"], scores["exact/defect_gets"] = memory_one_payoffs(self, policy, DEFECTS)
         return scores
 
 

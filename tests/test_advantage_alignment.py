@@ -3,19 +3,23 @@
 import json
 import random
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from algorithms import spiral_rae
+from algorithms import advantage_alignment, spiral_rae
 from algorithms.advantage_alignment import (
     Args,
     Completion,
     Result,
     alignment_credits,
     discounted_returns,
+    evaluate,
+    first_prompt,
     game_advantages,
+    game_metrics,
     leave_one_out,
     length_reward,
     marshal_advantages,
@@ -181,6 +185,7 @@ def test_reference_paper_form(case):
 def test_reference_length_reward(case):
     options = {name: case[name] for name in ("l_min", "l_max", "alpha")}
     assert length_reward(case["tokens"], **options) == pytest.approx(case["reward"], abs=1e-9)
+    assert length_reward(1, **options) == case["alpha"], "the most there is"
 
 
 # --- Reductions -----------------------------------------------------------------------------------------------------
@@ -215,6 +220,20 @@ def test_arms_by_hand():
     assert found["no_baseline"][0].tolist() == [[3, 1], [2 + 0.5 * 3 * 1, 1 + 0.5 * 1 * 2]]
 
 
+@pytest.mark.parametrize("exclude_now", [True, False])
+def test_discounted_credits_written_out(exclude_now):
+    gamma, beta = 0.5, 0.3
+    results = some_results(2, 3)
+    found = game_advantages(results, Args(gamma=gamma, alignment_beta=beta, exclude_now=exclude_now))
+    returns = [[[sum(gamma ** (k - t) * game.rewards[k][p] for k in range(t, 3)) for t in range(3)] for p in (0, 1)] for game in results]
+    for game in (0, 1):
+        gains = [[own - other for own, other in zip(returns[game][p], returns[1 - game][p])] for p in (0, 1)]
+        for p, t in product((0, 1), range(3)):
+            past = sum(gamma ** (t - k) * gains[p][k] for k in range(t + (not exclude_now)))
+            weight = beta * past * (gamma if exclude_now else 1)
+            assert found[game][t, p].item() == pytest.approx(gains[p][t] + weight * gains[1 - p][t])
+
+
 def test_games_of_another_kind_are_not_compared():
     results = some_results(3)
     alone = game_advantages(results, Args())
@@ -247,6 +266,15 @@ def test_marshal_counts_rewards_between_own_turns():
     assert advantages[:, 1].tolist() == [0, 0, 0, 0]  # of 16 and 16
 
 
+def test_marshal_as_released_is_given_the_tokens_of_each_turn():
+    turns = [(0, 0, 2), (0, 1, 5), (1, 0, 3), (1, 1, 1)]
+    results = [Result("ipd", rewards, [], turns, 0, 0) for rewards in ([[1, 0], [2, 1]], [[0, 4], [1, 3]])]
+    found = game_advantages(results, Args(advantage="marshal_released"))
+    rows, tokens = [[1, 2], [0, 1], [0, 1], [4, 3]], [[2, 3], [5, 1]] * 2
+    expected = marshal_advantages(rows, [0, 1, 0, 1], ["ipd"] * 4, "released", tokens=tokens)
+    assert [game[:, player].tolist() for game in found for player in (0, 1)] == expected
+
+
 # --- Games ----------------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +297,47 @@ def test_exact_payoffs_of_memory_one_policies():
             totals = [total + reward for total, reward in zip(totals, ipd.rewards(state))]
     found = [total / 4000 / ipd.rounds for total in totals]
     assert found == pytest.approx(memory_one_payoffs(ipd, first, second), abs=0.05)
+
+
+def test_read_out_of_answers():
+    ipd = make_game("ipd")
+    expected = {"[A]": (1.0, [3, 0, 5]), "[B]": (0.0, [1, 1, 1]), None: (0.5, [2.25, 0.5, 3])}
+    for action, (chance, payoffs) in expected.items():
+        answers = [(situation, action) for situation in DEFECTS]
+        found = ipd.read_out(answers)
+        assert [found[f"exact/{name}"] for name in ("self", "defect", "defect_gets")] == pytest.approx(payoffs)
+        chances = {f"chance_of_A/{situation}": chance for situation in DEFECTS}
+        assert chances.items() <= found.items()
+        assert make_game("ipd", history=2).read_out(answers) == chances, "more situations, so no payoffs"
+    assert ipd.read_out([*answers, ("AB", "[A]")])["chance_of_A/AB"] == 0.75
+
+
+def test_metrics_of_games():
+    turns = [(turn, player, 1) for turn in (0, 1) for player in (0, 1)]
+    results = [Result("ipd", [], [[1.0, 2.0], [3.0, 6.0]], turns, 1, 2), Result("ipd", [], [[2.0, 4.0]] * 2, turns, 2, 0)]
+    found = {tag.rpartition("/")[2]: value for tag, value in game_metrics(results).items()}
+    assert found == pytest.approx({"payoff_0": 2, "payoff_1": 4, "illegal": 3 / 8, "cut": 2 / 10})
+
+
+def test_evaluation_tells_the_policy_from_the_other(monkeypatch):
+    """The policy gets 3 from others in either role, and 4 and 2 from itself."""
+
+    def play(sampler, tokenizer, matches, args):
+        for match in matches:
+            others = [3.0 if player == "policy" else 1.0 for player in match.players]
+            match.points = [[4.0, 2.0] if match.players == ("policy", "policy") else others]
+
+    monkeypatch.setattr(advantage_alignment, "play", play)
+    scores, _ = evaluate(None, None, Args(eval_games=2, eval_opponents=("self", "defect")), 0, 1)
+    assert scores == {"eval/ipd/self/payoff": 3, "eval/ipd/defect/payoff": 3, "eval/ipd/defect/other": 1}
+
+
+def test_prompts_of_the_read_out_are_checked(monkeypatch):
+    monkeypatch.setattr(advantage_alignment, "encode", lambda _, match, *rest: [0] * (60 if match.state else 10))
+    args = Args(max_prompt_length=50)
+    with pytest.raises(SystemExit, match="--max-prompt-length: ipd needs 60 tokens or more"):
+        first_prompt(None, args)
+    assert len(first_prompt(None, replace(args, eval_samples=0))) == 10
 
 
 def test_prisoners_see_the_last_round_from_their_side():

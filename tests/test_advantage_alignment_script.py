@@ -144,6 +144,28 @@ class Broken(Commons):
 class Bare:
     rounds = 2
     scale = 1.0
+
+class NoScale(Commons):
+    scale = 0
+
+class ListsOpponents(Commons):
+    def opponents(self):
+        return ["random"]
+
+class Late(Commons):
+    calls = 0
+
+    def rewards(self, state):
+        Late.calls += 1
+        return [1.0, float("nan" if Late.calls > 7 else 1)]
+
+class Uneven(Commons):
+    starts = 0
+
+    def start(self, generator):
+        Uneven.starts += 1
+        self.rounds = 2 + Uneven.starts % 2
+        return []
 """
 MISTAKES = {
     "OneNumber": "rewards: returned 1.0 after a round, expected two numbers",
@@ -152,6 +174,8 @@ MISTAKES = {
     "Nothing": "rewards: returned None after a round",
     "NoState": "play: returned None, expected the new state",
     "NoBrackets": "legal_actions: lists '1', which parse does not read",
+    "NoScale": "scale: found 0, expected a number above 0",
+    "ListsOpponents": "opponents: returned ['random'], expected a dictionary of functions",
     "Bare": "has no start, movers, prompt, legal_actions, parse, play, rewards, opponents, see envs/dilemma.py",
 }
 
@@ -163,8 +187,14 @@ def test_mistakes_in_a_game_of_ones_own_are_one_sentence(monkeypatch, tmp_path):
         words = ["--games", f"{tmp_path}/odd_dilemmas.py:{name}", "--output-dir", tmp_path / name, "--max-steps", "0"]
         found = refusal(advantage_alignment, monkeypatch, *words)
         assert sentence in found, name
-    with pytest.raises(KeyError, match="the purse is lost"):
-        train_here(tmp_path / "broken", games=(f"{tmp_path}/odd_dilemmas.py:Broken",), game_options="{}")
+    ends = {  # while games are played
+        "Broken": (KeyError, "the purse is lost"),
+        "Late": (SystemExit, r"--games odd_dilemmas.py:Late: the rewards of round 3 are \[1.0, nan\]"),
+        "Uneven": (SystemExit, "--games odd_dilemmas.py:Uneven: all games need the same number of rounds"),
+    }
+    for name, (error, sentence) in ends.items():
+        with pytest.raises(error, match=sentence):
+            train_here(tmp_path / name, games=(f"{tmp_path}/odd_dilemmas.py:{name}",), game_options="{}", decode_batch_size=2)
 
 
 @pytest.mark.quick
@@ -174,13 +204,40 @@ def test_mistakes_in_a_game_of_ones_own_are_one_sentence(monkeypatch, tmp_path):
         ("--games chess", "--games: there is no game chess, expected one of ipd, coins, split"),
         ("""--game-options '{"ipd":{"hands":3}}'""", "--games: ipd has no option hands"),
         ("--eval-opponents self stranger", "--eval-opponents stranger: expected some of cooperate"),
-        ("--max-prompt-length 10", "--max-prompt-length: ipd begins with"),
+        ("--max-prompt-length 10", "--max-prompt-length: ipd needs"),
+        ("--num-minibatches 3", "--num-games-per-step: not divisible by the 1 processes x 3 minibatches x 1 games"),
+        ("--advantage naive --alignment-beta 0.5", "--alignment-beta, --no-exclude-now: --advantage naive does not"),
+        ("--advantage marshal --no-exclude-now", "--alignment-beta, --no-exclude-now: --advantage marshal does not"),
+        ("--gamma 1.5", "--gamma 1.5: expected a number from 0 to 1"),
+        ("--games coins --eval-opponents self defect", "--eval-opponents defect: expected some of random, self"),
+        ("""--game-options '{"ipd":{"rounds":2.5}}'""", "--games: ipd needs rounds and history as whole numbers"),
+        ("""--game-options '{"ipd":{"history":1.5}}'""", "--games: ipd needs rounds and history as whole numbers"),
+        (
+            f"""--games {COMMONS} --game-options '{{"{COMMONS}":{{"rounds":8}}}}'""",
+            f"--game-options: {COMMONS} got an unexpected keyword argument 'rounds'",
+        ),
         ("--length-reward 0.5 --max-completion-length 8", "--length-reward: "),
     ],
 )
 def test_wrong_flags(words, sentence, monkeypatch, tmp_path):
     found = refusal(advantage_alignment, monkeypatch, *shlex.split(words), "--output-dir", tmp_path / "run")
     assert found.startswith(sentence)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("script", [advantage_alignment, spiral_rae], ids=lambda s: s.__name__[11:])
+def test_two_games_of_one_name_are_refused(script, monkeypatch, tmp_path):
+    paths = [f"{tmp_path}/{folder}/purse.py:Commons" for folder in ("a", "b")]
+    found = refusal(script, monkeypatch, "--games", *paths, "--output-dir", tmp_path / "run")
+    assert found.startswith("--games: two of them have one name in the metrics")
+
+
+@pytest.mark.quick
+def test_whole_games_with_one_of_each_kind_are_in_a_part(tmp_path):
+    with spy(advantage_alignment) as given:
+        train_here(tmp_path, games=("ipd", "coins"), num_games_per_step=8, num_minibatches=2)
+    parts = [part for part in (0, 1, 0, 1) for _ in range(2 * 3 + 2 * 10)]  # turns of both games
+    assert [completion.part for completion in given[0][3]] == parts
 
 
 @pytest.mark.quick

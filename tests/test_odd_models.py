@@ -1,5 +1,6 @@
 """Models as people bring them: ends of turns, templates that refuse or open a thought, adapters, broken files."""
 
+import dataclasses
 import json
 import shutil
 
@@ -10,7 +11,7 @@ from language_runs import SMALL, completions, numbers, train
 from processes import ROOT
 from run_folders import refusal
 
-from algorithms import ampo, grpo, hpt, igpo
+from algorithms import advantage_alignment, ampo, grpo, hpt, igpo, spiral_rae
 
 TINY = ROOT / "envs" / "tiny_lm" / "countdown"
 TEMPLATE = (TINY / "chat_template.jinja").read_text()
@@ -131,6 +132,33 @@ def test_a_thought_that_the_template_opens_belongs_to_the_answer(odd):
     assert seen == [completion.text for completion in found]
     for completion in found:
         assert completion.text == "<think>\n" + tokenizer.decode(completion.ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("script", [advantage_alignment, spiral_rae], ids=lambda s: s.__name__[11:])
+def test_a_thought_that_the_template_closes_is_no_part_of_a_move(script, tmp_path, monkeypatch):
+    """As of Qwen3 without thinking: an action without a box is legal, in games and in read-outs."""
+    (tmp_path / "closes.jinja").write_text(OPENS_THOUGHT.replace("<think>\n", "<think>\n\n</think>\n\n"))
+    args = script.Args(chat_template_path=str(tmp_path / "closes.jinja"), max_completion_length=8, eval_samples=1)
+    args = dataclasses.replace(args, games=("ipd" if script is advantage_alignment else "kuhn",))
+    model, tokenizer = script.load_model(args)
+
+    def write(sampler, prompts, args, seeds):
+        texts = [tokenizer.decode(prompt) for prompt in prompts]
+        assert all(text.endswith("<think>\n\n</think>\n\n") for text in texts)
+        words = ["[call]" if "[call]" in text else "[bet]" if "[bet]" in text else "[A]" for text in texts]
+        rows = zip(prompts, tokenizer(words, add_special_tokens=False)["input_ids"])
+        return [script.Completion(prompt, ids, [0.0] * len(ids), True) for prompt, ids in rows]
+
+    monkeypatch.setattr(script, "generate", write)
+    match = script.training_match(0, args)
+    if script is advantage_alignment:
+        script.play(model, tokenizer, [match], args)
+        assert match.illegal == 0
+        assert script.evaluate_ipd(model, tokenizer, args, 0, 0, 1)["eval/ipd/exact/self"] == pytest.approx(3)
+    else:
+        script.play({"policy": model}, tokenizer, [match], args)
+        assert match.game.reason == "win"
+        assert script.evaluate_kuhn(model, tokenizer, args, {"kuhn": []}, 0, 1)["eval/kuhn/illegal"] == 0
 
 
 @pytest.mark.parametrize(

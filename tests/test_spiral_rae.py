@@ -195,6 +195,21 @@ def test_reference_learning_step(monkeypatch, case, micro_batch_size):
     assert (metrics["clip_ratio"] > 0) == (case["pg_clipfrac_all"] > 0)
 
 
+def test_a_minibatch_has_the_turns_of_its_part(monkeypatch):
+    """The first step is that of a batch without the other part's turns."""
+    turns = [spiral_rae.Completion([0, 1], [2, number], [0.0, 0.0], True, part=number) for number in (1, 0, 0)]
+    gradients = []
+    for rows, parts in ((turns, 2), (turns[1:], 1)):
+        model = Bigram(torch.arange(9.0).reshape(3, 3).tolist())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        monkeypatch.setattr(optimizer, "step", lambda model=model: gradients.append(model.weight.grad.clone()))
+        advantages = torch.tensor([2.0, 1.0, -3.0])[-len(rows) :]
+        args = Args(num_iterations=1, num_minibatches=parts, max_grad_norm=1e9, max_completion_length=4)
+        spiral_rae.update(model, None, optimizer, rows, advantages, args)
+    assert len(gradients) == 3 and gradients[0].any()
+    assert_close(gradients[0], gradients[2])
+
+
 @pytest.fixture(scope="module")
 def model_and_tokenizer():
     return spiral_rae.load_model(ARGS)

@@ -66,8 +66,8 @@ def test_a_resume_continues_averages_and_read_outs(whole, tmp_path):
 
 
 def test_two_processes_equal_one(tmp_path):
-    """They play different numbers of turns, so one of them idles under FSDP."""
-    shared = SMALL | {"games": (NIM,), "num_games_per_step": 4, "max_steps": 1, "micro_batch_size": 2, "beta": 1.0}
+    """They play different numbers of turns, so one of them idles under FSDP; two parts of two games each."""
+    shared = SMALL | {"num_minibatches": 2} | {"games": (NIM,), "num_games_per_step": 4, "max_steps": 1, "micro_batch_size": 2, "beta": 1.0}
     shared |= {"eval_steps": 1, "eval_opponents": ("start",)}
     two_processes_equal_one(spiral_rae, tmp_path, **shared)
     baselines = [
@@ -97,6 +97,15 @@ def test_evaluation_without_read_outs_and_with_an_opponent_twice(tmp_path):
     assert len(shares) == 6 and sum(shares.values()) == 2  # win, draw and loss as first and as second
     with pytest.raises(SystemExit, match="--num-games-per-step 0: expected"):
         train_here(tmp_path / "no_games", num_games_per_step=0)
+
+
+@pytest.mark.quick
+def test_a_step_with_one_turn(tmp_path):
+    """Two tokens name no action, so the game ends with the policy's first turn."""
+    values = {"opponent": "random", "num_games_per_step": 1, "max_completion_length": 2}
+    found = train_here(tmp_path, **values)
+    assert len(completions(tmp_path)[0]["turns"]) == 1
+    assert found[1, "train/spiral_rae/advantage_std"] == 0
 
 
 def test_learning(tmp_path):
