@@ -740,7 +740,7 @@ def find_maker(env_id: str):
     except (ImportError, AttributeError) as error:
         sys.exit(
             f"--env-id {env_id}: {error}; expected a game of this script, FILE.py:function, or a "
-            "module of PettingZoo such as mpe2.simple_tag_v3 (pip install pettingzoo mpe2)"
+            "module of PettingZoo, see --help (pip install pettingzoo mpe2)"
         )
 
 

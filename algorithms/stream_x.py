@@ -499,7 +499,7 @@ def make_env(args: Args, **options) -> gym.Env:
         options |= json.loads(args.env_kwargs)
         env = gym.make(args.env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError, ValueError, TypeError) as error:
-        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}":
+        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}" and not options:
             raise  # an error in the task
         sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
     is_picture = len(env.observation_space.shape or ()) > 2

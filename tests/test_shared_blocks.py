@@ -82,7 +82,7 @@ FAMILIES = [
     (["igpo", "critic_search"], without(f"{AGENTS}", f"{SHARED} setup update evaluate {EPISODES} {SEVERAL_TURNS}") + JUDGED.split()),
     (["empg", "critic_search"], ["play", "play_turns"]),  # without IGPO's scorer
     (["grpo", "dapo"], ["evaluate"]),
-    (["grpo", "gdpo", "dr_mas"], ["update"]),
+    (["grpo", "gdpo"], ["update"]),
     (["spiral_rae", "advantage_alignment"], ["update", "Completion"]),  # parts are of whole games
     (["grpo", "dr_mas"], without(TEAM, f"{SHARED} {ONE_TURN}")),
     (["grpo", "hpt"], without(BOTH_TERMS, f"{SHARED} {ONE_TURN} evaluate")),
