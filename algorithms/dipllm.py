@@ -374,7 +374,7 @@ def plan(position: Position, args: Args) -> None:
     first, second = position.seats
     for seat in position.seats:
         seat.anchor = probability(seat.anchors, seat)
-        if not has_all(seat):  # from here on the anchor gives only candidates; q is 0 for that
+        if not has_all(seat):  # with q 0, by_prefix returns the anchor itself, of candidates alone
             seat.anchors = by_prefix(replace(seat, q=0 * seat.anchor), args.lamb)
     _, _, x, y = pikl_hedge(
         position.payoff, first.anchor, second.anchor, args.lamb, args.eta, args.search_steps
