@@ -380,6 +380,8 @@ def ampo_loss(
     """
     if is_teacher.dim() < logprobs.dim():
         is_teacher = is_teacher[:, None]
+    # Their ratio is unused and set to 1: where it overflows, the gradient would be NaN.
+    old_logprobs = torch.where(is_teacher.bool(), logprobs.detach(), old_logprobs)
     losses, _ = policy_loss(logprobs, old_logprobs, advantages, **rl)
     probability = logprobs.exp()
     teacher_losses = -advantages * probability / (probability + 0.1)

@@ -99,7 +99,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 @dataclass
 class Args:
     temperature = 1.0  # no flag: labels are distributions
-    max_completion_length = 0  # no flag: an order is as long as its text
+    max_completion_length = -math.inf  # no flag: check_model counts the tokens of orders
     # model, board
     model_name_or_path: str | None = None
     """Hugging Face causal language model to train; None is a tiny model that knows other games"""
@@ -184,7 +184,8 @@ class Args:
     eval_steps: int = 15
     """steps between evaluations; 0 disables them"""
     eval_games: int = 8
-    """games of self-play from which the positions of an evaluation come"""
+    """games of self-play from which the positions of an evaluation come, on one board after the
+    other; with more --num-boards the last ones are not evaluated"""
     save_steps: int = 25
     """steps between checkpoints; 0 disables them, but for one at SIGTERM"""
     export_steps: int = 0
@@ -364,6 +365,7 @@ def probability(tables: dict[tuple, Tensor], seat: Seat) -> Tensor:
         for order, value in zip(seat.options[prefix], tables[prefix].tolist()):
             numbers[*prefix, order] = numbers[prefix] * value
     products = as_tensor([numbers[candidate] for candidate in seat.candidates])
+    products = products.clamp(min=1e-300)  # not 0, whose logarithm would make objectives infinite
     return products / products.sum()
 
 
@@ -372,6 +374,8 @@ def plan(position: Position, args: Args) -> None:
     first, second = position.seats
     for seat in position.seats:
         seat.anchor = probability(seat.anchors, seat)
+        if not has_all(seat):  # with q 0, by_prefix returns the anchor itself, of candidates alone
+            seat.anchors = by_prefix(replace(seat, q=0 * seat.anchor), args.lamb)
     _, _, x, y = pikl_hedge(
         position.payoff, first.anchor, second.anchor, args.lamb, args.eta, args.search_steps
     )
@@ -382,6 +386,12 @@ def plan(position: Position, args: Args) -> None:
         seat.policies = by_prefix(seat, args.lamb)
 
 
+def has_all(seat: Seat) -> bool:
+    """Whether the candidates are all joint orders."""
+    widths = {len(prefix): len(orders) for prefix, orders in seat.options.items()}  # of each unit
+    return len(seat.candidates) == math.prod(widths.values())
+
+
 def by_prefix(seat: Seat, lamb: float) -> dict[tuple, Tensor]:
     """The policy of each unit after each prefix, by soft backups. Where some joint orders are no
     candidates, a legal order that leads to none of them gets 0."""
@@ -389,7 +399,7 @@ def by_prefix(seat: Seat, lamb: float) -> dict[tuple, Tensor]:
         [p for p in seat.options if len(p) == unit] for unit in range(len(seat.candidates[0]))
     ]
     widths = [len(seat.options[level[0]]) for level in levels]
-    if len(seat.candidates) == math.prod(widths):  # all of them: q is a full table
+    if has_all(seat):  # q is a full table
         anchors = []
         for unit, level in enumerate(levels):
             table = torch.stack([seat.anchors[prefix] for prefix in level])
@@ -519,7 +529,9 @@ def candidates(model, tokenizer, board, player: int, generator, args: Args) -> l
         tables = model_policies(model, tokenizer, [seat], args, args.anchor_temperature)[0]
         weights = {prefix: table.tolist() for prefix, table in tables.items()}
         drawn = [(*one, *generator.choices(orders, weights[one])) for one in drawn]
-    return sorted(orders for orders, _ in Counter(drawn).most_common(args.num_candidates))
+    kept = [orders for orders, _ in Counter(drawn).most_common(args.num_candidates)]
+    # In the order of product(*legal): if all are kept, by_prefix reads their Q as a full table.
+    return sorted(kept, key=lambda joint: [texts.index(o) for texts, o in zip(legal, joint)])
 
 
 @torch.no_grad()
@@ -553,7 +565,7 @@ def train(args: Args) -> dict[str, float]:
     if args.learning_rate is None:
         rate = 2e-5 if args.model_name_or_path else 1e-3
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
-    if args.anchor_temperature is None:
+    if args.anchor_temperature is None and args.anchor == "model":
         args = replace(args, anchor_temperature=1.0 if args.model_name_or_path else 10.0)
     rank, world_size, device = setup(args)
     warn_of_slow_bfloat16(args, rank, device)
@@ -733,6 +745,8 @@ def evaluate(
             row |= {f"{name}/{score}": value for score, value in found.items()}
         rows.append(list(row.values()))
         for policy, seat in zip(joint, position.seats):
+            if not seat.prompts:
+                continue  # the player has no units left
             best = policy.argmax()
             prompt = tokenizer.decode(seat.prompts[()])
             answer = {"prompt": prompt, "turns": list(seat.candidates[best])}
@@ -810,6 +824,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     for name in ("lamb", "eta", "anchor_temperature"):
         if getattr(args, name) == 0:
             sys.exit(f"--{name.replace('_', '-')}: must be above 0")
+    if args.anchor == "uniform" and args.anchor_temperature is not None:
+        sys.exit("--anchor-temperature: is of --anchor model; the uniform one has none")
     if args.explore_eps > 1:
         sys.exit(f"--explore-eps {args.explore_eps}: a probability is at most 1")
     transformers.utils.logging.disable_progress_bar()
@@ -888,6 +904,12 @@ def check_env(args: Args) -> None:
     """Exit if there is no such board, or if it cannot be played."""
     if args.env != "blotto" and ".py:" not in args.env:
         sys.exit(f"--env {args.env}: expected blotto or FILE.py:Class")
+    if ".py:" in args.env:
+        board = inspect.signature(from_file("--env", args.env))
+        try:
+            board.bind(**json.loads(args.game_options))
+        except TypeError as error:
+            sys.exit(f"--game-options {args.game_options}: {args.env} takes others, {error}")
     try:
         new_board(args)
         if ".py:" in args.env and Path(ROOT, "envs", "checks.py").is_file():  # a board of one's own
@@ -1149,8 +1171,13 @@ def logprob_gap(model, queries: list[Query], args: Args) -> float:
 
 
 def check_model(model, query: Query, args: Args) -> None:
-    """Exit unless packing equals the plain forward pass; else gradients are wrong."""
+    """Exit unless prompts and orders fit into the model, and packing equals the plain forward pass;
+    else gradients are wrong."""
     name = type(model).__name__
+    longest = args.max_prompt_length + max(map(len, query.orders))
+    if longest > longest_text(model):
+        words = f"with an order up to {longest} tokens, more than the model's positions"
+        sys.exit(f"--max-prompt-length: {words}, {longest_text(model)}")
     args = replace(args, bf16=False, compile=False)
     # A query with several orders, and one with a shorter prompt, which is padded.
     queries = [query, replace(query, prompt=query.prompt[len(query.prompt) // 2 :])]

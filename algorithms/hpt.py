@@ -21,7 +21,7 @@ Differs from the papers:
    the mean over a row, as in HPT's code.
 
 Two shortcuts do not change the gradient: the answers of a group share the computation of their
-prompt, and the update skips answers with zero advantage (not with a KL penalty, --fsdp or srft).
+prompt, and the update skips answers with zero advantage (not with a KL penalty or srft).
 
     python algorithms/hpt.py                                 # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/hpt.py --fsdp ...
@@ -152,9 +152,11 @@ class Args:
     """divide advantages by the std of the group, of the batch, or not at all (Dr. GRPO)"""
     normalizer: Literal["tokens", "length"] = "tokens"
     """tokens: both terms are means over tokens, in hpt times their share of the questions; length:
-    no shares, and the RL term is a sum / --max-completion-length, which hpt does not clip"""
+    no shares, and the RL term, also that of grpo and srft, is a sum / --max-completion-length,
+    without clipping"""
     epsilon: float = 0.2
-    """clip range of the probability ratio; acts from the second of --num-iterations on"""
+    """clip range of the probability ratio; acts from the second of --num-iterations on; not with
+    srft or --normalizer length"""
     beta: float = 0.0
     """weight of the KL penalty; above 0, the initial model is kept; not with srft"""
     num_iterations: int = 1
@@ -348,9 +350,12 @@ def hpt_loss(
     """RL on rollouts and SFT on demonstrations, HPT eq. 11 to 13. (B,T) each and (B,) -> scalar"""
     if normalizer == "length":
         rl["epsilon"] = math.inf  # as in the official code
-    losses, _ = policy_loss(logprobs, old_logprobs, advantages, **rl)
     sft_mask = mask * is_demonstration[:, None]
-    return two_terms(losses, mask - sft_mask, -sft_coef * logprobs, sft_mask, normalizer, divisors)
+    rl_mask = mask - sft_mask
+    # Other tokens get a ratio of 1: the mask times one that overflows would be NaN.
+    old_logprobs = torch.where(rl_mask > 0, old_logprobs, logprobs.detach())
+    losses, _ = policy_loss(logprobs, old_logprobs, advantages, **rl)
+    return two_terms(losses, rl_mask, -sft_coef * logprobs, sft_mask, normalizer, divisors)
 
 
 def srft_loss(
@@ -714,6 +719,9 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit(f"--env {args.env}: needs --model-name-or-path")
     if args.method == "srft" and args.beta > 0:
         sys.exit("--beta: srft has no KL penalty")
+    if args.method == "hpt" and args.gate >= args.num_generations:
+        advice = "give less than --num-generations, or --method sft"
+        sys.exit(f"--gate {args.gate}: all questions would use their demonstrations; {advice}")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -225,17 +225,22 @@ def check_board(name: str, make) -> None:
         need(f"--env {name}", board, "reset legal_orders prompt after play", "envs/blotto.py")
         board.reset(random.Random(0))
         need(f"--env {name}", board, "done", "envs/blotto.py")
+        if board.done is not False:
+            words = "expected False, as an attribute or a property"
+            sys.exit(f"done: found {board.done!r:.100} after reset, {words}")
         for turn in range(MOST_MOVES):
             orders = []
             for player in (0, 1):
                 legal = board.legal_orders(player)
                 check_orders(legal)
+                if not legal and turn == player == 0:
+                    sys.exit("legal_orders: player 0 has no units after reset, and needs some")
                 given = ()
                 for texts in legal:
                     check_messages("prompt", board.prompt(player, given))
                     given += (texts[-(turn % 2)],)
                 orders.append(given)
-            before = repr(board.legal_orders(0))
+            before = shown(board)
             centres = board.after(tuple(orders))
             numbers = hasattr(centres, "__len__") and [
                 isinstance(count, Real) and 0 <= count < math.inf for count in centres
@@ -243,7 +248,7 @@ def check_board(name: str, make) -> None:
             if numbers != [True, True]:
                 words = "expected two counts of centres, each 0 or more"
                 sys.exit(f"after: returned {centres!r:.100}, {words}")
-            if repr(board.legal_orders(0)) != before:
+            if shown(board) != before:
                 sys.exit("after: changed the board, which only play may do")
             board.play(tuple(orders))
             if board.done:
@@ -251,8 +256,17 @@ def check_board(name: str, make) -> None:
         sys.exit(f"play: the game is not done after {MOST_MOVES} turns")
 
 
+def shown(board) -> str:
+    """What both players may order, and are asked for their first units."""
+    found = []
+    for player in (0, 1):
+        legal = board.legal_orders(player)
+        found += [legal, board.prompt(player, ()) if legal else None]
+    return repr(found)
+
+
 def check_orders(legal) -> None:
-    """For each unit a list of different texts."""
+    """For each unit, of which a player may have lost all, a list of different texts."""
     units = isinstance(legal, list | tuple) and [
         isinstance(texts, list | tuple)
         and len(texts) > 0
@@ -260,7 +274,7 @@ def check_orders(legal) -> None:
         and len(set(texts)) == len(texts)
         for texts in legal
     ]
-    if not units or not all(units):
+    if units is False or not all(units):
         words = "expected for each unit a list of different texts"
         sys.exit(f"legal_orders: returned {legal!r:.100}, {words}")
 

@@ -168,6 +168,14 @@ def test_a_teacher_s_token_ignores_what_it_was_before_and_the_penalty():
     assert ampo_loss(logprobs, old - 1, *words, beta=0.3, ref_logprobs=old, epsilon=0.01) == plain
 
 
+def test_a_teacher_s_token_that_becomes_much_likelier_keeps_the_gradient_finite():
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    ones = torch.ones(2)
+    ampo_loss(logprobs, torch.tensor([-1.0, -120.0]), ones, ones, torch.tensor([False, True])).backward()
+    p = math.exp(-2)
+    assert_close(logprobs.grad, [-1.0, -0.1 * p / (p + 0.1) ** 2])
+
+
 def test_weights_of_the_paper():
     """Equation 7 by hand: a question with two teachers of four, one without, two questions on another process."""
     lengths = torch.tensor([2, 3, 4, 10, 1, 2, 3, 4])

@@ -287,6 +287,94 @@ def loaded():
     return model, tokenizer, args
 
 
+def test_candidates_that_are_all_joint_orders_keep_their_order(loaded):
+    """By all routes E[Q] is the same: unit by unit, and by the joint policy."""
+    model, tokenizer, args = loaded
+    options = '{"num_units": 2, "num_turns": 1}'
+    args = replace(args, game_options=options, max_joint_orders=8, num_samples=400, num_candidates=9, search_steps=50)
+    for seat in dipllm.collect(model, tokenizer, ["1"], ["1"], args)[0].seats:
+        assert seat.candidates == list(itertools.product(*[seat.options[prefix] for prefix in [(), ("H",)]]))
+        close(dipllm.probability(seat.policies, seat), seat.policy.tolist(), 1e-12)
+        expected = 0.0
+        for (first, second), q in zip(seat.candidates, seat.q.tolist()):
+            one, two = seat.policies[()], seat.policies[(first,)]
+            expected += one[seat.options[()].index(first)] * two[seat.options[(first,)].index(second)] * q
+        close(expected, (seat.policy @ seat.q).item(), 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["weighted", "anchor"])
+def test_expected_labels_among_some_candidates(loaded, kind):
+    """At each prefix, the marginals of the joint policy that is taught: the search's, or the anchor's."""
+    model, tokenizer, args = loaded
+    options = '{"num_units": 2, "num_turns": 1}'
+    args = replace(args, game_options=options, max_joint_orders=8, num_candidates=5, label=kind, num_plays=10000)
+    args = replace(args, weight_cap=0.0, lamb=0.5)
+    seat = dipllm.collect(model, tokenizer, ["1"], ["1"], args)[0].seats[1]
+    assert len(seat.candidates) == 5 and len(seat.options) > 1
+    joint = seat.policy if kind == "weighted" else seat.anchor
+    found = dipllm.make_labels(seat, args, random.Random(0))
+    for prefix, orders in seat.options.items():
+        below = [sum(p for p, c in zip(joint, seat.candidates) if c[: len(prefix) + 1] == (*prefix, o)) for o in orders]
+        close(found[prefix], [float(mass) for mass in below], 0.03)
+
+
+def test_weights_are_capped():
+    seat, found = labels("weighted", 200)
+    args = replace(TINY, label="weighted", num_plays=200, lamb=0.2, weight_cap=0.5)
+    capped = dipllm.make_labels(seat, args, random.Random(0))
+    weights = ((seat.q - state_value(seat.q, seat.anchor, 0.2)) / 0.2).exp()
+    assert weights.min() < 0.5 < weights.max()
+    generator = random.Random(0)
+    drawn = [seat.candidates.index(dipllm.draw(seat.anchors, seat, generator)) for _ in range(200)]
+    assert found[()].sum() == pytest.approx(weights[drawn].mean().item())
+    assert capped[()].sum() == pytest.approx(weights[drawn].clamp(max=0.5).mean().item())
+
+
+def test_exploring_units_take_any_order():
+    seat = board_search(3, 0.2).seats[0]
+    best = seat.candidates[7]
+    tables = {prefix: torch.tensor([float(order == best[len(prefix)]) for order in orders]) for prefix, orders in seat.options.items()}
+    generator = random.Random(0)
+    assert {dipllm.draw(tables, seat, generator) for _ in range(50)} == {best}
+    drawn = [dipllm.draw(tables, seat, generator, 0.5) for _ in range(3000)]
+    for unit in range(3):
+        share = sum(orders[unit] == best[unit] for orders in drawn) / 3000
+        assert share == pytest.approx(0.5 + 0.5 / 3, abs=0.03)
+
+
+def test_anchor_temperature(loaded):
+    """Log-probabilities of legal orders are divided by it."""
+    model, tokenizer, args = loaded
+    (position, *_) = dipllm.collect(model, tokenizer, ["1"], ["1"], replace(args, search_steps=2))
+    plain, warm = (dipllm.model_policies(model, tokenizer, position.seats, args, t)[0] for t in (1.0, 4.0))
+    for prefix, table in plain.items():
+        close(warm[prefix], (table ** 0.25 / (table ** 0.25).sum()).tolist(), 1e-6)
+    assert (plain[()] - warm[()]).abs().max() > 0.02
+
+
+def test_scores_are_finite_with_a_cold_anchor(loaded):
+    """The anchor's probabilities of some joint orders round to 0, those of the model do not."""
+    model, tokenizer, args = loaded
+    args = replace(args, anchor_temperature=0.01, search_steps=20, game_options='{"num_turns": 1}')
+    positions = dipllm.collect(model, tokenizer, ["1"], ["1"], args)
+    scores, _ = dipllm.evaluate(model, tokenizer, positions, args)
+    assert all(map(math.isfinite, scores.values())), scores
+
+
+def test_score_is_the_share_against_the_anchor():
+    """Summed over all games of one turn, in which the search plays either side."""
+    position = board_search(3, 0.05)
+    board = Blotto()
+    board.reset(random.Random("3"))
+    first, second = position.seats
+    share = 0.0
+    for (i, x), (j, y) in itertools.product(enumerate(first.candidates), enumerate(second.candidates)):
+        mine, theirs = sum_of_squares(board.after((x, y)))
+        share += first.policy[i] * second.anchor[j] * mine / 2 + first.anchor[i] * second.policy[j] * theirs / 2
+    found = dipllm.position_scores(position, first.policy, second.policy, 0.05)["score"]
+    assert found == pytest.approx(share.item()) and found > 0.55
+
+
 def some_queries(loaded) -> list[dipllm.Query]:
     model, tokenizer, args = loaded
     seats = [seat for p in dipllm.collect(model, tokenizer, ["1"], ["1"], args) for seat in p.seats]

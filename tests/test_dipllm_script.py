@@ -96,10 +96,51 @@ class Moves(Duel):
         return (1, 1)
 
 
+class Hides(Moves):
+    """What changes is seen by player 1 alone, in its prompt."""
+
+    def legal_orders(self, player):
+        return [["left", "right"]]
+
+    def prompt(self, player, orders):
+        return [{"role": "user", "content": f"Turn {self.turn * player}."}]
+
+
+class Method(Duel):
+    def reset(self, generator):
+        pass
+
+    def done(self):
+        return False
+
+
+class Nobody(Duel):
+    def legal_orders(self, player):
+        return []
+
+
+class Loses(Duel):
+    """Player 1 has no units at the second turn."""
+
+    def reset(self, generator):
+        self.turn = 0
+
+    @property
+    def done(self):
+        return self.turn == 2
+
+    def legal_orders(self, player):
+        return [] if player == self.turn == 1 else super().legal_orders(player)
+
+    def play(self, orders):
+        self.turn += 1
+
+
 class Broken(Duel):
     def after(self, orders):
         raise IndexError("no such field")
 '''
+NOTHING = ("--max-steps", "0", "--eval-steps", "0")  # what is not refused ends soon
 MISTAKES = {
     "NoSuch": "the file does not define 'NoSuch'",
     "NoPlay": "has no legal_orders, prompt, after, see envs/blotto.py",
@@ -109,6 +150,9 @@ MISTAKES = {
     "Shares": "after: returned (-1, 1), expected two counts of centres",
     "Endless": "play: the game is not done after 1000 turns",
     "Moves": "after: changed the board, which only play may do",
+    "Hides": "after: changed the board, which only play may do",
+    "Method": "done: found <bound method Method.done of ",
+    "Nobody": "legal_orders: player 0 has no units after reset",
 }
 FLAGS = {
     ("--env", "chess"): "--env chess: expected blotto or FILE.py:Class",
@@ -119,6 +163,9 @@ FLAGS = {
     ("--explore-eps", "2"): "--explore-eps 2.0: a probability is at most 1",
     ("--num-plays", "0"): "--num-plays 0: expected a finite number from 1",
     ("--max-prompt-length", "20"): "--max-prompt-length: a prompt has 6",
+    ("--max-prompt-length", "2047"): "--max-prompt-length: with an order up to 2051 tokens, more than",
+    ("--max-prompt-length", "3000"): "--max-prompt-length: with an order up to 3004 tokens, more than",
+    ("--anchor", "uniform", "--anchor-temperature", "5"): "--anchor-temperature: is of --anchor model",
 }
 
 
@@ -250,8 +297,24 @@ def test_own_board(own, tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_of_own_boards_get_one_sentence(own, monkeypatch, name, tmp_path):
-    found = refusal(dipllm, monkeypatch, "--env", f"{own}:{name}", "--output-dir", tmp_path / "run")
+    words = ("--env", f"{own}:{name}", "--output-dir", tmp_path / "run", *NOTHING)
+    found = refusal(dipllm, monkeypatch, *words)
     assert MISTAKES[name] in found
+
+
+@pytest.mark.quick
+def test_options_that_an_own_board_does_not_take_get_one_sentence(own, monkeypatch, tmp_path):
+    words = ("--env", f"{own}:Duel", "--game-options", '{"size": 2}', "--output-dir", tmp_path / "run")
+    found = refusal(dipllm, monkeypatch, *words)
+    assert found.startswith('--game-options {"size": 2}: ') and "unexpected keyword argument 'size'" in found
+
+
+def test_a_player_may_lose_all_units(own, tmp_path):
+    """It has one joint order, no query, and no answer to show."""
+    found = train(dipllm, tmp_path / "run", **SMALL | {"env": f"{own}:Loses", "game_options": "{}", "eval_steps": 1})
+    assert found[1, "train/num_positions"] == 2 * 2
+    assert all(map(math.isfinite, found.values()))
+    assert len(evaluation_answers(tmp_path / "run")) == 2 * 2 * 3, "evaluations, games, seats with units"
 
 
 @pytest.mark.quick
@@ -263,9 +326,8 @@ def test_an_error_in_an_own_board_keeps_its_traceback(own, tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize("words", FLAGS, ids=" ".join)
 def test_wrong_flags_get_one_sentence(words, monkeypatch, tmp_path):
-    assert refusal(dipllm, monkeypatch, *words, "--output-dir", tmp_path / "run").startswith(
-        FLAGS[words]
-    )
+    found = refusal(dipllm, monkeypatch, *words, "--output-dir", tmp_path / "run", *NOTHING)
+    assert found.startswith(FLAGS[words])
 
 
 def test_boards_of_a_seed():

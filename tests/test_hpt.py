@@ -231,6 +231,63 @@ def test_update_has_the_gradient_of_the_loss_of_the_whole_batch(model, rows, met
     assert metrics["sampling/logprob_difference/max"] < 1e-4, "demonstrations were not sampled"
 
 
+def written_out(model, reference, rows, old, args: Args) -> tuple[torch.Tensor, ...]:
+    """Loss, mean of the KL over RL tokens, mean loss of the demonstrations; with gate 1 three of six questions use them."""
+    logprobs, _, mask = padded(model, rows)
+    old = logprobs.detach() if old is None else old
+    totals = rewards()[0].view(6, G)
+    advantages = torch.cat([totals - totals.mean(1, keepdim=True), torch.zeros(6, 1)], 1).view(-1, 1)
+    taught = (torch.tensor(SOLVED) <= 1)[:, None]
+    in_rl = mask * torch.cat([~taught.expand(6, G), torch.zeros(6, 1, dtype=bool)], 1).view(-1, 1)
+    in_sft = mask * torch.cat([torch.zeros(6, G, dtype=bool), taught], 1).view(-1, 1)
+    ratio = (logprobs - old).exp()
+    gain = torch.min(ratio * advantages, ratio.clamp(1 - args.epsilon, 1 + args.epsilon) * advantages)
+    away = padded(reference, rows)[0].detach() - logprobs
+    kl = away.exp() - away - 1
+    rl = ((args.beta * kl - gain) * in_rl).sum() / in_rl.sum()
+    sft = -(logprobs * in_sft).sum() / in_sft.sum()
+    return (rl + args.sft_coef * sft) / 2, (kl * in_rl).sum() / in_rl.sum(), sft, old
+
+
+def test_two_iterations_with_a_kl_penalty(rows):
+    """Old log-probabilities stay those of the first; demonstrations have no penalty; metrics are means of both."""
+    args = replace(BASE, gate=1, sft_coef=0.7, num_iterations=2, beta=0.2, epsilon=0.05)
+    policies, reference = [tiny_model(0) for _ in range(2)], tiny_model(1)
+    for one in (policies[0], reference):
+        hpt.add_methods(one)
+    optimizer = torch.optim.SGD(policies[0].parameters(), lr=0.03)
+    metrics = hpt.update(policies[0], reference, optimizer, rows, assign(*rewards(), args).flatten(1), args)
+    plain = torch.optim.SGD(policies[1].parameters(), lr=0.03)
+    found, old = [], None
+    for _ in range(2):
+        plain.zero_grad()
+        *values, old = written_out(policies[1], reference, rows, old, args)
+        values[0].backward()
+        plain.step()
+        found.append(torch.stack(values).detach())
+    assert_close(flat(policies[0].parameters()), flat(policies[1].parameters()), 1e-4)
+    means = torch.stack(found).mean(0).tolist()
+    assert [metrics[name] for name in ("loss", "kl", "sft_loss")] == pytest.approx(means, rel=1e-4)
+
+
+def test_a_demonstration_that_becomes_much_likelier_keeps_the_gradient_finite():
+    """Its ratio overflows, and does not count."""
+    logprobs = torch.tensor([[-1.0], [-2.0]], requires_grad=True)
+    old = torch.tensor([[-1.0], [-120.0]])
+    ones = torch.ones(2, 1)
+    loss = hpt_loss(logprobs, old, ones, ones, torch.tensor([False, True]), normalizer="tokens")
+    loss.backward()
+    assert_close(logprobs.grad, [[-1.0], [-1.0]])
+    assert_close(loss, -1.0 + 2.0)
+
+
+@pytest.mark.parametrize("gate", [G, G + 1])
+def test_a_gate_that_all_questions_pass_gets_one_sentence(gate, tmp_path):
+    with pytest.raises(SystemExit, match=f"^--gate {gate}: all questions would use their demonstrations"):
+        hpt.setup(Args(num_generations=G, gate=gate, output_dir=str(tmp_path)))
+    assert hpt.setup(Args(num_generations=G, gate=G - 1, output_dir=str(tmp_path)))[1] == 1
+
+
 @pytest.mark.parametrize("scale", ["group", "none"])
 def test_gate_minus_one_is_grpo(model, rows, scale):
     values = {"scale_rewards": scale, "temperature": 0.9, "num_generations": G}
