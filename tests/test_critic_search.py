@@ -273,7 +273,7 @@ def test_all_episodes_that_fit_are_judged_in_any_batches(tokens, sizes, monkeypa
     """What the critic says goes back to the episode that it is about. One of five is too long, and one long."""
     monkeypatch.setattr(language_critic, "TOKENS_AT_ONCE", tokens)
     critic = thinker()
-    episodes = [episode_of(question(1), ["a " * size, "b"]) for size in (3, 1, 900, 2, 200)]
+    episodes = [episode_of(question(1), ["a " * size, "b"]) for size in (3, 1, 900, 200, 2)]
     critic.longest = 1000
     batches = []
 
@@ -285,7 +285,7 @@ def test_all_episodes_that_fit_are_judged_in_any_batches(tokens, sizes, monkeypa
 
     monkeypatch.setattr(critic, "write", write)
     found = critic([question(1)] * 5, episodes)
-    assert found == [[1.0, None], [0.0, None], [None, None], [0.0, None], [1.0, None]]
+    assert found == [[1.0, None], [0.0, None], [None, None], [1.0, None], [0.0, None]]
     assert batches == sizes
 
 
