@@ -262,7 +262,7 @@ class Args:
 
 def z_scores(values: Tensor, ddof: int, eps: float) -> Tensor:
     """GRPO's advantages of one group of any size; 0 if all values are equal. (n,) -> (n,)"""
-    if (values == values[:1]).all():
+    if torch.isclose(values, values[:1], rtol=1e-12, atol=0.0).all():  # equal means are rounded
         return torch.zeros_like(values)
     return (values - values.mean()) / (values.std(correction=ddof) + eps)
 
@@ -696,8 +696,13 @@ def load_critic(task, device: torch.device, args: Args):
     """The function of a problem and its episode that judges; None if no verdict counts."""
     if args.critic_alpha == 0 or args.max_steps == 0:
         return None
+    if args.max_turns == 1:
+        sys.exit("--max-turns 1: no search is answered, so none is judged; give --critic-alpha 0")
     if args.critic_model:
-        kind = from_file("--critic-model", str(ROOT / "envs/language_critic.py:LanguageCritic"))
+        path = ROOT / "envs/language_critic.py"
+        if not path.is_file():  # where a script was copied alone
+            sys.exit("--critic-model: needs the folder envs/ of the repository")
+        kind = from_file("--critic-model", f"{path}:LanguageCritic")
         return kind(args.critic_model, task, device, args)
     if args.critic:
         return from_file("--critic", args.critic, "problem", "episode")
@@ -732,11 +737,12 @@ def judge(critic, episodes: list[Episode], args: Args) -> list[list[float | None
     for episode, result in zip(episodes, results):
         try:
             numbers = [None if value is None else float(1.0 * value) for value in result]
-            right = all(number is None or math.isfinite(number) for number in numbers)
+            right = all(number is None or abs(number) < 1e15 for number in numbers)
         except Exception:  # of what is no list, or has something else in it
             right = False
         if not right or len(numbers) != episode.num_searches:
-            words = f"expected {episode.num_searches} finite numbers or None, one for each search"
+            words = f"expected {episode.num_searches} numbers of at most 15 digits, or None"
+            words += ", one for each search"
             sys.exit(f"{title}: returned {result!r:.100} for {episode.texts!r:.200}, {words}")
         verdicts.append(numbers)
     return verdicts

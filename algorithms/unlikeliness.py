@@ -175,8 +175,8 @@ class Args:
     shuffle_bonus: bool = False
     """rep_exp: give the bonuses of a group to its answers at random (a control)"""
     solved_groups: Literal["plain", "shaped"] | None = None
-    """rewards of groups that are all right; shaped, they teach rarity alone. None is plain for
-    unlikeliness and shaped for rep_exp, as released"""
+    """groups that are all right: plain keeps their equal rewards, so they teach nothing; shaped
+    lets them teach rarity alone. None is plain for unlikeliness, shaped for rep_exp, as released"""
     advantage: Literal["group", "none"] = "group"
     """group is GRPO; the control, none, uses the bare reward"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
@@ -241,8 +241,8 @@ class Args:
     eval_problems: int = 128
     """number of evaluation problems, unless --eval-dataset is given"""
     num_generations_eval: int = 8
-    """n, samples of each evaluation problem besides the greedy one: pass@k for k = 1, 8 and the
-    largest power of two up to n"""
+    """n, samples of each evaluation problem besides the greedy one: pass@k for k = 1, 8
+    (or n, if smaller) and the largest power of two up to n"""
     save_steps: int = 25
     """steps between checkpoints; 0 disables them, but for one at SIGTERM"""
     export_steps: int = 0
@@ -289,12 +289,11 @@ def leverage_bonus(hidden: Tensor, lamb: float = 0.01, kind: str = "leverage") -
     """
     x = hidden.double()
     x = x - x.mean(-2, keepdim=True)
-    products = x @ x.mT  # (...,G,G)
-    ridge = lamb * torch.eye(x.size(-2), dtype=x.dtype, device=x.device)
-    rest = lamb * torch.linalg.inv(ridge + products).diagonal(dim1=-2, dim2=-1)  # 1 - h
-    if kind == "leave_one_out":
-        return (1 - rest) / rest
-    return 1 - rest
+    # Where lamb is tiny beside the states, an inverse loses its digits; singular values do not.
+    u, s, _ = torch.linalg.svd(x, full_matrices=False)  # (...,G,K), (...,K), K = min(G,D)
+    shares = s.square() / (s.square() + lamb)
+    h = (u.square() * shares[..., None, :]).sum(-1)
+    return h / (1 - h) if kind == "leave_one_out" else h
 
 
 def add_bonus(
@@ -448,12 +447,7 @@ def token_weights(
 
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    if args.method == "rep_exp" and args.num_generations < 3:
-        sys.exit("--num-generations: at least 3 with --method rep_exp, as two bonuses are equal")
-    if args.bonus_lambda == 0:
-        sys.exit("--bonus-lambda: must be above 0")
-    if args.rank_penalty > 1:
-        sys.exit("--rank-penalty: at most 1, or right answers may earn less than wrong ones")
+    check_method(args)
     if args.learning_rate is None:
         rate = 1e-6 if args.model_name_or_path else 1e-4
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
@@ -472,8 +466,11 @@ def train(args: Args) -> dict[str, float]:
     if not args.reward:
         check_tags(tokenizer, task.prompt(eval_problems[0]))
     shaped_name = next(iter(task.reward_functions))
-    if args.method != "none" and task.reward_weights[0] == 0:
-        sys.exit(f"--method {args.method}: shapes the reward {shaped_name}, whose weight is 0")
+    weight = task.reward_weights[0]
+    if args.method != "none" and weight <= 0:
+        words = f"shapes the reward {shaped_name}, whose weight is {weight:g}"
+        advice = "give --reward-weights, the first above 0, or --method none"
+        sys.exit(f"--method {args.method}: {words}; {advice}")
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
     reference = None
     if args.beta > 0 or args.method == "rep_exp":
@@ -625,6 +622,23 @@ def train(args: Args) -> dict[str, float]:
     if dist.is_initialized():
         dist.destroy_process_group()
     return scores
+
+
+def check_method(args: Args) -> None:
+    """Exit where --method cannot work, or would change nothing."""
+    size, flag = args.num_generations, "--num-generations"
+    if args.method == "rep_exp" and size < 3:
+        sys.exit(f"{flag}: at least 3 with --method rep_exp, as two bonuses are equal")
+    if args.method == "unlikeliness" and size < 2:
+        sys.exit(f"{flag}: at least 2 with --method unlikeliness, as one answer has no rank")
+    by_std = args.advantage == "group" and args.scale_rewards == "group"
+    if args.method == "unlikeliness" and size == 2 and by_std and args.solved_groups != "shaped":
+        words = "the one right answer of two has the same advantage whatever it earns"
+        sys.exit(f"{flag} 2: {words}; take at least 3, or --scale-rewards none")
+    if args.bonus_lambda == 0:
+        sys.exit("--bonus-lambda: must be above 0")
+    if args.rank_penalty > 1:
+        sys.exit("--rank-penalty: at most 1, or right answers may earn less than wrong ones")
 
 
 @torch.no_grad()

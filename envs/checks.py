@@ -93,7 +93,7 @@ def check_agent_task(task, args, make_episode, ask, score) -> None:
             return  # load_task says so
         check_messages("prompt", task.prompt(problem))
         answer = ("", "")
-        if gains:
+        if gains or told:
             answer = task.right_answer(problem)
             texts = isinstance(answer, list | tuple) and [isinstance(text, str) for text in answer]
             if texts != [True, True]:
@@ -110,10 +110,19 @@ def check_agent_task(task, args, make_episode, ask, score) -> None:
 
 
 def check_verdicts(task, episode, messages: list[dict]) -> None:
-    """A number or None for each search: for the one that was answered by messages, if it was."""
+    """A number or None for each search: for the one that was answered by messages, if it was.
+
+    verdicts that are batched get lists of problems and of episodes.
+    """
     if messages:
         episode.texts += ["".join(message["content"] for message in messages), ""]
-    verdicts = task.verdicts(episode.problem, episode)
+    if getattr(task.verdicts, "batched", False):
+        lists = task.verdicts([episode.problem], [episode])
+        if not isinstance(lists, list | tuple) or len(lists) != 1:
+            sys.exit(f"verdicts: returned {lists!r:.100} for one episode, expected a list of one list")
+        verdicts = lists[0]
+    else:
+        verdicts = task.verdicts(episode.problem, episode)
     expected = len(episode.texts) // 2
     if not isinstance(verdicts, list | tuple) or len(verdicts) != expected:
         words = f"expected a list of {expected} numbers, one for each search"

@@ -80,13 +80,16 @@ class LanguageCritic:
         return verdicts
 
     def write(self, chats: list[str]) -> list[str]:
-        """What the critic writes to each chat."""
+        """What the critic writes to each chat, with the <think> that its template may have opened."""
         inputs = self.tokenizer(chats, add_special_tokens=False, padding=True, return_tensors="pt").to(self.model.device)
-        settings = {"max_new_tokens": self.new_tokens, "do_sample": False, "pad_token_id": self.tokenizer.pad_token_id}
+        settings = {"max_new_tokens": self.new_tokens, "do_sample": False, "repetition_penalty": 1.0}
+        settings["pad_token_id"] = self.tokenizer.pad_token_id
         ids = self.model.generate(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **settings
         )
-        return self.tokenizer.batch_decode(ids[:, inputs["input_ids"].size(1) :], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(ids[:, inputs["input_ids"].size(1) :], skip_special_tokens=True)
+        opened = ["<think>" if chat.rstrip().endswith("<think>") else "" for chat in chats]
+        return [start + text for start, text in zip(opened, texts)]
 
 
 def parse_verdicts(text: str, count: int) -> list[float | None]:

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,7 +123,7 @@ def test_an_unreadable_verdict_is_the_mean_of_the_others_of_the_group():
 @pytest.mark.parametrize("pool", ["turns", "episodes"])
 def test_silent_groups(pool):
     """Equal outcomes and equal verdicts, one verdict, none: exactly 0, and no NaN."""
-    for verdicts in ([[1 / 3], [1 / 3] * 3], [[1], []], [[], []], [[None], [None]]):
+    for verdicts in ([[1 / 3], [1 / 3] * 3], [[0.1], [0.1] * 3], [[1], []], [[], []], [[None], [None]]):
         for row in hybrid_advantages(tensor([0.7, 0.7]), verdicts, pool=pool):
             assert (row == 0).all()
     wrong = hybrid_advantages(tensor([0.0, 0.0]), [[1, 0], [0]], pool=pool)
@@ -152,6 +153,7 @@ SENTENCES = {
     "own.py:few: returned 1 for": lambda problem, episode: 1,
     "own.py:few: returned ['good'] for": lambda problem, episode: ["good"],
     "own.py:few: returned [nan] for": lambda problem, episode: [math.nan],
+    "own.py:few: returned [1e+308] for": lambda problem, episode: [1e308],
     "own.py:few: returned None for": lambda problem, episode: None,
 }
 
@@ -161,7 +163,7 @@ def test_a_critic_that_returns_something_else_ends_in_a_sentence(words):
     with pytest.raises(SystemExit) as stop:
         judge(SENTENCES[words], [episode_of({}, ["x"])], Args(critic="own.py:few"))
     assert stop.value.code.startswith(f"critic {words}") and "\n" not in stop.value.code
-    assert stop.value.code.endswith("expected 1 finite numbers or None, one for each search")
+    assert stop.value.code.endswith("expected 1 numbers of at most 15 digits, or None, one for each search")
 
 
 def test_a_critic_that_raises_keeps_its_traceback():
@@ -237,6 +239,56 @@ def test_a_batch_is_written_as_each_chat_alone():
     assert together[0].startswith("<think>next: ")
 
 
+def thinker(**values) -> LanguageCritic:
+    """A critic whose template opens <think> and shows tools."""
+    critic = LanguageCritic(str(TINY), SearchQA(), torch.device("cpu"), Args(**values))
+    critic.tokenizer.chat_template = "{{ tools }}{{ messages[0].content }}\n<think>\n"
+    return critic
+
+
+def test_thoughts_that_the_template_opened_do_not_count(monkeypatch):
+    critic = thinker()
+    thought = "Let me see. Is search 1: good? Search 2: bad maybe, as"
+    monkeypatch.setattr(critic.tokenizer, "batch_decode", lambda ids, **_: [thought, f"{thought}</think>2: good"])
+    chats = [critic.prompt(problem, episode_of(problem, ["a", "b"])) for problem in (question(1), question(2))]
+    assert [parse_verdicts(text, 2) for text in critic.write(chats)] == [[None, None], [None, 1.0]]
+    assert critic.write(["Judge.", "Judge."])[0] == thought
+
+
+def test_a_critic_does_not_get_the_tools_of_the_agent():
+    assert "my_tool" not in thinker(chat_template_kwargs='{"tools": ["my_tool"]}').prompt(question(1), episode_of({}, ["a"]))
+
+
+def test_a_critic_is_greedy_whatever_its_settings_say():
+    critic = LanguageCritic(str(TINY), SearchQA(), torch.device("cpu"), Args())
+    critic.new_tokens = 12
+    chat = critic.tokenizer.apply_chat_template(SearchQA().prompt(question(1)), **critic.settings)
+    expected = critic.write([chat])
+    critic.model.generation_config.repetition_penalty = 5.0
+    assert critic.write([chat]) == expected
+
+
+@pytest.mark.parametrize("tokens, sizes", [(1, [1, 1, 1, 1]), (1000, [1, 3]), (2**15, [4])])
+def test_all_episodes_that_fit_are_judged_in_any_batches(tokens, sizes, monkeypatch):
+    """What the critic says goes back to the episode that it is about. One of five is too long, and one long."""
+    monkeypatch.setattr(language_critic, "TOKENS_AT_ONCE", tokens)
+    critic = thinker()
+    episodes = [episode_of(question(1), ["a " * size, "b"]) for size in (3, 1, 900, 200, 2)]
+    critic.longest = 1000
+    batches = []
+
+    def write(chats: list[str]) -> list[str]:
+        batches.append(len(chats))
+        lengths = [len(critic.tokenizer(chat)["input_ids"]) for chat in chats]
+        assert len(chats) == 1 or len(chats) * (max(lengths) + critic.new_tokens) <= tokens
+        return ["1: good" if len(re.search("(a )+", chat)[0]) > 4 else "1: bad" for chat in chats]
+
+    monkeypatch.setattr(critic, "write", write)
+    found = critic([question(1)] * 5, episodes)
+    assert found == [[1.0, None], [0.0, None], [None, None], [1.0, None], [0.0, None]]
+    assert batches == sizes
+
+
 def test_the_prompt_stands_on_the_page():
     assert "\n".join(f"    {line}".rstrip() for line in language_critic.PROMPT.splitlines()) in PAGE
 
@@ -248,7 +300,7 @@ def refused(**values) -> str:
     return stop.value.code
 
 
-def test_which_critic(tmp_path):
+def test_which_critic(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text("def judge(problem, episode):\n    return []\ndef one(problem):\n    return []\n")
     load = lambda **values: critic_search.load_critic(SearchQA(), torch.device("cpu"), Args(**values))  # noqa: E731
     own = str(tmp_path / "own.py")
@@ -259,6 +311,10 @@ def test_which_critic(tmp_path):
     assert refused(dataset="questions.jsonl").startswith("--env search_qa: has no verdicts (on questions of a file)")
     assert refused(critic_model=str(tmp_path)).startswith(f"--critic-model {tmp_path}: cannot be loaded")
     assert refused(critic_model=str(TINY), task=SimpleNamespace()).endswith("has no right_answer, which --critic-model is told")
+    assert refused(max_turns=1) == "--max-turns 1: no search is answered, so none is judged; give --critic-alpha 0"
+    assert load(max_turns=1, critic_alpha=0) is None
+    monkeypatch.setattr(critic_search, "ROOT", tmp_path)
+    assert refused(critic_model="m") == "--critic-model: needs the folder envs/ of the repository"
 
 
 @pytest.mark.quick

@@ -176,6 +176,32 @@ class NoneOfThem(Replies):
         return []
 
 
+class Batched(Replies):
+    def verdicts(self, problems, episodes):
+        return [[1.0] * episode.num_searches for episode in episodes]
+
+    verdicts.batched = True
+
+
+class OneList(Batched):
+    def verdicts(self, problems, episodes):
+        return [1.0] * episodes[0].num_searches
+
+    verdicts.batched = True
+
+
+class NoList(Batched):
+    def verdicts(self, problems, episodes):
+        return []
+
+    verdicts.batched = True
+
+
+class PlainAnswer(Judged):
+    def right_answer(self, problem):
+        return "10735"
+
+
 class Broken(Judged):
     def verdicts(self, problem, episode):
         return problem["score"]
@@ -193,11 +219,14 @@ def test_own_task(tmp_path):
     found = train(critic_search, tmp_path / "run", **SMALL | {"env": args.env, "model_name_or_path": args.model_name_or_path})
     assert all(map(math.isfinite, found.values())) and (1, "train/critic/unreadable") in found
     load_task(own_task(tmp_path, "Replies"))
+    load_task(own_task(tmp_path, "Batched"))
 
 
 TASKS = {
     "OneTooMany": "verdicts: returned [1.0] for [''], expected a list of 0 numbers, one for each search",
     "NoneOfThem": "verdicts: returned [] for ['', 'on', ''], expected a list of 1 numbers, one for each search",
+    "NoList": "verdicts: returned [] for one episode, expected a list of one list",
+    "OneList": "verdicts: returned 1.0 for ['', 'on', ''], expected a list of 1 numbers, one for each search",
 }
 
 
@@ -209,6 +238,15 @@ def test_an_own_task_is_tried_at_the_start(name, tmp_path):
     assert stop.value.code == TASKS[name]
     load_task(own_task(tmp_path, name, critic_alpha=0.0))
     load_task(own_task(tmp_path, name, critic="own.py:judge"))
+
+
+@pytest.mark.quick
+def test_the_right_answer_that_a_critic_is_told_is_tried_at_the_start(tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        load_task(own_task(tmp_path, "PlainAnswer", critic_model="m"))
+    assert stop.value.code == "right_answer: returned '10735', expected two texts, what comes before the answer and the answer"
+    load_task(own_task(tmp_path, "PlainAnswer"))
+    load_task(own_task(tmp_path, "Judged", critic_model="m"))
 
 
 @pytest.mark.quick

@@ -2,11 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import language_runs
 import pytest
 import torch
+import transformers
 from language_runs import kill_and_resume, numbers, train, two_processes_equal_one
 from processes import ROOT
 from run_folders import assert_tags_of_pages, refusal, tags
@@ -176,6 +178,17 @@ def test_leverages_sum_to_the_trace_and_leave_one_out_is_its_odds(shape):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("size", [4, 8, 12])
+def test_a_tiny_lambda_gives_the_diagonal_of_the_hat_matrix(size):
+    hidden = 100 * torch.randn(8, size, generator=torch.Generator().manual_seed(0))
+    x = hidden.double() - hidden.double().mean(0)
+    basis = torch.linalg.qr(x)[0] if size < 7 else torch.linalg.svd(x)[0][:, :7]
+    expected = basis.square().sum(1)
+    torch.testing.assert_close(leverage_bonus(hidden, 1e-12), expected)
+    assert leverage_bonus(hidden, 1e-12, "leave_one_out").max() < 7 + 1e-9
+
+
+@pytest.mark.quick
 def test_with_as_many_dimensions_as_answers_bonuses_rank_nothing():
     """The card's finding: they tend to 1 - 1 / G. With G / 2 dimensions they differ."""
     hidden = torch.randn(200, 8, 64, generator=torch.Generator().manual_seed(0))
@@ -307,6 +320,85 @@ def test_ranks_are_of_the_learner_before_the_update(monkeypatch, tmp_path):
     assert shaped > 4
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("rank_form", ["code", "paper"])
+def test_a_step_is_as_computed_anew(rank_form, monkeypatch, tmp_path):
+    """Advantages, uplift and the share pushed down, where the reward has the weight 2 and some groups are all right."""
+    (tmp_path / "own.py").write_text(
+        "import zlib\ndef right(problem, completion):\n    return float(zlib.crc32(completion.encode()) % 6 > 0)\n"
+    )
+    given = []
+    original = unlikeliness.update
+
+    def likelihoods(model, completions, args):
+        sums = unlikeliness.answer_logprobs(model, completions, True, args)
+        return [total / (len(c.ids) if rank_form == "code" else 1) for total, c in zip(sums, completions)]
+
+    def spy(model, reference, optimizer, completions, advantages, args):
+        before = likelihoods(model, completions, args)
+        found = original(model, reference, optimizer, completions, advantages, args)
+        given.extend([completions, advantages, before, likelihoods(model, completions, args)])
+        return found
+
+    monkeypatch.setattr(unlikeliness, "update", spy)
+    values = SMALL | {"num_prompts_per_step": 8, "num_generations": 4, "eval_steps": 1, "rank_penalty": 0.9}
+    values |= {"reward": (f"{tmp_path}/own.py:right",), "reward_weights": (2.0,), "rank_form": rank_form}
+    found = train(unlikeliness, tmp_path / "run", **values)
+    completions, advantages, before, after = given
+    paid, risen, below = [], [[] for _ in range(4)], 0
+    for start in range(0, 32, 4):
+        group = range(start, start + 4)
+        right = {row: completions[row].rewards[0] > 0 for row in group}
+        by_likelihood = sorted(group, key=lambda row: -before[row])
+        for row in group:
+            rarer = sum(before[other] < before[row] for other in group)
+            rank = rarer + (sum(before[other] == before[row] for other in group) - 1) / 2
+            rank = rank if rank_form == "code" else rank + 1  # the paper's G - rank from the likeliest
+            paid.append(2 * right[row] * (1 if all(right.values()) else 1 - 0.9 * rank / 4))
+        expected = group_advantages(torch.tensor(paid[-4:]), 4)
+        torch.testing.assert_close(advantages[start : start + 4], expected, atol=1e-5, rtol=1e-5)
+        below += sum(right[row] and expected[row - start] < 0 for row in group)
+        for place, row in enumerate(by_likelihood):
+            if right[row] and expected[row - start] != 0:
+                risen[place].append(after[row] > before[row])
+    for place, rose in enumerate(risen):
+        assert found[1, f"train/uplift/{place}"] == pytest.approx(sum(rose) / len(rose))
+    assert found[1, "train/right_below_zero"] == pytest.approx(below / 32) and below > 0
+    assert 0 < sum(advantage == 0 for advantage in advantages) < 32, "some groups are all right"
+
+
+@pytest.mark.quick
+def test_bonuses_are_of_the_mean_states_that_predict_an_answer():
+    """Those of Transformers, projected anew in each step; then leave-one-out by its definition."""
+    args = Args(method="rep_exp", num_generations=4, bonus_dim=3, bonus_lambda=2.0, bonus_kind="leave_one_out")
+    model, _ = unlikeliness.load_model(args)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(unlikeliness.model_path(args))
+    generator = torch.Generator().manual_seed(0)
+    answers, means = [], []
+    for length in (1, 5, 9, 3, 2, 7, 4, 6):
+        prompt = [5, 6, 7] if len(answers) < 4 else [8, 9]
+        ids = torch.randint(3, 20, (length,), generator=generator).tolist()
+        answers.append(unlikeliness.Completion(prompt, ids, [0.0] * length, True))
+        states = plain(torch.tensor([prompt + ids]), output_hidden_states=True).hidden_states[-1][0]
+        means.append(states[len(prompt) - 1 : -1].mean(0))
+    means = torch.stack(means).detach()
+    for step in (0, 7):
+        generator.manual_seed(unlikeliness.random_seed("projection", args.seed, step))
+        projected = means @ sparse_projection(means.size(1), 3, generator)
+        expected = []
+        for states in projected.double().split(4):
+            states = states - states.mean(0)
+            for row in range(4):
+                others = torch.cat([states[:row], states[row + 1 :]])
+                inverse = torch.linalg.inv(2.0 * torch.eye(3) + others.mT @ others)
+                expected.append((states[row] @ inverse @ states[row]).item())
+        found = unlikeliness.state_bonuses(model, answers, step, [0, 1], args)
+        assert found == pytest.approx(expected, rel=1e-4)
+    mixed = unlikeliness.state_bonuses(model, answers, 7, [0, 1], replace(args, shuffle_bonus=True))
+    for group in (slice(0, 4), slice(4, 8)):
+        assert sorted(mixed[group]) == sorted(found[group]) and mixed[group] != found[group]
+
+
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_the_bonus_is_of_the_initial_model(lora_rank, monkeypatch, tmp_path):
     """After a large step, states are still those of the model at the start."""
@@ -353,9 +445,18 @@ def test_what_does_not_go_is_one_sentence(monkeypatch, tmp_path):
     assert found.startswith("--bonus-dim 0: expected a finite number from 1")
     found = refusal(unlikeliness, monkeypatch, *rep_exp, "--num-generations", "2")
     assert found.startswith("--num-generations: at least 3 with --method rep_exp")
+    found = refusal(unlikeliness, monkeypatch, "--num-generations", "2")
+    assert found.startswith("--num-generations 2: the one right answer of two has the same advantage")
+    found = refusal(unlikeliness, monkeypatch, "--num-generations", "1", "--advantage", "none")
+    assert found.startswith("--num-generations: at least 2 with --method unlikeliness")
+    for values in ({"scale_rewards": "none"}, {"advantage": "none"}, {"solved_groups": "shaped"}, {"method": "none"}):
+        unlikeliness.check_method(Args(num_generations=2, **values))
     tools = ("--env", "tool_calls", "--model-name-or-path", str(ROOT / "envs" / "tiny_lm" / "tool_calls"), "--output-dir", tmp_path / "b")
     found = refusal(unlikeliness, monkeypatch, *tools)
-    assert found == "--method unlikeliness: shapes the reward exact, whose weight is 0"
+    advice = "give --reward-weights, the first above 0, or --method none"
+    assert found == f"--method unlikeliness: shapes the reward exact, whose weight is 0; {advice}"
+    found = refusal(unlikeliness, monkeypatch, *tools, "--max-steps", "0", "--reward-weights", "-1", *"1 1 1".split())
+    assert found == f"--method unlikeliness: shapes the reward exact, whose weight is -1; {advice}"
 
 
 def test_answers_that_are_equal_share_what_rounding_makes_of_them():
