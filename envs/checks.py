@@ -85,6 +85,8 @@ def check_agent_task(task, args, make_episode, ask, score) -> None:
     told = alpha > 0 and args.critic_model
     names += " right_answer" * bool(gains or told) + " verdicts" * judged
     need(f"--env {args.env}", task, names, "envs/README.md")
+    can_be_called(task, "train_problem", "index seed")
+    can_be_called(task, "step", "texts turn episodes")
     if not args.reward:
         check_functions(task)
     with same_randomness():
@@ -105,28 +107,39 @@ def check_agent_task(task, args, make_episode, ask, score) -> None:
         replies = ask(task, episodes, 1, None, args)
         if not args.reward:
             score(task, episodes, args)
-        for episode, messages in zip(episodes, replies) if judged else ():
-            check_verdicts(task, episode, messages)
+        paid = hasattr(args, "information_gain") and hasattr(task, "turn_rewards")
+        methods = ["verdicts"] * judged + ["turn_rewards"] * paid
+        for episode, messages in zip(episodes, replies):
+            if messages:
+                texts = [message["content"] for message in messages]
+                episode.texts += ["".join(texts), ""]
+            for method in methods:
+                check_turns(method, getattr(task, method), episode)
 
 
-def check_verdicts(task, episode, messages: list[dict]) -> None:
-    """A number or None for each search: for the one that was answered by messages, if it was.
+def can_be_called(task, name: str, parameters: str) -> None:
+    """Exit unless a method takes these parameters."""
+    words = parameters.split()
+    try:
+        inspect.signature(getattr(task, name)).bind(*words)
+    except TypeError as error:
+        sys.exit(f"{name}: cannot be called as {name}({', '.join(words)}), {error}")
 
-    verdicts that are batched get lists of problems and of episodes.
-    """
-    if messages:
-        episode.texts += ["".join(message["content"] for message in messages), ""]
-    if getattr(task.verdicts, "batched", False):
-        lists = task.verdicts([episode.problem], [episode])
+
+def check_turns(name: str, method, episode) -> None:
+    """A number for each text that was read. A method that is batched gets and gives lists."""
+    if getattr(method, "batched", False):
+        lists = method([episode.problem], [episode])
         if not isinstance(lists, list | tuple) or len(lists) != 1:
-            sys.exit(f"verdicts: returned {lists!r:.100} for one episode, expected a list of one list")
-        verdicts = lists[0]
+            sys.exit(f"{name}: returned {lists!r:.100} for one episode, expected a list of one list")
+        numbers = lists[0]
     else:
-        verdicts = task.verdicts(episode.problem, episode)
+        numbers = method(episode.problem, episode)
     expected = len(episode.texts) // 2
-    if not isinstance(verdicts, list | tuple) or len(verdicts) != expected:
-        words = f"expected a list of {expected} numbers, one for each search"
-        sys.exit(f"verdicts: returned {verdicts!r:.100} for {episode.texts!r:.200}, {words}")
+    if not hasattr(numbers, "__len__") or len(numbers) != expected:
+        each = "search" if name == "verdicts" else "turn but the last"
+        words = f"expected a list of {expected} numbers, one for each {each}"
+        sys.exit(f"{name}: returned {numbers!r:.100} for {episode.texts!r:.200}, {words}")
 
 
 def check_team(team, args, score) -> None:

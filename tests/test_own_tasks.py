@@ -69,6 +69,21 @@ class IntAnswer(Task):
         return "<answer>", 84
 
 
+class ShortStep(Task):
+    def step(self, texts, turn):
+        return [None for _ in texts]
+
+
+class NoSeed(Task):
+    def train_problem(self, index):
+        return index
+
+
+class NoRewards(Task):
+    def turn_rewards(self, problem, episode):
+        pass
+
+
 class BrokenTool(Task):
     def step(self, texts, turn, episodes):
         raise ValueError("the tool is broken")
@@ -184,6 +199,9 @@ MISTAKES = [
     (dr_mas, "UnknownAgent", "advance: set 'critic' as episode.agent, expected one of solver, judge, or None"),
     (dr_mas, "Endless", "advance: the team still writes after 1000 turns; set episode.agent to None"),
     (igpo, "IntAnswer", "right_answer: returned ('<answer>', 84), expected two texts"),
+    (arpo, "ShortStep", "step: cannot be called as step(texts, turn, episodes), too many positional arguments"),
+    (igpo, "NoSeed", "train_problem: cannot be called as train_problem(index, seed), too many positional arguments"),
+    (igpo, "NoRewards", "turn_rewards: returned None for"),
     (igpo, "BrokenTool", "the tool is broken"),
     (igpo, "NoneInTheMiddle", "step: replied None, expected messages with role and content"),
     (spiral_rae, "Forbidden", "legal_actions: lists '[tails]', which is rejected"),
