@@ -228,10 +228,11 @@ def test_what_cannot_be_run(whole, flags, tmp_path, monkeypatch):
     words = as_flags(flags | {"env_id": "cheetah_velocity"})
     assert "the data ask for (2, 2)" in refusal(meta_dt, monkeypatch, *words, "--output-dir", tmp_path / "run")
     assert "needs --env-id point_robot, " in refusal(meta_dt, monkeypatch, "--data", flags["data"])
+    words = [*as_flags(flags), "--output-dir", tmp_path / "run"]
     for flag, value in (("return-scale", 0.0), ("return-scale", -1.0), ("learning-rate", 0.0)):
-        assert f"--{flag} {value}: must be above 0" in refusal(meta_dt, monkeypatch, f"--{flag}", value)
-    assert "--dropout 1.0: must be at least 0" in refusal(meta_dt, monkeypatch, "--dropout", 1.0)
-    words = ["--prompt", "none", "--few-shot", "recorded"]
+        assert f"--{flag} {value}: must be above 0" in refusal(meta_dt, monkeypatch, *words, f"--{flag}", value)
+    assert "--dropout 1.0: must be at least 0" in refusal(meta_dt, monkeypatch, *words, "--dropout", 1.0)
+    words += ["--prompt", "none", "--few-shot", "recorded"]
     assert "--few-shot recorded: no effect" in refusal(meta_dt, monkeypatch, *words)
 
 
