@@ -227,7 +227,7 @@ def test_what_cannot_be_run(whole, flags, tmp_path, monkeypatch):
     assert "not finite" in refusal(meta_dt, monkeypatch, *values, "--output-dir", tmp_path)
     words = as_flags(flags | {"env_id": "cheetah_velocity"})
     assert "the data ask for (2, 2)" in refusal(meta_dt, monkeypatch, *words, "--output-dir", tmp_path / "run")
-    assert "needs --env-id point_robot, " in refusal(meta_dt, monkeypatch, "--data", flags["data"])
+    assert "needs --env-id point_robot, " in refusal(meta_dt, monkeypatch, *as_flags(flags | {"env_id": None}))
     words = [*as_flags(flags), "--output-dir", tmp_path / "run"]
     for flag, value in (("return-scale", 0.0), ("return-scale", -1.0), ("learning-rate", 0.0)):
         assert f"--{flag} {value}: must be above 0" in refusal(meta_dt, monkeypatch, *words, f"--{flag}", value)
