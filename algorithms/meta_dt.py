@@ -50,6 +50,7 @@ the description of a task; D is the width of the transformer.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import os
@@ -92,15 +93,16 @@ class Args:
     data: str | None = None
     """folder with train/*.npz and new/*.npz, one file a task, see meta_dt.md; None makes data of
     Point-Robot: 45 goals to train on, 5 new ones, 60 episodes each"""
-    env_id: str = "point_robot"
-    """where evaluations act: point_robot, cheetah_velocity, FILE.py:Class, or none"""
+    env_id: str | None = None
+    """where evaluations act: point_robot, cheetah_velocity, FILE.py:Class, or none; None is
+    point_robot, and with --data it has to be given"""
     # method
     context: Literal["running", "episode", "goal", "none"] = "running"
     """z of the running episode's last steps, the mean z of the prompt's episode, the task itself
     (an oracle), or zeros (a decision transformer)"""
     prompt: Literal["self_guided", "released", "random", "none"] = "self_guided"
     """segment with the largest error of the world model (the paper), one drawn in proportion to its
-    error (the released code), any, or no prompt (zero-shot only)"""
+    error (the released code), any, or no prompt (zero-shot only, but for --context episode)"""
     world_model: Literal["reward", "state"] = "reward"
     """what tells tasks apart, and is predicted: the reward, or the next state"""
     horizon: int = 4
@@ -108,7 +110,8 @@ class Args:
     prompt_length: int = 5
     """k, steps of a prompt (authors: 5; 3 for Hopper and Walker)"""
     window_length: int = 20
-    """K, steps that the policy sees of its episode (authors: 20; 8 for Hopper and Walker)"""
+    """K, steps that the policy sees of its episode, at most all of the longest one (authors: 20; 8
+    for Hopper and Walker)"""
     target_return: float | None = None
     """return that evaluations ask for; None is the highest one in the task's data, also for new
     tasks, of which it tells something"""
@@ -142,7 +145,8 @@ class Args:
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """device of networks and data; auto takes a GPU if there is one"""
     eval_steps: int = 2_000
-    """gradient steps between evaluations; 0 evaluates at the end only"""
+    """gradient steps between evaluations (none before the policy's first steps); 0 evaluates at the
+    end only"""
     eval_episodes: int = 4
     """learners that meet each task in an evaluation; 0 disables evaluations"""
     eval_rounds: int = 5
@@ -394,23 +398,21 @@ def train(args: Args) -> dict[str, float]:
     names = "world_model_steps policy_steps no_prompt_steps warmup_steps eval_episodes eval_rounds"
     lowest |= dict.fromkeys(names.split(), 0)
     device = setup(args, **lowest)
-    world_model_steps = up_to_multiple(args.world_model_steps, args.log_steps)
-    if not uses_world_model(args):
-        world_model_steps = 0
+    check_flags(args)
+    args.env_id = args.env_id or "point_robot"
+    world_model_steps = count_world_model_steps(args)
     if args.prompt != "none" and 0 < args.policy_steps <= args.no_prompt_steps:
         print(
             f"--no-prompt-steps {args.no_prompt_steps}: the run ends before it learns from prompts"
         )
     last_step = world_model_steps + up_to_multiple(args.policy_steps, args.log_steps)
     make_env = load_env(args)
-    scales = None  # those of the data
+    state = None  # what follows copies it to the device, but for Adam's number of steps
     if args.evaluate:
-        check_evaluate(args)
-        state = load_checkpoint(args.evaluate, device)
-        if state is None:
-            sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or too early")
-        scales = {name: state["agent"][name].cpu() for name in SCALES}
-    data = load_data(args, device, scales)
+        state = load_evaluated(args)
+    elif args.resume:
+        state = load_checkpoint(args.resume, torch.device("cpu"))
+    data = load_data(args, device, None if state is None else state["agent"])
     check_env(args, make_env, data)
     torch.manual_seed(args.seed)
     agent = Agent(data, args).to(device)
@@ -425,8 +427,7 @@ def train(args: Args) -> dict[str, float]:
     }
     run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
     step = 0
-    state = load_checkpoint(run_dir, torch.device("cpu")) if args.resume else None
-    if state is not None:  # what follows copies it to the device, but for Adam's number of steps
+    if state is not None:
         step = state["step"]
         agent.load_state_dict(state["agent"])
         for name, optimizer in optimizers.items():
@@ -485,6 +486,16 @@ def uses_world_model(args: Args) -> bool:
     return args.prompt in ("self_guided", "released") or args.context in ("running", "episode")
 
 
+def count_world_model_steps(args: Args) -> int:
+    """Gradient steps of the world model, after which the policy is trained."""
+    return up_to_multiple(args.world_model_steps, args.log_steps) if uses_world_model(args) else 0
+
+
+def looks_back(args: Args) -> bool:
+    """Whether the policy acts by an earlier episode of the task."""
+    return args.prompt != "none" or args.context == "episode"
+
+
 def update_world_model(agent, optimizer, episodes, args):
     """One gradient step with 128 transitions and the steps before them. -> metrics"""
     device = episodes.lengths.device
@@ -510,11 +521,12 @@ def update_policy(agent, optimizer, data, policy_step, args):
     """One gradient step with windows of B episodes, and prompts from other ones. -> metrics"""
     episodes = data.train
     device = episodes.lengths.device
+    K = min(args.window_length, data.num_steps)
     rows = torch.randint(len(episodes.lengths), (args.batch_size,), device=device)
     # the window: any that lies in the episode, all of it if it is short
-    latest = (episodes.lengths[rows] - args.window_length).clamp(min=0)
+    latest = (episodes.lengths[rows] - K).clamp(min=0)
     starts = (torch.rand(len(rows), device=device) * (latest + 1)).long()
-    window = segments(episodes, rows, starts, args.window_length)
+    window = segments(episodes, rows, starts, K)
 
     # another episode of the same task
     count = data.counts[rows]
@@ -536,7 +548,7 @@ def update_policy(agent, optimizer, data, policy_step, args):
     else:
         contexts = torch.zeros(len(rows), args.context_dim, device=device)
     if contexts.dim() == 2:  # the same in all steps
-        contexts = contexts[:, None].expand(-1, args.window_length, -1)
+        contexts = contexts[:, None].expand(-1, K, -1)
 
     inputs = {name: window[name] for name in ("states", "actions", "rtg", "timesteps", "mask")}
     predicted = agent.policy(contexts=contexts, prompt=prompt, **inputs)
@@ -561,7 +573,9 @@ def make_prompt(episodes, rows, args) -> dict[str, Tensor]:
         starts = shares.argmax(-1)
     else:
         starts = shares.multinomial(1)[:, 0]
-    return segments(episodes, rows, args.horizon + starts, args.prompt_length)
+    # where an episode is too short for these starts, its last k steps, or all of it
+    starts = torch.minimum(args.horizon + starts, (lengths - args.prompt_length).clamp(min=0))
+    return segments(episodes, rows, starts, args.prompt_length)
 
 
 @torch.no_grad()
@@ -570,6 +584,8 @@ def evaluate(agent, data, make_env, args) -> dict[str, float]:
     some with a prompt from one of the best of their own episodes so far, or of the recorded ones.
     -> returns, means over tasks
     """
+    if args.eval_episodes == 0:
+        return {}
     agent.eval()
     scores = {}
     if uses_world_model(args):
@@ -578,7 +594,7 @@ def evaluate(agent, data, make_env, args) -> dict[str, float]:
                 agent.encode(episodes)
             error = episodes.errors[episodes.mask].mean() * agent.error_unit
             scores[f"eval/{part}/world_model_error"] = error.item()
-    if make_env is not None and args.eval_episodes:
+    if make_env is not None:
         torch.manual_seed(random_seed(args.seed, "evaluation"))
         tasks = data.tasks.repeat(args.eval_episodes, 1)  # (N,G)
         targets = data.targets.repeat(args.eval_episodes)  # (N,)
@@ -590,8 +606,7 @@ def evaluate(agent, data, make_env, args) -> dict[str, float]:
             recorded = join([data.train, data.new])
         own = play(agent, envs, tasks, targets, None, None, data, args)
         rounds = [own.returns]
-        looks_back = args.prompt != "none" or args.context == "episode"
-        for _ in range(args.eval_rounds if looks_back else 0):
+        for _ in range(args.eval_rounds if looks_back(args) else 0):
             if args.few_shot == "own":
                 best = torch.stack(rounds).topk(min(BEST, len(rounds)), 0).indices  # (best,N)
                 best, pool = best * len(tasks) + columns, own
@@ -601,7 +616,7 @@ def evaluate(agent, data, make_env, args) -> dict[str, float]:
             rows = best[drawn, columns]
             prompt = make_prompt(pool, rows, args) if args.prompt != "none" else None
             seen = pool.mean_contexts[rows]
-            new = play(agent, envs, tasks, targets, prompt, seen, data, args)
+            new = play(agent, envs, tasks, targets, prompt, seen, data, args, len(rounds))
             rounds.append(new.returns)
             own = join([own, new])
         returns = torch.stack(rounds).view(len(rounds), args.eval_episodes, -1).mean(1)  # of tasks
@@ -609,24 +624,27 @@ def evaluate(agent, data, make_env, args) -> dict[str, float]:
         if len(rounds) > 1:
             values["few_shot_return"] = returns[-1]
         if hasattr(envs, "best_returns"):
-            values["optimal_return"] = torch.as_tensor(envs.best_returns()[: len(data.tasks)])
+            best = np.float64(envs.best_returns()[: len(data.tasks)])
+            values["optimal_return"] = torch.from_numpy(best)
         for name, value in values.items():
             scores[f"eval/new/{name}"] = value[data.num_train :].mean().item()
             scores[f"eval/train/{name}"] = value[: data.num_train].mean().item()
     agent.train()
-    shown = {tag: value for tag, value in scores.items() if tag.startswith("eval/new")}
-    print("  ".join(f"{tag[5:]} {value:.2f}" for tag, value in shown.items()), flush=True)
+    for part in ("new", "train"):
+        shown = [f"{k[5:]} {v:.2f}" for k, v in scores.items() if k.startswith(f"eval/{part}/")]
+        if shown:
+            print("  ".join(shown), flush=True)
     return scores
 
 
 @torch.no_grad()
-def play(agent, envs, tasks, targets, prompt, other_contexts, data, args) -> Episodes:
+def play(agent, envs, tasks, targets, prompt, other_contexts, data, args, turn=0) -> Episodes:
     """One episode in each of N environments. tasks (N,G), targets (N,), prompt of N rows or None,
-    other_contexts (N,Z) or None, those of the prompts' episodes
+    other_contexts (N,Z) or None, those of the prompts' episodes; each turn has a seed of its own
     """
     device = tasks.device
     N, T, K = len(tasks), data.num_steps, args.window_length
-    observations = envs.reset(random_seed(args.seed, "episodes") % 2**31)
+    observations = envs.reset(random_seed(args.seed, "episodes", turn) % 2**31)
     states = torch.zeros(N, T + 1, observations.shape[1], device=device)
     states[:, 0] = agent.normalize(observations)
     actions = torch.zeros(N, T, len(agent.action_scale), device=device)
@@ -815,21 +833,18 @@ class Data:
 COLUMNS = "observations actions rewards next_observations dones task".split()
 
 
-def load_data(args: Args, device: torch.device, scales: dict[str, Tensor] | None = None) -> Data:
-    """The files of --data, or Point-Robot, on the device and on these scales, or on their own."""
+def load_data(args: Args, device: torch.device, trained: dict[str, Tensor] | None = None) -> Data:
+    """The files of --data, or Point-Robot, on their own scales, or on those of a trained agent."""
     if args.data is None:
         files = make_point_robot(args)
     else:
         files = {part: read_folder(Path(args.data, part)) for part in ("train", "new")}
-    first_name, first = files["train"][0]
-    for name, file in files["train"] + files["new"]:
-        check_file(name, file, first_name, first, args)
+    for part, named in files.items():
+        for name, file in named:
+            check_file(part, name, file, files["train"][0], args)
     tasks = {part: [file for _, file in named] for part, named in files.items()}
     every = tasks["train"] + tasks["new"]
     T = max(int(np.diff(episode_ends(file), prepend=-1).max()) for file in every)
-    if T < args.horizon + args.prompt_length:
-        sys.exit(f"--horizon + --prompt-length: the longest episode has {T} steps, too few")
-    args.window_length = min(args.window_length, T)
 
     train = {name: np.concatenate([file[name] for file in tasks["train"]]) for name in COLUMNS[:3]}
     parameters = np.float32([file["task"] for file in every])
@@ -844,8 +859,12 @@ def load_data(args: Args, device: torch.device, scales: dict[str, Tensor] | None
         "task_mean": parameters[: len(tasks["train"])].mean(0),
         "task_std": spread(parameters[: len(tasks["train"])]),
     }
-    if scales is None:
-        scales = {name: torch.tensor(np.float32(numbers[name])) for name in SCALES}
+    scales = {name: torch.tensor(np.float32(numbers[name])) for name in SCALES}
+    if trained is not None:
+        T = check_sizes(T, scales, trained)
+        scales = {name: trained[name] for name in SCALES}
+    if args.prompt != "none" and T < args.horizon + args.prompt_length:
+        sys.exit(f"--horizon + --prompt-length: the longest episode has {T} steps, too few")
     if args.target_return is None:
         targets = [max(values) for values in returns]
     else:
@@ -876,15 +895,55 @@ def spread(values: np.ndarray):
     return np.where(std < 1e-6, 1.0, std + 1e-6)
 
 
-def check_evaluate(args: Args) -> None:
-    """Exit if the networks of the run do not have these flags, or have learned from other data."""
-    saved = json.loads(Path(args.evaluate, "args.json").read_text())
+def check_sizes(T: int, scales: dict[str, Tensor], trained: dict[str, Tensor]) -> int:
+    """The length of episodes that a trained agent knows. Exit if it does not fit the data."""
+    known = len(trained["policy.embed_timestep.weight"])
+    if T > known:
+        sys.exit(f"--data: episodes of up to {T} steps, the run knows at most {known}")
+    names = {"state_mean": "observations", "action_scale": "actions", "task_mean": "task"}
+    for name, column in names.items():
+        if len(scales[name]) != len(trained[name]):
+            counts = f"{len(scales[name])} numbers, the run has learned from {len(trained[name])}"
+            sys.exit(f"--data: {column} of {counts}")
+    return known
+
+
+def check_flags(args: Args) -> None:
+    """Exit if a flag has a value that makes no sense, or needs another flag."""
+    for name in ("return_scale", "learning_rate"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            sys.exit(f"--{name.replace('_', '-')} {value}: must be above 0")
+    if not 0 <= args.dropout < 1:
+        sys.exit(f"--dropout {args.dropout}: must be at least 0 and below 1")
+    if args.data is not None and args.env_id is None:
+        names = ", ".join(ENVS)
+        sys.exit(f"--data {args.data}: needs --env-id {names}, FILE.py:Class, or none")
+    if args.few_shot == "recorded" and not looks_back(args):
+        sys.exit("--few-shot recorded: no effect with --prompt none; take --few-shot own")
+
+
+def load_evaluated(args: Args) -> dict:
+    """The checkpoint of --evaluate. Exit if it does not have these flags, or no trained policy."""
+    saved = Args(**json.loads(Path(args.evaluate, "args.json").read_text()))
     names = "world_model context horizon prompt_length window_length context_dim embed_dim"
     names += " num_layers return_scale" + " seed" * (args.data is None)  # of the data made here
+    if saved.prompt == "none" or not uses_world_model(saved):
+        names += " prompt" * (args.prompt != "none")  # else it knows any, as well as none
     for name in names.split():
-        if getattr(args, name) != saved[name]:
+        before = getattr(saved, name)
+        if getattr(args, name) != before:
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            sys.exit(f"{flag}: cannot change with --evaluate, the run began with {saved[name]}")
+            sys.exit(f"{flag}: cannot change with --evaluate, the run began with {before}")
+    state = load_checkpoint(args.evaluate, torch.device("cpu"))
+    if state is None:
+        sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or too early")
+    if state["step"] <= count_world_model_steps(saved):
+        sys.exit(
+            f"{args.evaluate}: stopped at step {state['step']}, before the policy's first step; "
+            f"go on with --resume {args.evaluate}"
+        )
+    return state
 
 
 def make_point_robot(args: Args) -> dict[str, list]:
@@ -919,16 +978,20 @@ def read_folder(folder: Path) -> list[tuple[str, dict]]:
     return files
 
 
-def check_file(name: str, file: dict, first_name: str, first: dict, args: Args) -> None:
-    """Exit in a sentence if something is wrong with the data of a task."""
+def check_file(part: str, name: str, file: dict, compared: tuple[str, dict], args: Args) -> None:
+    """Exit in a sentence if something is wrong with the data of a task, or unlike the first's."""
+    first_name, first = compared
     for key, dimensions in zip(COLUMNS, (2, 2, 1, 2, 1, 1)):
         values = file[key] = np.asarray(file[key])
         if values.dtype.kind not in "fiub" or not np.isfinite(values.astype(np.float64)).all():
             sys.exit(f"{name}: {key} are not all finite numbers")
         if values.ndim != dimensions:
+            advice = "a file has the steps of all its episodes in one row, (steps,...)"
+            if key == "task":
+                advice = "a single number has the shape (1,)"
             sys.exit(
                 f"{name}: {key} have the shape {values.shape}, expected {dimensions} dimensions; "
-                "a file has the steps of all its episodes in one row, (steps,...)"
+                f"{advice}"
             )
         if key != "task" and len(values) != len(file["observations"]):
             count = len(file["observations"])
@@ -946,7 +1009,8 @@ def check_file(name: str, file: dict, first_name: str, first: dict, args: Args) 
         sys.exit(
             f"{name}: its last step is not done; mark the end of every episode, cut off or not"
         )
-    if file["dones"].sum() < 2:
+    gives_prompts = part == "train" or args.few_shot == "recorded"
+    if gives_prompts and file["dones"].sum() < 2:
         sys.exit(f"{name}: one episode only; a prompt needs another one of the task")
     inside = ~file["dones"][:-1]
     if not np.allclose(
@@ -1025,12 +1089,16 @@ def check_env(args: Args, make_env, data: Data) -> None:
         return
     tasks = data.tasks[[0, -1]].cpu().numpy()
     S, A = data.train.states.shape[-1], data.train.actions.shape[-1]
+    check_call(args, make_env, "CLASS(tasks)")
     envs = make_env(tasks)
+    check_call(args, getattr(envs, "reset", None), "reset(seed)")
+    check_call(args, getattr(envs, "step", None), "step(actions)")
     first = envs.reset(0)
-    if np.shape(first) != (2, S):
+    shape = getattr(first, "shape", type(first).__name__)
+    if shape != (2, S):
         sys.exit(
-            f"--env-id {args.env_id}: for 2 tasks reset gives {np.shape(first)}, "
-            f"the data ask for {(2, S)}"
+            f"--env-id {args.env_id}: for 2 tasks reset gives {shape}, the data ask for {(2, S)}, "
+            "an array of observations; --env-id none trains without an environment"
         )
     result = envs.step(np.zeros((2, A), np.float32))
     if not isinstance(result, tuple) or len(result) != 3:
@@ -1042,6 +1110,22 @@ def check_env(args: Args, make_env, data: Data) -> None:
             f"expected {[(2, S), (2,), (2,)]}"
         )
     check_finite(args.env_id, observations=result[0], rewards=result[1])
+    if hasattr(envs, "best_returns"):
+        best = envs.best_returns()
+        if np.shape(best) != (2,):
+            sys.exit(
+                f"--env-id {args.env_id}: for 2 tasks best_returns gives {np.shape(best)}, "
+                "expected (2,)"
+            )
+        check_finite(args.env_id, best_returns=best)
+
+
+def check_call(args: Args, function, call: str) -> None:
+    """Exit if it cannot be called like this."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        sys.exit(f"--env-id {args.env_id}: the call {call} must be possible, see meta_dt.md")
 
 
 def load_function(path: str):

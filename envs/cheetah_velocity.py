@@ -22,7 +22,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from envs.point_robot import save_data  # noqa: E402
+from envs.point_robot import check_empty, save_data  # noqa: E402
 
 NUM_STEPS = 200
 # Models in gymnasium make MuJoCo print a warning for each environment.
@@ -54,15 +54,29 @@ def velocity_rewards(velocities: np.ndarray, actions: np.ndarray, targets) -> np
     return -np.abs(velocities - targets) - 0.05 * np.square(actions).sum(-1)
 
 
-def record(run_dir: str, num_episodes: int, seed: int) -> dict[str, np.ndarray]:
-    """Episodes of a saved policy with sampled actions, without rewards: arrays (E,T,...), and velocities (E,T)."""
+def load_policy(run_dir: str) -> torch.nn.Module:
+    """The agent of a run of unimodal_poisson.py. Exit if the folder holds none."""
     from algorithms import unimodal_poisson as ppo
 
-    args = ppo.Args(**json.loads(Path(run_dir, "args.json").read_text()))
+    path = Path(run_dir, "args.json")
+    if not path.is_file():
+        sys.exit(f"{run_dir}: no args.json, so not a run folder")
+    try:
+        args = ppo.Args(**json.loads(path.read_text()))
+    except TypeError:
+        sys.exit(f"{run_dir}: not a run of unimodal_poisson.py, or of another version of it")
     if args.env_id != "HalfCheetah-v5":
         sys.exit(f"{run_dir}: its task is {args.env_id}, expected HalfCheetah-v5")
+    state = ppo.load_checkpoint(run_dir, torch.device("cpu"))
+    if state is None:
+        sys.exit(f"{run_dir}: no checkpoint; --save-steps 0 keeps none, or too early")
     agent = ppo.Agent(ppo.make_envs(args, 1), args).requires_grad_(False)
-    agent.load_state_dict(ppo.load_checkpoint(run_dir, torch.device("cpu"))["agent"])
+    agent.load_state_dict(state["agent"])
+    return agent
+
+
+def record(agent: torch.nn.Module, num_episodes: int, seed: int) -> dict[str, np.ndarray]:
+    """Episodes of a policy with sampled actions, without rewards: arrays (E,T,...), and velocities (E,T)."""
     torch.manual_seed(seed)
     envs = CheetahVelocity(np.zeros((num_episodes, 1)))
     observations = envs.reset(seed)
@@ -95,9 +109,11 @@ def main(
         num_new: other targets, to evaluate on
         num_episodes: episodes of each target, drawn from twice as many
     """
+    check_empty(output_dir)
+    agents = [load_policy(run) for run in runs]
     random = np.random.default_rng(seed)
     each = -(-2 * num_episodes // len(runs))
-    parts = [record(run, each, seed + i) for i, run in enumerate(runs)]
+    parts = [record(agent, each, seed + i) for i, agent in enumerate(agents)]
     pool = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     velocities = pool.pop("velocities")
     dones = np.zeros((num_episodes, NUM_STEPS), bool)

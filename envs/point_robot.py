@@ -82,12 +82,18 @@ def make_data(seed: int, num_train: int = 45, num_new: int = 5, num_episodes: in
     return {"train": tasks[:num_train], "new": tasks[num_train:]}
 
 
+def check_empty(output_dir: str) -> None:
+    """Exit if the folder holds data."""
+    for part in ("train", "new"):
+        if any(Path(output_dir, part).glob("*.npz")):
+            sys.exit(f"--output-dir: {Path(output_dir, part)} holds data; take another folder")
+
+
 def save_data(data: dict[str, list[dict]], output_dir: str) -> None:
     """One file a task: OUTPUT_DIR/train/000.npz, ..., OUTPUT_DIR/new/000.npz, ..."""
+    check_empty(output_dir)
     for part, tasks in data.items():
         folder = Path(output_dir, part)
-        if any(folder.glob("*.npz")):
-            sys.exit(f"{folder}: holds data; take another folder")
         folder.mkdir(parents=True, exist_ok=True)
         for i, task in enumerate(tasks):
             np.savez_compressed(folder / f"{i:03d}.npz", **task)

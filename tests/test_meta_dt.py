@@ -228,13 +228,16 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
+@pytest.mark.parametrize("with_prompt", [False, True])
 @pytest.mark.parametrize("context", ["running", "episode", "goal", "none"])
-def test_an_episode_is_what_the_training_would_see(folder, context):
+def test_an_episode_is_what_the_training_would_see(folder, context, with_prompt):
     """Contexts, returns-to-go and actions of a rollout are those of one pass over the whole episode."""
     args, data, agent = small_data(data=str(folder), context=context)
     envs = PointRobot(data.tasks.numpy())
     seen = torch.randn(6, args.context_dim) if context == "episode" else None
-    played = meta_dt.play(agent, envs, data.tasks, data.targets, None, seen, data, args)
+    agent.encode(data.train)
+    prompt = meta_dt.make_prompt(data.train, torch.arange(6), args) if with_prompt else None
+    played = meta_dt.play(agent, envs, data.tasks, data.targets, prompt, seen, data, args)
     assert played.lengths.tolist() == [20] * 6
     contexts = played.contexts
     if context == "none":
@@ -245,8 +248,8 @@ def test_an_episode_is_what_the_training_would_see(folder, context):
     timesteps = torch.arange(20).expand(6, 20)
     gained = played.rewards * agent.reward_scale
     wanted = data.targets[:, None] - (gained.cumsum(1) - gained)
-    predicted = agent.policy(played.states, contexts, played.actions, wanted[..., None] / agent.return_scale, timesteps)
-    assert_close(predicted, played.actions, 1e-5)
+    steps = played.states, contexts, played.actions, wanted[..., None] / agent.return_scale, timesteps
+    assert_close(agent.policy(*steps, prompt=prompt), played.actions, 1e-5)
     achieved = gained.flip(1).cumsum(1).flip(1)  # what a prompt of this episode tells, as in the data
     assert_close(played.rtg[..., 0] * agent.return_scale, achieved, 1e-4)
     position, total = envs.reset(0), 0
@@ -264,8 +267,14 @@ def test_prompts_come_from_the_largest_error_of_another_episode(folder):
     for row in rows.tolist():
         sums = [data.train.errors[row, s : s + 5].sum().item() for s in range(4, 16)]
         assert prompt["timesteps"][row].tolist() == list(range(4 + np.argmax(sums), 9 + np.argmax(sums)))
-    released = meta_dt.make_prompt(data.train, rows, meta_dt.replace(args, prompt="released"))
-    assert not torch.equal(released["timesteps"], prompt["timesteps"])
+    # the released code draws in proportion: only the first and the last start have an error here
+    data.train.errors[0] = 0
+    data.train.errors[0, [4, 19]] = torch.tensor([[1.0], [3.0]])
+    rows = torch.zeros(2000, dtype=torch.long)
+    starts = meta_dt.make_prompt(data.train, rows, meta_dt.replace(args, prompt="released"))["timesteps"][:, 0]
+    assert set(starts.tolist()) == {4, 15} and 0.7 < (starts == 15).float().mean() < 0.8
+    starts = meta_dt.make_prompt(data.train, rows, meta_dt.replace(args, prompt="random"))["timesteps"][:, 0]
+    assert set(starts.tolist()) == set(range(4, 16))
 
 
 def test_other_episodes_are_of_the_same_task_and_not_the_same(folder, monkeypatch):
@@ -290,6 +299,55 @@ def test_other_episodes_are_of_the_same_task_and_not_the_same(folder, monkeypatc
     assert {(row % 5, other % 5) for row, other in zip(rows.tolist(), others.tolist())} >= {(0, 1), (0, 4), (3, 2)}
 
 
+def test_contexts_of_the_prompts_episode_are_trained_on(folder, monkeypatch):
+    """The mean over the other episode, in all steps; zeros where the prompt is dropped, too."""
+    args, data, agent = small_data(data=str(folder), context="episode", no_prompt_steps=0, batch_size=50)
+    agent.encode(data.train)
+    seen, inputs = [], []
+    original = meta_dt.make_prompt
+    monkeypatch.setattr(meta_dt, "make_prompt", lambda *given: seen.append(given[1]) or original(*given))
+    agent.policy.register_forward_pre_hook(lambda _, __, given: inputs.append(given), with_kwargs=True)
+    meta_dt.update_policy(agent, torch.optim.AdamW(agent.policy.parameters(), 0.0), data, 0, args)
+    expected = data.train.contexts[seen[0]].mean(1) * inputs[0]["prompt"]["mask"][:, :1]
+    assert_close(inputs[0]["contexts"], expected[:, None].expand(-1, 20, -1), 1e-6)
+
+
+def test_world_model_is_trained_as_it_is_used(folder, monkeypatch):
+    """Its contexts see the steps before the predicted one, as in encode, also at an episode's start."""
+    args, data, agent = small_data(data=str(folder))
+    data.train.states[:] += 1  # nothing is 0 at the start
+    agent.encode(data.train)
+    seen = []
+    original = agent.prediction_errors
+    monkeypatch.setattr(agent, "prediction_errors", lambda *given: seen.append(given[1:]) or original(*given))
+    meta_dt.update_world_model(agent, torch.optim.Adam(agent.encoder.parameters(), 0.0), data.train, args)
+    ((rows, now), contexts), = seen
+    assert set(now.tolist()) >= {0, 1, 3, 19}
+    assert_close(contexts, data.train.contexts[rows, now], 1e-6)
+
+
+def test_phases_rates_and_clips(folder):
+    """The first steps have no prompt, the rate rises, and gradients are cut at 0.25 and 1."""
+    args, data, agent = small_data(data=str(folder), no_prompt_steps=3, warmup_steps=4, learning_rate=0.1)
+    data.train.actions *= 100
+    data.train.rewards *= 100
+    agent.encode(data.train)
+    optimizer = torch.optim.AdamW(agent.policy.parameters(), 1.0)
+    prompts, rates = [], []
+    agent.policy.register_forward_pre_hook(lambda _, __, given: prompts.append(given["prompt"]), with_kwargs=True)
+    for step in range(6):
+        losses = meta_dt.update_policy(agent, optimizer, data, step, args)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert [prompt is None for prompt in prompts] == [True] * 3 + [False] * 3
+    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+    norm = torch.nn.utils.get_total_norm([x.grad for x in agent.policy.parameters() if x.grad is not None])
+    assert losses["policy_grad_norm"] > 0.25 and norm == pytest.approx(0.25, rel=1e-4)
+    parameters = [*agent.encoder.parameters(), *agent.decoder.parameters()]
+    losses = meta_dt.update_world_model(agent, torch.optim.Adam(parameters, 0.0), data.train, args)
+    norm = torch.nn.utils.get_total_norm([x.grad for x in parameters])
+    assert losses["world_model_grad_norm"] > 1 and norm == pytest.approx(1, rel=1e-4)
+
+
 def test_short_episodes(folder):
     """Of other lengths: what lies past their ends changes nothing."""
     for path in folder.glob("*/*.npz"):
@@ -299,8 +357,14 @@ def test_short_episodes(folder):
     args, data, agent = small_data(data=str(folder), no_prompt_steps=0, learning_rate=0.0)
     assert data.train.lengths[:5].tolist() == [7, 13, 8, 12, 20]
     agent.encode(data.train)
-    prompt = meta_dt.make_prompt(data.train, torch.tensor([0, 2]), args)  # too short: the first start
-    assert prompt["mask"].tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False]]
+    for row, length in enumerate((7, 13, 8, 12, 20)):
+        assert_close(data.train.mean_contexts[row], data.train.contexts[row, :length].mean(0), 1e-6)
+    prompt = meta_dt.make_prompt(data.train, torch.tensor([0, 2]), args)  # too short for h: the last k steps
+    assert prompt["mask"].all() and prompt["timesteps"].tolist() == [[2, 3, 4, 5, 6], [3, 4, 5, 6, 7]]
+    data.train.lengths[0] = 3
+    prompt = meta_dt.make_prompt(data.train, torch.tensor([0]), args)  # shorter than k: all of it
+    assert prompt["mask"].tolist() == [[True] * 3 + [False] * 2] and prompt["timesteps"][0, 0] == 0
+    data.train.lengths[0] = 7
     optimizer = torch.optim.AdamW(agent.policy.parameters(), 0.0)
 
     def losses():
@@ -337,6 +401,7 @@ MISTAKES = {
     "next_observations are not the observations of the next step": put("next_observations", lambda x: x[::-1]),
     "actions are (100, 1), in": put("actions", lambda x: x[:, :1]),
     "task are (3,), in": put("task", lambda x: np.zeros(3)),
+    "expected 1 dimensions; a single number has the shape (1,)": put("task", lambda x: np.array(0.5)),
 }
 
 
@@ -352,10 +417,20 @@ def test_mistakes_in_data_get_one_sentence(sentence, folder):
     assert str(path) in stop.value.code and sentence in stop.value.code and "\n" not in stop.value.code
 
 
+def test_a_new_task_needs_one_episode(folder):
+    path = folder / "new" / "000.npz"
+    file = dict(np.load(path))
+    np.savez(path, **{name: values if name == "task" else values[:20] for name, values in file.items()})
+    assert len(small_data(data=str(folder))[1].new.lengths) == 6
+    with pytest.raises(SystemExit, match="one episode only"):
+        small_data(data=str(folder), few_shot="recorded")
+
+
 @pytest.mark.quick
 def test_other_mistakes_in_data(folder):
     with pytest.raises(SystemExit, match="too few"):
         small_data(data=str(folder), horizon=16)
+    small_data(data=str(folder), horizon=16, prompt="none")
     with pytest.raises(SystemExit, match="task has 2 numbers, above --context-dim 1"):
         small_data(data=str(folder), context="goal", context_dim=1)
     (folder / "new" / "000.npz").write_bytes(b"nothing")
@@ -367,9 +442,20 @@ def test_other_mistakes_in_data(folder):
 
 def test_prompts_of_evaluations(folder, monkeypatch):
     """From one of the three best episodes of the same task: the policy's own ones, or the recorded ones."""
-    args, data, agent = small_data(data=str(folder), eval_episodes=2, eval_rounds=3)
-    seen = []
-    original = meta_dt.make_prompt
+    args, data, agent = small_data(data=str(folder), eval_episodes=2, eval_rounds=3, context="episode")
+    seen, contexts, seeds = [], [], []
+    original, play = meta_dt.make_prompt, meta_dt.play
+
+    class Robots(PointRobot):
+        def reset(self, seed):
+            seeds.append(seed)
+            return super().reset(seed)
+
+    def spy_play(*given):
+        contexts.append(given[5])
+        return play(*given)
+
+    monkeypatch.setattr(meta_dt, "play", spy_play)
 
     def spy(episodes, rows, args):
         seen.append((episodes, rows))
@@ -377,9 +463,13 @@ def test_prompts_of_evaluations(folder, monkeypatch):
 
     monkeypatch.setattr(meta_dt, "make_prompt", spy)
     for few_shot in ("own", "recorded"):
-        seen.clear()
-        meta_dt.evaluate(agent, data, PointRobot, meta_dt.replace(args, few_shot=few_shot))
+        seen.clear(), contexts.clear(), seeds.clear()
+        meta_dt.evaluate(agent, data, Robots, meta_dt.replace(args, few_shot=few_shot))
         assert len(seen) == 3
+        assert len(set(seeds)) == 4, "each round starts elsewhere, where starts are random"
+        assert contexts[0] is None
+        for (pool, rows), given in zip(seen, contexts[1:]):
+            assert torch.equal(given, pool.mean_contexts[rows])
         for turn, (pool, rows) in enumerate(seen):
             assert torch.equal(pool.tasks[rows], data.tasks.repeat(2, 1))
             for column, row in enumerate(rows.tolist()):
@@ -388,3 +478,41 @@ def test_prompts_of_evaluations(folder, monkeypatch):
                     others &= torch.arange(len(pool.tasks)) % 12 == column
                     assert others.sum() == turn + 1
                 assert pool.returns[row] >= pool.returns[others].topk(min(3, int(others.sum()))).values[-1]
+
+
+def test_scores_by_hand(folder, monkeypatch):
+    """Returns of the first and of the last round, of training tasks and new ones; errors in the reward's unit."""
+    args, data, agent = small_data(data=str(folder), eval_episodes=2, eval_rounds=2)
+    given = torch.tensor([[1.0, 2, 3, 4, 50, 60, 1, 2, 3, 4, 70, 80], [9] * 12, [3, 3, 3, 7, 0, 8, 3, 3, 3, 7, 8, 0]])
+    rounds = iter(given)
+    play = meta_dt.play
+    monkeypatch.setattr(meta_dt, "play", lambda *a: meta_dt.replace(play(*a), returns=next(rounds)))
+    found = meta_dt.evaluate(agent, data, PointRobot, args)
+    best = PointRobot(data.tasks.numpy()).best_returns()
+    for part, tasks, zero_shot, few_shot in (("train", slice(0, 4), 2.5, 4), ("new", slice(4, 6), 65, 4)):
+        assert found[f"eval/{part}/zero_shot_return"] == zero_shot
+        assert found[f"eval/{part}/few_shot_return"] == few_shot
+        assert found[f"eval/{part}/target_return"] == pytest.approx(data.targets[tasks].mean().item())
+        assert found[f"eval/{part}/optimal_return"] == pytest.approx(best[tasks].mean())
+        episodes = getattr(data, part)
+        steps = episodes.states, episodes.actions, episodes.rewards
+        contexts = agent.encoder.every_step(*steps, args.horizon)
+        predicted = agent.decoder(*steps[:2], episodes.next_states, contexts)[..., 0] * agent.reward_scale
+        paths = sorted((folder / part).glob("*.npz"))
+        rewards = torch.cat([torch.from_numpy(np.load(path)["rewards"]).view(-1, 20) for path in paths])
+        assert found[f"eval/{part}/world_model_error"] == pytest.approx((predicted - rewards).abs().mean().item(), rel=1e-4)
+
+
+def test_what_follows_the_end_of_an_episode_does_not_count(folder):
+    """Robots end after 1, 2, ... 6 steps, say so once, and are paid on."""
+    args, data, agent = small_data(data=str(folder))
+
+    class Ends(PointRobot):
+        def step(self, actions):
+            self.time = getattr(self, "time", 0) + 1
+            return super().step(actions)[0], np.ones(6), np.arange(1, 7) == self.time
+
+    played = meta_dt.play(agent, Ends(data.tasks.numpy()), data.tasks, data.targets, None, None, data, args)
+    assert played.lengths.tolist() == [1, 2, 3, 4, 5, 6]
+    assert played.returns.tolist() == pytest.approx([1, 2, 3, 4, 5, 6])
+    assert_close(played.rtg[3, :5, 0] * agent.return_scale, [4, 3, 2, 1, 0], 1e-5)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from processes import as_flags
 from run_folders import assert_tags_of_pages, begin, tags
 
 from algorithms import meta_dt, unimodal_poisson
-from envs import cheetah_velocity
+from envs import cheetah_velocity, point_robot
 from envs.point_robot import make_data, save_data
 
 SMALL = {"embed_dim": 8, "num_layers": 1, "batch_size": 4, "window_length": 6, "eval_episodes": 1, "eval_rounds": 2}
@@ -24,7 +25,7 @@ def flags(tmp_path_factory):
     """Of a small run: six tasks of Point-Robot and two new ones."""
     folder = tmp_path_factory.mktemp("data") / "points"
     save_data(make_data(1, 6, 2, 5), folder)
-    return SMALL | {"data": str(folder)}
+    return SMALL | {"data": str(folder), "env_id": "point_robot"}
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +131,41 @@ class Broken(Levers):
 class Wide(Levers):
     def reset(self, seed):
         return np.zeros((len(self.tasks), 3))
+
+
+class Gymnasium(Levers):
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed), {}
+
+
+class Info(Levers):
+    def reset(self, seed=None):
+        return super().reset(seed), {}
+
+
+class Alone(Levers):
+    def __init__(self):
+        pass
+
+
+class Two(Levers):
+    def step(self, actions, others):
+        pass
+
+
+class Best(Levers):
+    def best_returns(self):
+        return 0
+
+
+class Counted(Levers):
+    def best_returns(self):
+        return np.arange(len(self.tasks))
+
+
+class Fails(Levers):
+    def reset(self, seed):
+        return seed + "1"
 """
 
 
@@ -162,9 +198,24 @@ def test_own_data_and_environment(own, tmp_path, monkeypatch):
     assert not column(found, "eval/new/optimal_return")
     found = train(meta_dt, tmp_path / "none", **own | {"env_id": "none"})
     assert {tag for _, tag in found if tag.startswith("eval/")} == {f"eval/{part}/world_model_error" for part in ("new", "train")}
-    for name, sentence in (("Broken", "step gives no (observations"), ("Wide", "reset gives (2, 3)"), ("No", "no function")):
-        words = as_flags(own | {"env_id": f"{tmp_path}/own.py:{name}"})
-        assert sentence in refusal(meta_dt, monkeypatch, *words, "--output-dir", tmp_path / "bad")
+    found = train(meta_dt, tmp_path / "counted", **own | {"env_id": f"{tmp_path}/own.py:Counted"})
+    assert found[50, "eval/train/optimal_return"] == 2 and found[50, "eval/new/optimal_return"] == 5.5
+
+
+SENTENCES = {"Broken": "step gives no (observations", "Wide": "reset gives (2, 3)", "No": "no function", "Info": "reset gives tuple"}
+SENTENCES |= {"Gymnasium": "the call reset(seed) must", "Alone": "the call CLASS(tasks) must", "Two": "the call step(actions) must"}
+SENTENCES |= {"Best": "best_returns gives (), expected (2,)"}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_an_environment_that_does_not_fit(name, own, tmp_path, monkeypatch):
+    words = as_flags(own | {"env_id": f"{tmp_path}/own.py:{name}"})
+    assert SENTENCES[name] in refusal(meta_dt, monkeypatch, *words, "--output-dir", tmp_path / "bad")
+
+
+def test_errors_inside_an_environment_are_its_own(own, tmp_path):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        train(meta_dt, tmp_path / "bad", **own | {"env_id": f"{tmp_path}/own.py:Fails"})
 
 
 def test_what_cannot_be_run(whole, flags, tmp_path, monkeypatch):
@@ -176,6 +227,66 @@ def test_what_cannot_be_run(whole, flags, tmp_path, monkeypatch):
     assert "not finite" in refusal(meta_dt, monkeypatch, *values, "--output-dir", tmp_path)
     words = as_flags(flags | {"env_id": "cheetah_velocity"})
     assert "the data ask for (2, 2)" in refusal(meta_dt, monkeypatch, *words, "--output-dir", tmp_path / "run")
+    assert "needs --env-id point_robot, " in refusal(meta_dt, monkeypatch, *as_flags(flags | {"env_id": None}))
+    words = [*as_flags(flags), "--output-dir", tmp_path / "run"]
+    for flag, value in (("return-scale", 0.0), ("return-scale", -1.0), ("learning-rate", 0.0)):
+        assert f"--{flag} {value}: must be above 0" in refusal(meta_dt, monkeypatch, *words, f"--{flag}", value)
+    assert "--dropout 1.0: must be at least 0" in refusal(meta_dt, monkeypatch, *words, "--dropout", 1.0)
+    words += ["--prompt", "none", "--few-shot", "recorded"]
+    assert "--few-shot recorded: no effect" in refusal(meta_dt, monkeypatch, *words)
+
+
+def test_prompts_that_a_run_can_be_scored_with(whole, flags, tmp_path, monkeypatch, capsys):
+    """Any if it has learned from prompts and has a world model, or none."""
+    scores = command(meta_dt, monkeypatch, "--evaluate", whole[0], "--prompt", "random")
+    shown = capsys.readouterr().out
+    assert all(f"{part}/few_shot_return {scores[f'eval/{part}/few_shot_return']:.2f}" in shown for part in ("new", "train"))
+    assert "eval/new/few_shot_return" not in command(meta_dt, monkeypatch, "--evaluate", whole[0], "--prompt", "none")
+    for context, prompt, other in (("none", "random", "self_guided"), ("running", "none", "random")):
+        run_dir = tmp_path / context
+        train(meta_dt, run_dir, **flags | {"context": context, "prompt": prompt, "policy_steps": 5})
+        sentence = f"--prompt {other}: cannot change with --evaluate, the run began with {prompt}"
+        assert sentence in refusal(meta_dt, monkeypatch, "--evaluate", run_dir, "--prompt", other)
+        command(meta_dt, monkeypatch, "--evaluate", run_dir, "--prompt", "none")
+
+
+def test_a_run_without_a_policy_is_not_scored(flags, tmp_path, monkeypatch):
+    train(meta_dt, tmp_path / "run", **flags | {"policy_steps": 0})
+    for words in ([], ["--prompt", "none"], ["--world-model-steps", 5]):
+        assert "stopped at step 20, before" in refusal(meta_dt, monkeypatch, "--evaluate", tmp_path / "run", *words)
+
+
+def test_scores_on_data_of_other_sizes(whole, tmp_path, monkeypatch):
+    """Shorter episodes are padded; longer ones and other tasks are refused."""
+    data = {"long": make_data(1, 2, 1, 2), "wide": make_data(1, 2, 1, 2)}
+    for length in (8, 25):
+        monkeypatch.setattr(point_robot, "NUM_STEPS", length)
+        data["short" if length == 8 else "long"] = make_data(1, 2, 1, 2)
+    for file in data["wide"]["train"] + data["wide"]["new"]:
+        file["actions"] = file["actions"][:, :1]
+    for name, files in data.items():
+        save_data(files, tmp_path / name)
+    command(meta_dt, monkeypatch, "--evaluate", whole[0], "--data", tmp_path / "short")
+    for name, sentence in (("long", "up to 25 steps, the run knows at most 20"), ("wide", "actions of 1 numbers, the run has learned from 2")):
+        assert sentence in refusal(meta_dt, monkeypatch, "--evaluate", whole[0], "--data", tmp_path / name)
+
+
+def test_a_window_longer_than_all_episodes(flags, tmp_path, monkeypatch):
+    """It is cut to them, and the command that began the run continues it."""
+    values = flags | {"policy_steps": 10, "world_model_steps": 5}
+    expected = train(meta_dt, tmp_path / "whole", **values | {"window_length": 20})
+    assert train(meta_dt, tmp_path / "run", **values | {"window_length": 30}) == expected
+    command(meta_dt, monkeypatch, *as_flags(values | {"window_length": 30}), "--resume", tmp_path / "run")
+    assert results(tmp_path / "run") == expected
+
+
+def test_no_evaluations(flags, tmp_path, capsys):
+    """Nor their world model's errors, nor an empty line where there is nothing to show."""
+    values = flags | {"policy_steps": 5, "world_model_steps": 5, "save_steps": 0}
+    found = train(meta_dt, tmp_path / "run", **values | {"eval_episodes": 0})
+    assert not [tag for _, tag in found if "eval/" in tag]
+    train(meta_dt, tmp_path / "none", **values | {"context": "none", "prompt": "random", "env_id": "none"})
+    assert "\n\n" not in capsys.readouterr().out
 
 
 def test_learning(flags, tmp_path):
@@ -194,6 +305,15 @@ def test_cheetah_data_and_run(tmp_path):
     cheetah_velocity.main([str(tmp_path / "ppo")], str(tmp_path / "data"), num_train=2, num_new=1, num_episodes=2)
     file = dict(np.load(tmp_path / "data" / "train" / "001.npz"))
     assert file["observations"].shape == (400, 17) and np.flatnonzero(file["dones"]).tolist() == [199, 399]
+    for folder, sentence in ((tmp_path / "data", "no args.json"), (tmp_path / "other", "not a run of unimodal_poisson"), (tmp_path / "early", "no checkpoint")):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "args.json").write_text('{"horizon": 4}')
+        (tmp_path / "early").mkdir(exist_ok=True)
+        (tmp_path / "early" / "args.json").write_text((tmp_path / "ppo" / "args.json").read_text())
+        with pytest.raises(SystemExit, match=sentence):
+            cheetah_velocity.main([str(tmp_path / "ppo"), str(folder)], str(tmp_path / "more"))
+    with pytest.raises(SystemExit, match="train holds data; take another folder"):
+        cheetah_velocity.main(["nothing"], str(tmp_path / "data"))
     envs = cheetah_velocity.CheetahVelocity(np.array([[0.5], [2.0]]))
     envs.reset(0)
     before = [env.unwrapped.data.qpos[0] for env in envs.envs.envs]
@@ -222,6 +342,13 @@ def test_a_run_is_scored_on_its_own_scales(whole, flags, tmp_path, monkeypatch, 
     monkeypatch.setattr(meta_dt, "evaluate", lambda agent, data, make_env, args: seen.append((agent, data)) or {})
     meta_dt.train(args)
     agent, data = seen[0]
+    for name in meta_dt.SCALES:
+        assert torch.equal(getattr(agent, name), saved[name]) and torch.equal(data.scales[name], saved[name])
+    copy = tmp_path / "run"  # also when it is resumed
+    shutil.copytree(run_dir, copy)
+    monkeypatch.setattr(meta_dt, "read_folder", lambda folder, read=meta_dt.read_folder: read(tmp_path / "other" / folder.name))
+    meta_dt.train(meta_dt.Args(**flags, resume=str(copy)))
+    agent, data = seen[1]
     for name in meta_dt.SCALES:
         assert torch.equal(getattr(agent, name), saved[name]) and torch.equal(data.scales[name], saved[name])
     assert "--embed-dim 16: cannot change with --evaluate" in refusal(meta_dt, monkeypatch, "--evaluate", run_dir, "--embed-dim", 16)

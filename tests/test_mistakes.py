@@ -125,7 +125,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("mdpo", "--sgd-steps 0", "--sgd-steps 0: must be at least 1"),
     ("fm3q", "--num-envs 0", "--num-envs 0: must be at least 1"),
     ("arac", "--horizon 0", "--horizon 0: must be at least 1"),
-    ("meta_dt", "--data nothing", "--data: nothing/train holds no .npz file"),
+    ("meta_dt", "--data nothing --env-id none", "--data: nothing/train holds no .npz file"),
     ("meta_dt", "--env-id Hoper-v5", "expected point_robot, cheetah_velocity, FILE.py:Class, or none"),
     ("meta_dt", "--env-id nothing.py:make", "there is no file nothing.py"),
     ("mdpo", "--env-id Hoper-v5", "--env-id Hoper-v5: Environment"),
