@@ -78,7 +78,6 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("spiral_rae", "--games kuhn --max-prompt-length 10", "--max-prompt-length: kuhn begins with"),
     ("pi_play", "--max-completion-length 5000", "--max-prompt-length + --max-completion-length"),
     ("pi_play", "--max-prompt-length 1024", "the teacher reads up to twice this"),
-    ("pi_play", "--max-prompt-length 20", "--max-prompt-length: no problem is left"),
     ("pi_play", "--lambda-schedule -1", "--lambda-schedule: expected finite numbers from 0"),
     ("pi_play", "--lambda-schedule 1 nan", "--lambda-schedule: expected finite numbers from 0"),
     ("pi_play", "--distill-top-k 0", "--distill-top-k: teaches nothing below 2"),
