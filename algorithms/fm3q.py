@@ -640,7 +640,7 @@ class PettingZooGame:
         self.sizes = {}  # number of actions of each agent, in the order of all tensors
         for agent in pro + ant:
             space = env.action_space(agent)
-            if type(space).__name__ != "Discrete" or space.start != 0:
+            if not hasattr(space, "n") or getattr(space, "shape", ()) or getattr(space, "start", 0):
                 sys.exit(f"--env-id {env_id}: {agent} has actions {space}; expected Discrete(A)")
             self.sizes[agent] = int(space.n)
         self.num_actions = max(self.sizes.values())

@@ -216,8 +216,9 @@ class Args:
     vllm_memory: float = 0.3
     """share of the GPU's memory for vLLM, weights and cache"""
     importance_sampling_cap: float = 2.0
-    """with --vllm or --bf16, largest weight of a token whose probability differs between sampler
-    and learner, see sampling_correction; 0 does not correct"""
+    """with --vllm or --bf16, and only for sampled and for --tail --no-renormalize: largest weight
+    of a token whose probability differs between sampler and learner, see sampling_correction; 0
+    does not correct"""
     lora_rank: int = 0
     """rank of adapters in linear layers but the head (pip install peft); 0 trains all weights"""
     # bookkeeping
@@ -252,13 +253,14 @@ def topk_losses(
     normalize: bool = True,
     tail: bool = False,
     clip_log_ratio: bool = False,
-) -> Tensor:
-    """Reverse KL of the student from the teacher on K tokens, eq. 6 to 8. (...,V) -> (...)
+) -> tuple[Tensor, Tensor]:
+    """Reverse KL of the student from the teacher on K tokens, eq. 6 to 8, and the tail of EMA-PG.
 
     sampled_ids (...) are the tokens that were written. source says whose K likeliest tokens are the
     support; K = V is the KL of the whole vocabulary. With tail, a written token outside the support
-    joins it; without renormalisation (EMA-PG) it is a term of its own, whose gradient is that of a
-    policy. Gradients flow through the student's logits. The teacher's logits have none.
+    joins it; without renormalisation (EMA-PG) it is a term of its own, the tail, whose gradient is
+    that of a policy. Else the tail is 0. Gradients flow through the student's logits. The teacher's
+    logits have none. (...,V) -> (...), (...)
     """
     written = sampled_ids[..., None]
     ranked = teacher_logits if source == "teacher" else student_logits.detach()
@@ -280,13 +282,14 @@ def topk_losses(
     if clip_log_ratio:
         ratios = ratios.clamp(-5, 5)
     losses = (p.exp() * ratios).sum(-1)
+    tails = torch.zeros_like(losses)
     if tail and not normalize:
         p = student_logits.gather(-1, written)
         ratio = (p - teacher_logits.gather(-1, written)).detach()
         if clip_log_ratio:
             ratio = ratio.clamp(-5, 5)
-        losses = losses + (outside * (p - p.detach()).exp() * ratio)[..., 0]
-    return losses
+        tails = (outside * (p - p.detach()).exp() * ratio)[..., 0]
+    return losses, tails
 
 
 def first_occurrence_mask(ids: Tensor, masked_ids: list[int]) -> Tensor:
@@ -358,7 +361,9 @@ def train(args: Args) -> dict[str, float]:
     if not args.reward:
         check_tags(tokenizer, task.prompt(eval_problems[0]))
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
-    teacher = load_teacher(model, tokenizer, encode(tokenizer, task, eval_problems[0], args), args)
+    if args.max_steps > 0:
+        prompt = encode(tokenizer, task, eval_problems[0], args)
+        teacher = load_teacher(model, tokenizer, prompt, args)
     if args.lora_rank:
         add_adapters(model, args)
     # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
@@ -484,7 +489,9 @@ def update(model, teacher, tokenizer, optimizer, completions, args: Args) -> dic
     weights = weights.to(device)
 
     parameters = optimizer.param_groups[0]["params"]
-    cap = args.importance_sampling_cap if args.vllm or args.bf16 else 0.0
+    # A sum over a support does not depend on how the written token was sampled.
+    by_written = args.divergence == "sampled" or (args.tail and not args.renormalize)
+    cap = args.importance_sampling_cap if by_written and (args.vllm or args.bf16) else 0.0
     sums = torch.zeros(3, device=device)  # loss, divergence, log(p / q) of the written tokens
     log_ratios = []  # log(p_learner / p_sampler) of each token
     if args.num_minibatches > 1:  # log-probabilities before the first step
@@ -504,10 +511,10 @@ def update(model, teacher, tokenizer, optimizer, completions, args: Args) -> dic
                     order = batch.completion_index.unique_consecutive().tolist()
                     masks = [counted[number] for number in order]
                     batch.counted = torch.cat([*masks, counted[0][:0]]).to(device)
-            values = model.token_logprobs(batch, args, teacher)  # (N,3)
-            logprobs, taught, losses = values.unbind(1)  # of student and teacher; divergence
+            values = model.token_logprobs(batch, args, teacher)  # (N,4)
+            logprobs, taught, losses, tails = values.unbind(1)  # of student and teacher; divergence
             taught = taught.detach()
-            sums[1] += (losses.detach() * batch.counted).sum()
+            sums[1] += ((losses + tails).detach() * batch.counted).sum()
             sums[2] += ((logprobs.detach() - taught) * batch.counted).sum()
             if iteration == 0:
                 old = batch.old_logprobs
@@ -520,15 +527,17 @@ def update(model, teacher, tokenizer, optimizer, completions, args: Args) -> dic
             if args.divergence == "sampled":
                 old = batch.old_logprobs
                 advantages = sampled_advantages(old, taught, args.clip_log_ratio)
-                losses = policy_loss(logprobs, old, advantages, args.epsilon)
-            depends = args.divergence == "sampled" or args.tail  # on the token that was written
-            if batch.correction is not None and depends:
-                losses = losses * batch.correction
+                tails = policy_loss(logprobs, old, advantages, args.epsilon)
+            if batch.correction is not None:
+                tails = tails * batch.correction
+            losses = losses + tails
             loss = (losses * weights[batch.completion_index] * batch.counted).sum()
             sums[0] += loss.detach()
             if args.fsdp:
                 loss = loss * dist.get_world_size()  # FSDP averages over processes, we want a sum
             loss.backward()
+            if iteration == args.num_iterations - 1:
+                batch.teacher_hidden = None  # the next micro-batches need the memory
         if dist.is_initialized() and not args.fsdp:
             for parameter in parameters:
                 dist.all_reduce(parameter.grad)
@@ -560,13 +569,20 @@ def load_teacher(model, tokenizer, prompt: list[int], args: Args):
     unknown = set(args.masked_tokens) - set(tokenizer.get_vocab())
     if unknown:
         sys.exit(f"--masked-tokens {unknown.pop()}: not a token of the model")
+    if path == model_path(args) and os.environ.get("RANK", "0") == "0":
+        print("--teacher: the student begins as this model, so it teaches nothing at first (KL 0)")
     if args.lora_rank and path == model_path(args):
         return model
-    teacher, other = load_model(replace(args, model_name_or_path=path))
+    try:
+        teacher, other = load_model(replace(args, model_name_or_path=path))
+    except SystemExit as error:
+        sys.exit(str(error).replace("--model-name-or-path", "--teacher"))
     if other.get_vocab() != tokenizer.get_vocab():
         sys.exit(f"--teacher {path}: its tokenizer is not that of the student, {model_path(args)}")
     check_model(teacher.to(model.device), prompt, args)
-    teacher = copy_model(teacher, torch.bfloat16 if args.bf16 else torch.float32).to(model.device)
+    for weight in teacher.parameters():  # in place: a copy would leave this one in memory
+        weight.requires_grad = False
+        weight.data = weight.data.bfloat16() if args.bf16 else weight.data
     if args.fsdp:  # but its head stays whole: the backward pass, too, computes logits with it
         for layer in teacher.modules():
             if type(layer).__name__ in teacher._no_split_modules:
@@ -652,6 +668,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit(f"--top-p {args.top_p}: expected a number above 0 and at most 1")
     if args.vllm and args.top_p < 1:
         sys.exit("--top-p: not with --vllm, whose log-probabilities it would change")
+    if args.divergence == "top_k" and args.top_k == 1 and args.renormalize and not args.tail:
+        sys.exit("--top-k 1: teaches nothing; take 2 or more, --tail or --no-renormalize")
     if not args.model_name_or_path and not os.path.isdir(model_path(args)):
         if not os.path.isdir(ROOT / "envs"):
             sys.exit("no folder envs/ beside it: give --model-name-or-path, --dataset and --reward")
@@ -1720,8 +1738,8 @@ def hidden_states(model, packed: Packed, args: Args) -> Tensor:
 def token_logprobs(model, packed: Packed, args: Args, teacher=None) -> Tensor:
     """Log-probability of every predicted token, (N,).
 
-    With a teacher also the teacher's, and the divergence of the two models there: -> (N,3). Logits
-    of both go by chunks and are computed again in the backward pass.
+    With a teacher also the teacher's, and the two terms of topk_losses: -> (N,4). Logits of both
+    models go by chunks and are computed again in the backward pass.
     """
 
     def chunk_values(hidden, teacher_hidden, targets):
@@ -1736,9 +1754,9 @@ def token_logprobs(model, packed: Packed, args: Args, teacher=None) -> Tensor:
             taught = over_temperature(taught[:, :size].float(), args)
             written = targets.clamp(max=size - 1)
             teacher_logprobs = -F.cross_entropy(taught, written, reduction="none")
-        losses = torch.zeros_like(logprobs)
+        losses = tails = torch.zeros_like(logprobs)
         if args.divergence != "sampled":
-            losses = topk_losses(
+            losses, tails = topk_losses(
                 logits[:, :size],
                 taught,
                 written,
@@ -1748,7 +1766,7 @@ def token_logprobs(model, packed: Packed, args: Args, teacher=None) -> Tensor:
                 tail=args.tail,
                 clip_log_ratio=args.clip_log_ratio,
             )
-        return torch.stack([logprobs, teacher_logprobs, losses], 1)
+        return torch.stack([logprobs, teacher_logprobs, losses, tails], 1)
 
     hidden = hidden_states(model, packed, args)  # (N,H)
     teacher_hidden = hidden if teacher is None else packed.teacher_hidden

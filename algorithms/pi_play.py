@@ -165,9 +165,9 @@ class Args:
     privileged_context: Literal["qcp", "partial", "answer", "none"] = "qcp"
     """what only the teacher sees: the question's construction path, half of it, or its answer;
     control: none, in which the teacher is never asked"""
-    lambda_schedule: tuple[float, ...] | None = None
-    """lambda, weight of the divergence, in each round; the last one stays; None is 1 0.3 0.1 for
-    the tiny model and the paper's 0.03 0.003 0.002 for others"""
+    lambda_schedule: tuple[float, ...] = ()
+    """lambda, weight of the divergence, in each round; the last one stays; the default is 1 0.3 0.1
+    for the tiny model and the paper's 0.03 0.003 0.002 for others"""
     teacher_tau: float = 0.05
     """share of the student in the teacher after each step of the student"""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
@@ -189,7 +189,7 @@ class Args:
     warmup_steps: int = 5
     """linear warm-up steps of each policy"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """after the warm-up: how the learning rate falls, to 0 at --max-steps"""
+    """how the learning rate of both policies falls from step to step, to 0 at --max-steps"""
     weight_decay: float = 0.0
     """of AdamW, whose betas are 0.9 and 0.999"""
     max_grad_norm: float = 1.0
@@ -403,7 +403,7 @@ def train(args: Args) -> dict[str, float]:
         args = replace(args, learning_rate=10 * rate if args.lora_rank else rate)
     if args.max_completion_length is None:
         args = replace(args, max_completion_length=1024 if args.model_name_or_path else 64)
-    if args.lambda_schedule is None:
+    if not args.lambda_schedule:
         own = (0.03, 0.003, 0.002)
         args = replace(args, lambda_schedule=own if args.model_name_or_path else (1.0, 0.3, 0.1))
     rank, world_size, device = setup(args)
@@ -495,7 +495,8 @@ def train(args: Args) -> dict[str, float]:
         weight = 0.0
         if role == "student" and args.privileged_context != "none":
             weight = args.lambda_schedule[min(round_number, len(args.lambda_schedule) - 1)]
-        rate = scheduled_rate(role_step, args)
+        rate = scheduled_rate(role_step, replace(args, lr_scheduler_type="constant"))  # warm-up
+        rate *= scheduled_rate(step, replace(args, learning_rate=1.0, warmup_steps=0))
         model = models[role]
         optimizer.param_groups[0]["lr"] = rate
         if args.vllm:
@@ -516,7 +517,8 @@ def train(args: Args) -> dict[str, float]:
         progress["step"] = step = step + 1
         table = gather([facts(episode) for episode in episodes])
         for tag in table[0]:
-            metrics[tag] = sum(row[tag] for row in table) / len(table)
+            values = [row[tag] for row in table if row[tag] is not None]
+            metrics |= {tag: sum(values) / len(values)} if values else {}
         # sums of episodes become nats of a token
         metrics["entropy"] /= metrics["completions/mean_length"]
         progress["num_tokens"] += sum(row["completions/mean_length"] for row in table)
@@ -714,17 +716,30 @@ def answer(
 def examine(policy: Policy, tokenizer, task, seeds, args: Args) -> tuple[list, list, list]:
     """The examiner writes a question about a random document for each seed.
 
-    Returns the episodes, the scores of their format, and the questions, None where malformed.
+    Returns the episodes, the scores of their format, and the questions, None where malformed or too
+    long.
     """
-    requests = [task.request(random.Random(seed)) for seed in seeds]
+    requests = [short_request(tokenizer, task, random.Random(seed), args) for seed in seeds]
     episodes = play(policy, tokenizer, task, requests, 1, args, seeds)
     formats = []
     questions = []
     for episode in episodes:
         score, question = task.examined(episode.problem, episode.texts)
+        if question is not None:
+            length = len(encode(tokenizer, task, question, args))
+            question = question if length <= args.max_prompt_length else None
         formats.append(score)
         questions.append(question)
     return episodes, formats, questions
+
+
+def short_request(tokenizer, task, generator: random.Random, args: Args):
+    """What the examiner is asked for; drawn again while its document is too long."""
+    for _ in range(100):
+        request = task.request(generator)
+        if len(encode(tokenizer, task, request, args)) <= args.max_prompt_length:
+            return request
+    sys.exit("--max-prompt-length: 100 documents for the examiner are all longer")
 
 
 def examiner_rollout(policies: dict, tokenizer, task, numbers: range, args: Args) -> list[Episode]:
@@ -736,7 +751,10 @@ def examiner_rollout(policies: dict, tokenizer, task, numbers: range, args: Args
     asked = [questions[row] for row in rows]
     answer_seeds = [random_seed(seeds[row], "answers") for row in rows]
     answers = answer(policies["student"], tokenizer, task, asked, n, args, answer_seeds)
-    num_correct = torch.zeros(len(episodes))  # rewards are 0 or 1
+    others = {episode.reward for episode in answers} - {0, 1}
+    if others:
+        sys.exit(f"--env: the first reward function must return 0 or 1, but gave {others.pop()}")
+    num_correct = torch.zeros(len(episodes))
     for place, row in enumerate(rows):
         group = answers[place * n : (place + 1) * n]
         num_correct[row] = sum(episode.reward for episode in group)
@@ -748,7 +766,7 @@ def examiner_rollout(policies: dict, tokenizer, task, numbers: range, args: Args
             "pi_play/difficulty": difficulty[row],
             "pi_play/format": formats[row],
             "pi_play/well_formed": float(questions[row] is not None),
-            "pi_play/pass_rate": num_correct[row].item() / n,
+            "pi_play/pass_rate": num_correct[row].item() / n if row in rows else None,
         }
     return episodes
 
@@ -778,8 +796,9 @@ def draw_questions(policy: Policy, tokenizer, task, numbers, args: Args) -> dict
         before += count
     if not gather(list(questions)):
         sys.exit(
-            f"the examiner has written no well-formed question in {before} draws of each: "
-            "raise --max-completion-length or --max-turns, or take a model that keeps the format"
+            f"the examiner has written no usable question in {before} draws for each number "
+            "(malformed, held out, or over --max-prompt-length): raise --max-completion-length or "
+            "--max-turns, or take a model that keeps the format"
         )
     return dict(sorted(questions.items()))
 
@@ -843,12 +862,16 @@ def start_gate(
     shown = [task.with_privilege(p, kind, str(seed)) for p, seed in zip(problems, seeds)]
     lengths = [len(encode(tokenizer, task, problem, args)) for problem in shown]
     kept = [i for i, length in enumerate(lengths) if length <= args.max_prompt_length]
+    if not gather(kept):
+        if rank == 0:
+            print("no question to ask the first policy is well-formed and short enough: no gates")
+        return {}
     gate = {}
     for tag, candidates in (("without", problems), ("with", shown)):
         asked = [candidates[i] for i in kept]
         episodes = answer(policy, tokenizer, task, asked, args.num_answers, args, seeds)
         rewards = gather([episode.reward for episode in episodes])
-        gate[f"eval/pi_play/gate_{tag}"] = sum(rewards) / max(1, len(rewards))
+        gate[f"eval/pi_play/gate_{tag}"] = sum(rewards) / len(rewards)
     without, with_context = gate.values()
     if rank == 0 and with_context - without < 0.2:
         print(
@@ -934,6 +957,14 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
             sys.exit(f"--{flag}: not divisible by the {world_size} processes")
     if min(args.num_generations, args.num_answers) < 2:
         sys.exit("--num-generations and --num-answers: a group needs at least 2 to compare")
+    if not all(0 <= weight < math.inf for weight in args.lambda_schedule):
+        sys.exit("--lambda-schedule: expected finite numbers from 0")
+    if args.distill_top_k in (0, 1):
+        sys.exit("--distill-top-k: teaches nothing below 2")
+    if args.teacher_tau > 1:
+        sys.exit(f"--teacher-tau {args.teacher_tau}: expected a number from 0 to 1")
+    if args.examiner_steps + args.student_steps == 0:
+        sys.exit("--examiner-steps, --student-steps: expected at least one step in a round")
     if args.env != "search_qa" and not args.model_name_or_path:
         sys.exit(f"--env {args.env}: needs --model-name-or-path; try envs/tiny_lm/search_qa")
     transformers.utils.logging.disable_progress_bar()
@@ -968,7 +999,13 @@ def gather(items: list) -> list:
 def load_problems(args: Args, dataset: str | None):
     """The task: an object with the methods that envs/README.md lists."""
     if args.env != "search_qa":
-        return from_file("--env", args.env, "dataset")(dataset)
+        task = from_file("--env", args.env, "dataset")(dataset)
+        task.max_turns = args.max_turns
+        if Path(ROOT, "envs", "checks.py").is_file():  # not where a script was copied alone
+            from envs.checks import check_examiner_task
+
+            check_examiner_task(task, args, partial(Episode, prompt=[]), ask, score)
+        return task
     try:
         from envs.search_qa import SearchQA
 
@@ -1423,7 +1460,7 @@ class Episode:
     reward: float = 0.0
     pool: int = 0  # an episode is compared with those of the same pool
     teacher_prompt: list[int] = field(default_factory=list)
-    info: dict[str, float] = field(default_factory=dict)  # further rewards and numbers to log
+    info: dict = field(default_factory=dict)  # further rewards and numbers to log, or None
 
     def write(self, completion: Completion) -> None:
         """Add a turn of the model."""
@@ -2026,7 +2063,9 @@ def micro_batches(
     """The rows of the batch, packed for one forward pass after another; for a teacher also behind
     its own prompts."""
     privileged = [replace(episode, prompt=episode.teacher_prompt) for episode in episodes]
-    # Equal prompts of the teacher have equal questions, and so equal prompts of the student.
+    prompts = {(tuple(e.teacher_prompt), tuple(e.prompt)) for e in episodes}
+    if taught and len({private for private, _ in prompts}) < len(prompts):  # as in packed rows
+        sys.exit("with_privilege: gives the teacher the same prompt for different questions")
     longer = privileged if taught else episodes
     batches = []
     for packed_rows in divide(longer, rows, args, device):

@@ -142,6 +142,34 @@ def check_turns(name: str, method, episode) -> None:
         sys.exit(f"{name}: returned {numbers!r:.100} for {episode.texts!r:.200}, {words}")
 
 
+def check_examiner_task(task, args, make_episode, ask, score) -> None:
+    """For pi_play.py: an empty text as an examiner's question and as an answer to a problem."""
+    names = "request examined with_privilege traced_problems prompt step reward_functions"
+    names += " rows" if args.eval_dataset else " evaluation_problems"
+    need(f"--env {args.env}", task, names, "envs/README.md")
+    check_functions(task)
+    with same_randomness():
+        request, problem = task.request(random.Random(0)), first_problem(task, args)
+        need("request: what it returned", request, "hops", "envs/README.md")
+        for asked in (request, problem) if problem is not None else (request,):
+            check_messages("prompt", task.prompt(asked))
+            episode = make_episode(asked)
+            episode.texts.append("")
+            ask(task, [episode], 1, None, args)
+        found = task.examined(request, [""])
+        pair = isinstance(found, list | tuple) and len(found) == 2
+        if not pair or not isinstance(found[0], Real):
+            sys.exit(f"examined: returned {found!r:.100}, expected a format score and a question or None")
+        traced = task.traced_problems(1)
+        if not isinstance(traced, list | tuple):
+            sys.exit(f"traced_problems: returned {traced!r:.100}, expected a list of problems")
+        for one in traced:
+            shown = task.with_privilege(one, args.privileged_context, "0")
+            check_messages("prompt of with_privilege", task.prompt(shown))
+        if problem is not None:
+            score(task, [(problem, "")], args)
+
+
 def check_team(team, args, score) -> None:
     """One episode in which every agent writes nothing."""
     need(f"--env {args.env}", team, "agents task start prompt advance", "envs/teams.py")

@@ -7,7 +7,7 @@ import language_runs
 import pytest
 from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
 from processes import ROOT
-from run_folders import assert_tags_of_pages, refusal, tags
+from run_folders import assert_tags_of_pages, command, refusal, tags
 
 from algorithms import opd
 
@@ -42,9 +42,10 @@ def test_two_processes_equal_one(kind, tmp_path):
     two_processes_equal_one(opd, tmp_path, **SMALL | kind | {"max_steps": 1})
 
 
-def test_a_teacher_that_is_the_student_teaches_nothing(tmp_path):
+def test_a_teacher_that_is_the_student_teaches_nothing(tmp_path, capsys):
     values = SMALL | {"teacher": str(TINY / "countdown"), "max_steps": 1}
     found = train(opd, tmp_path / "copy", **values)
+    assert "--teacher: the student begins as this model" in capsys.readouterr().out
     assert found[1, "train/loss"] == 0 and found[1, "train/grad_norm"] < 1e-6
     found = train(opd, tmp_path / "lora", **values, lora_rank=4)
     assert found[1, "train/loss"] == 0, "and with adapters the student without them is the teacher"
@@ -64,7 +65,19 @@ def test_wrong_teachers_and_flags(monkeypatch, tmp_path):
     assert "--masked-tokens x1y2: not a token" in refusal(opd, monkeypatch, "--masked-tokens", "x1y2")
     assert refusal(opd, monkeypatch, "--top-p", "0").startswith("--top-p 0")
     assert refusal(opd, monkeypatch, "--top-k", "0").startswith("--top-k 0")
-    assert "cannot be loaded" in refusal(opd, monkeypatch, "--teacher", tmp_path / "none")
+    assert refusal(opd, monkeypatch, "--top-k", "1") == "--top-k 1: teaches nothing; take 2 or more, --tail or --no-renormalize"
+    missing = refusal(opd, monkeypatch, "--teacher", tmp_path / "none")
+    assert missing.startswith(f"--teacher {tmp_path / 'none'}: cannot be loaded")
+
+
+@pytest.mark.parametrize("values", [{"tail": True}, {"renormalize": False}, {"divergence": "sampled"}])
+def test_one_token_is_enough_where_it_teaches(values, tmp_path):
+    assert train(opd, tmp_path, **SMALL, **values, top_k=1)[1, "train/grad_norm"] > 1e-3
+
+
+def test_an_evaluation_needs_no_teacher(monkeypatch, tmp_path):
+    words = ["--max-steps", 0, "--eval-problems", 2, "--num-generations-eval", 0, "--output-dir", tmp_path / "run"]
+    assert "eval/greedy" in command(opd, monkeypatch, *words, "--teacher", tmp_path / "none")
 
 
 def test_a_larger_vocabulary_of_the_teacher(tmp_path):

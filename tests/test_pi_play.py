@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import test_grpo
@@ -234,11 +235,13 @@ def test_the_teacher_sees_the_path_of_the_same_question(policies, tools, episode
 
 
 def test_a_question_that_never_succeeds_is_left_out(monkeypatch, tools):
-    """Number 1 is malformed twice, number 2 always, number 3 belongs to the evaluation once."""
+    """Number 1 is malformed twice, number 2 always, number 3 belongs to the evaluation once, and the path of number 4
+    is too long for the teacher once."""
     tokenizer, task = tools
     good, held_out = Problem("Who is it?", ("x",)), task.evaluation_problems(1)[0]
     assert held_out.held_out and not good.held_out
     bad, asked = {1: [None, None], 2: [None] * 99, 3: [held_out]}, []
+    bad[4] = [replace(good, steps=(("rival of Joko", "Jodo " * 960),))]
     monkeypatch.setattr(pi_play, "random_seed", lambda seed, kind, number, draw: (number, draw))
 
     def stub(policy, tokenizer, task, seeds, args):
@@ -247,9 +250,9 @@ def test_a_question_that_never_succeeds_is_left_out(monkeypatch, tools):
 
     monkeypatch.setattr(pi_play, "examine", stub)
     found = pi_play.draw_questions(None, tokenizer, task, range(5), ARGS)
-    assert {number: draws for number, (_, _, draws) in found.items()} == {0: 0, 1: 2, 3: 1, 4: 0}
-    assert all(question is good for question, _, _ in found.values()) and asked == [5, 6, 4, 8, 16]
-    with pytest.raises(SystemExit, match="no well-formed question"):
+    assert {number: draws for number, (_, _, draws) in found.items()} == {0: 0, 1: 2, 3: 1, 4: 1}
+    assert all(question is good for question, _, _ in found.values()) and asked == [5, 8, 4, 8, 16]
+    with pytest.raises(SystemExit, match="no usable question in 31 draws for each number"):
         pi_play.draw_questions(None, tokenizer, task, range(2, 3), ARGS)
 
 
@@ -262,15 +265,55 @@ def test_examiner_rewards_by_hand(monkeypatch, policies, tools):
     worth = set()
     for e in found:
         score, question = tools[1].examined(e.problem, e.texts)
-        k = 0
+        k, rate = 0, None  # nobody was asked
         if question:
             group = next(groups)
             assert all(one.problem == question for one in group)
             k = sum(exact_match(question, one.texts[-1]) for one in group)
+            rate = k / 3
         worth.add([0, 1, 0.5, 0][int(k)])
         assert e.reward == pytest.approx(0.5 * score + [0, 1, 0.5, 0][int(k)])
         assert e.pool == e.problem.hops and e.teacher_prompt == []
+        assert e.info["pi_play/pass_rate"] == pytest.approx(rate)
     assert next(groups, None) is None and worth == {0, 1, 0.5}
+
+
+def test_the_examiner_is_paid_by_rewards_of_0_or_1(policies, tools):
+    task = copy.copy(tools[1])
+    task.reward_functions = {"half": lambda problem, text: 0.5}
+    with pytest.raises(SystemExit, match="--env: the first reward function must return 0 or 1, but gave 0.5"):
+        pi_play.examiner_rollout(policies, tools[0], task, range(20, 30), ARGS)
+
+
+def test_long_documents_are_drawn_again_and_long_questions_count_as_malformed(monkeypatch):
+    """A problem is its length here; every second document is too long."""
+    task = SimpleNamespace(request=lambda generator: generator.choice([900, 961]))
+    task.examined = lambda request, texts: (0.5, texts[0])
+    monkeypatch.setattr(pi_play, "encode", lambda tokenizer, task, problem, args: [0] * problem)
+    lengths = [960, 961, None] * 4
+    monkeypatch.setattr(pi_play, "play", lambda _, __, task, requests, *rest: [
+        SimpleNamespace(problem=request, texts=[length]) for request, length in zip(requests, lengths, strict=True)
+    ])
+    episodes, formats, questions = pi_play.examine(None, None, task, range(12), ARGS)
+    assert {episode.problem for episode in episodes} == {900}
+    assert formats == [0.5] * 12 and questions == [960, None, None] * 4
+    task.request = lambda generator: 961
+    with pytest.raises(SystemExit, match="--max-prompt-length: 100 documents"):
+        pi_play.examine(None, None, task, range(12), ARGS)
+
+
+def test_without_a_usable_question_there_are_no_gates(monkeypatch, capsys):
+    task = SimpleNamespace(traced_problems=lambda count: [])
+    monkeypatch.setattr(pi_play, "examine", lambda *words: ([], [], [None] * 4))
+    assert pi_play.start_gate(None, None, task, ARGS, 0, 1) == {}
+    assert capsys.readouterr().out.endswith("well-formed and short enough: no gates\n")
+
+
+def test_a_teacher_that_does_not_see_the_question_is_refused(episodes):
+    blind = [replace(episode, teacher_prompt=[1, 2, 3]) for episode in episodes]
+    with pytest.raises(SystemExit, match="with_privilege: gives the teacher the same prompt for different questions"):
+        pi_play.micro_batches(blind, [0], True, ARGS, torch.device("cpu"))
+    assert pi_play.micro_batches(blind, [0], False, ARGS, torch.device("cpu"))
 
 
 def test_the_start_gate_is_open_for_the_tiny_model(policies, tools, capsys):
@@ -299,6 +342,9 @@ def written_out(models, episodes, advantages, weight, args) -> tuple[torch.Tenso
         chosen = student.gather(1, written(e)[:, None])
         length = {"grpo": len(chosen) * len(episodes), "dr_grpo": 32 * len(episodes), "dapo": tokens}[args.loss_type]
         loss = loss - (advantage * (chosen - chosen.detach()).exp()).sum() / length
+        if args.beta:  # to the teacher, which is another model here
+            gap = plain_logits(models["teacher"], e, e.prompt).detach().gather(1, written(e)[:, None]) - chosen
+            loss = loss + args.beta * (gap.exp() - gap - 1).sum() / length
         if args.distill_top_k:
             support = teacher.topk(args.distill_top_k)[1]
             student, teacher = (x.gather(1, support).log_softmax(1) for x in (student, teacher))
@@ -318,6 +364,7 @@ def advantages(episodes):
 
 WAYS = [(0.0, {"loss_type": "grpo"}), (0.7, {"micro_batch_size": 5})]
 WAYS += [(0.7, {"loss_type": "dr_grpo", "divergence": "forward_kl"}), (0.7, {"loss_type": "grpo", "distill_top_k": 5})]
+WAYS += [(0.7, {"beta": 0.5}), (0.0, {"beta": 0.5, "loss_type": "grpo"})]
 
 
 @pytest.mark.parametrize("weight, options", WAYS)
@@ -327,6 +374,25 @@ def test_gradient_equals_that_of_the_loss_written_out(monkeypatch, models, episo
     expected, divergence = written_out(models, episodes, advantages, weight, args)
     monkeypatch.setattr(pi_play, "PACKED_LENGTH", 330)
     monkeypatch.setattr(pi_play, "LOGITS_AT_ONCE", 50 * 680)
-    gradient, metrics = updated(models, episodes, advantages, weight, args)
+    reference = models["teacher"] if args.beta else None
+    gradient, metrics = updated(models, episodes, advantages, weight, args, reference)
     assert relative(gradient, expected) < 1e-4
     assert weight == 0 or metrics["pi_play/divergence"] == pytest.approx(divergence, rel=1e-4)
+
+
+def test_with_lora_the_penalty_is_towards_the_model_without_its_adapters(models, episodes, advantages):
+    args, model = replace(ARGS, lora_rank=4, beta=0.5), copy.deepcopy(models["student"])
+    pi_play.add_adapters(model, args)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:  # as after some steps
+            torch.nn.init.normal_(weight, std=0.1)
+    found = []
+    for reference in (models["student"], model):
+        optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], 0.0)
+        found.append(update(model, reference, None, optimizer, episodes, advantages, 0.0, args))
+    assert found[0]["kl"] > 1e-3 and found[1] == pytest.approx(found[0], rel=1e-3)
+
+
+def test_lambdas_one_after_another_on_the_command_line(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["pi_play.py", "--lambda-schedule", "1", "--lambda-schedule", "0.3"])
+    assert pi_play.parse_args().lambda_schedule == (1.0, 0.3)

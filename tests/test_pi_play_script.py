@@ -10,6 +10,7 @@ from language_runs import completions, kill_and_resume, numbers, spy, train, two
 from processes import ROOT, as_flags
 from run_folders import assert_close, assert_tags_of_pages, command, tags
 from safetensors.torch import load_file
+from test_alone import OWN
 
 from algorithms import pi_play
 
@@ -34,6 +35,23 @@ def whole(tmp_path_factory):
     return run_dir, given
 
 
+def assert_logged_means(found, step: int, episodes, advantages: list[float]) -> None:
+    """Entropy is a mean over tokens; who was not asked has no pass rate; each policy warms up by its own steps."""
+    name = "train/pi_play/examiner" if step in EXAMINER else "train"
+    tokens = [logprob for episode in episodes for logprob in episode.logprobs]
+    assert found[step, f"{name}/entropy"] == pytest.approx(-sum(tokens) / len(tokens))
+    unequal = {e.pool for e, advantage in zip(episodes, advantages) if advantage != 0}
+    equal = sum(e.pool not in unequal for e in episodes) / len(episodes)
+    assert found[step, f"{name}/frac_reward_zero_std"] == equal
+    role_step = (EXAMINER if step in EXAMINER else STUDENT).index(step) + 1
+    assert found[step, f"{name}/learning_rate"] == pytest.approx(2e-4 * role_step / 5)
+    if step in STUDENT:
+        assert found[step, "train/pi_play/questions"] == len({e.pool for e in episodes})
+        return
+    rates = [e.info["pi_play/pass_rate"] for e in episodes if e.info["pi_play/well_formed"]]
+    assert found[step, f"{name}/pass_rate"] == pytest.approx(sum(rates) / len(rates))
+
+
 def test_command_and_its_files(whole):
     run_dir, given = whole
     found = numbers(run_dir)
@@ -51,6 +69,7 @@ def test_command_and_its_files(whole):
             (episode.texts, advantage) for episode, advantage in zip(episodes, advantages.tolist())
         ]
         assert weight == (found[step, "train/pi_play/lambda"] if step in STUDENT else 0)
+        assert_logged_means(found, step, episodes, advantages.tolist())
     assert all(row["teacher_prompt"] != row["prompt"] and row["turns"] for row in rows)
     # An examiner's step logs what a student's does, and more.
     logged = {re.sub(r"pi_play/examiner/(?=\w+/)", "", tag) for tag in tags(run_dir)}
@@ -128,3 +147,43 @@ def test_learning(tmp_path):
     found = train_here(tmp_path, **values, student_steps=3, max_steps=4, eval_steps=4)
     assert found[4, "eval/mean_at_4"] - found[0, "eval/mean_at_4"] > 0.2
     assert found[4, "train/pi_play/divergence"] < 0.5 * found[2, "train/pi_play/divergence"]
+
+
+MISTAKES = """
+class NoHops(Quiz):
+    def request(self, generator):
+        return SimpleNamespace(text="Ask.")
+
+class OneNumber(Quiz):
+    def examined(self, request, texts):
+        return 1.0
+
+class NoList(Quiz):
+    def traced_problems(self, count):
+        return None
+
+class Wordless(Quiz):
+    traced_problems = Quiz.evaluation_problems
+    def with_privilege(self, question, kind, seed):
+        return SimpleNamespace(text=None)
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("Sums", "has no request, examined, with_privilege, traced_problems, step, see envs/README.md"),
+        ("NoHops", "request: what it returned: has no hops"),
+        ("OneNumber", "examined: returned 1.0, expected a format score and a question or None"),
+        ("NoList", "traced_problems: returned None, expected a list of problems"),
+        ("Wordless", "prompt of with_privilege: returned [{'role': 'user', 'content': None}]"),
+    ],
+)
+def test_a_mistake_in_a_task_of_ones_own_ends_in_a_sentence(name, words, tmp_path):
+    (tmp_path / "quizzes.py").write_text(OWN + MISTAKES)
+    right = pi_play.load_task(pi_play.Args(env=f"{tmp_path}/quizzes.py:Quiz", max_turns=2))
+    assert right[0].max_turns == 2
+    with pytest.raises(SystemExit) as stopped:
+        pi_play.load_task(pi_play.Args(env=f"{tmp_path}/quizzes.py:{name}"))
+    assert words in stopped.value.code
