@@ -983,6 +983,7 @@ TABLES = {
         [
             ("objective", "regularised objective (higher is better)", 1, 3),
             ("exploitability", "exploitability", 1, 3),
+            ("score", "score against the anchor", 1, 2),
             ("search_objective", "objective of the search", 1, 3),
         ],
         seeds=10,
