@@ -849,8 +849,9 @@ def first_prompt(tokenizer, args: Args) -> list[int]:
         asked = [match.state]
         if name == "ipd" and args.eval_steps > 0 and args.eval_samples > 0:
             asked += match.game.situations().values()  # in evaluate_ipd
-        for match.state in asked:
-            for player in match.game.movers(match.state):
+        for state in asked:
+            match.state = state
+            for player in match.game.movers(state):
                 prompts.append(encode(tokenizer, match, player, args))
                 if len(prompts[-1]) > args.max_prompt_length:
                     sys.exit(f"--max-prompt-length: {name} needs {len(prompts[-1])} tokens or more")
@@ -1031,10 +1032,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     rank = int(os.environ.get("RANK", 0))
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
-    divisor = world_size * args.num_minibatches * len(args.games)
-    if args.num_minibatches > 1 and args.num_games_per_step % divisor:
-        parts = f"{world_size} processes x {args.num_minibatches} minibatches"
-        sys.exit(f"--num-games-per-step: not divisible by the {parts} x {len(args.games)} games")
+    if 1 < args.num_minibatches > args.num_games_per_step // len(args.games):
+        sys.exit("--num-games-per-step: at least one of each of --games in each of the minibatches")
     if args.num_games_per_step < 2 * len(args.games):
         sys.exit("--num-games-per-step: at least two of each of the --games, to compare them")
     if args.fsdp and world_size == 1:
@@ -1042,7 +1041,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     if args.gamma > 1:
         sys.exit(f"--gamma {args.gamma}: expected a number from 0 to 1")
     changed = (args.alignment_beta, args.exclude_now) != (Args.alignment_beta, Args.exclude_now)
-    if changed and args.advantage not in ("alignment", "no_baseline"):
+    if changed and args.advantage not in ("alignment", "no_baseline") and not args.resume:
         words = f"--advantage {args.advantage} does not use them"
         sys.exit(f"--alignment-beta, --no-exclude-now: {words}")
     if args.length_reward > 0 and args.max_completion_length <= 11:
@@ -1050,7 +1049,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     unknown = set(json.loads(args.game_options)) - set(args.games)
     if unknown:
         sys.exit(f"--game-options: {unknown.pop()} is not among the --games")
-    if len({Path(name).name for name in args.games}) < len(set(args.games)):
+    short_names = {Path(name).name for name in args.games}
+    if len(short_names) < len(set(args.games)) and not args.resume:
         sys.exit("--games: two of them have one name in the metrics; rename a file or a class")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")

@@ -763,7 +763,7 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, waiting) -> None:
         for row, (episode, ids) in enumerate(zip(episodes, encoded)):
             if not ids or not episode.ended:
                 continue
-            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # else: --stop
+            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # not after --stop
             ids = ids if has_end else [tokenizer.eos_token_id, *ids]
             if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
                 episode.ended = False

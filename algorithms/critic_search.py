@@ -262,7 +262,8 @@ class Args:
 
 def z_scores(values: Tensor, ddof: int, eps: float) -> Tensor:
     """GRPO's advantages of one group of any size; 0 if all values are equal. (n,) -> (n,)"""
-    if torch.isclose(values, values[:1], rtol=1e-12, atol=0.0).all():  # equal means are rounded
+    # Means of equal verdicts are rounded.
+    if torch.isclose(values, values[:1], rtol=1e-12, atol=0.0).all():
         return torch.zeros_like(values)
     return (values - values.mean()) / (values.std(correction=ddof) + eps)
 
@@ -393,7 +394,7 @@ def train(args: Args) -> dict[str, float]:
     if args.critic and args.critic_model:
         sys.exit("--critic, --critic-model: give one of them")
     about_critic = args.critic, args.critic_model, args.shuffle_verdicts, args.flip_verdicts
-    if args.critic_alpha == 0 and any(about_critic):
+    if args.critic_alpha == 0 and any(about_critic) and not args.resume:
         sys.exit("--critic-alpha 0: calls no critic, so leave out flags of critics and verdicts")
     rank, world_size, device = setup(args)
     warn_of_slow_bfloat16(args, rank, device)
@@ -678,7 +679,7 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args) -> None:
         for row, (episode, ids) in enumerate(zip(episodes, encoded)):
             if not ids or not episode.ended:
                 continue
-            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # else: --stop
+            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # not after --stop
             ids = ids if has_end else [tokenizer.eos_token_id, *ids]
             if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
                 episode.ended = False

@@ -824,7 +824,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     for name in ("lamb", "eta", "anchor_temperature"):
         if getattr(args, name) == 0:
             sys.exit(f"--{name.replace('_', '-')}: must be above 0")
-    if args.anchor == "uniform" and args.anchor_temperature is not None:
+    if args.anchor == "uniform" and args.anchor_temperature is not None and not args.resume:
         sys.exit("--anchor-temperature: is of --anchor model; the uniform one has none")
     if args.explore_eps > 1:
         sys.exit(f"--explore-eps {args.explore_eps}: a probability is at most 1")
@@ -905,9 +905,11 @@ def check_env(args: Args) -> None:
     if args.env != "blotto" and ".py:" not in args.env:
         sys.exit(f"--env {args.env}: expected blotto or FILE.py:Class")
     if ".py:" in args.env:
-        board = inspect.signature(from_file("--env", args.env))
+        board = from_file("--env", args.env)
         try:
-            board.bind(**json.loads(args.game_options))
+            inspect.signature(board).bind(**json.loads(args.game_options))
+        except ValueError:
+            pass  # built in: it does not say what it takes
         except TypeError as error:
             sys.exit(f"--game-options {args.game_options}: {args.env} takes others, {error}")
     try:
@@ -1175,7 +1177,7 @@ def check_model(model, query: Query, args: Args) -> None:
     else gradients are wrong."""
     name = type(model).__name__
     longest = args.max_prompt_length + max(map(len, query.orders))
-    if longest > longest_text(model):
+    if longest > longest_text(model) and not args.resume:
         words = f"with an order up to {longest} tokens, more than the model's positions"
         sys.exit(f"--max-prompt-length: {words}, {longest_text(model)}")
     args = replace(args, bf16=False, compile=False)

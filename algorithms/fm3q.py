@@ -277,8 +277,8 @@ def train(args: Args) -> dict[str, float]:
     lowest = {"num_envs": 1, "num_pro": 1, "num_ant": 1, "eval_games": 1, "batch_size": 1}
     lowest |= {"total_timesteps": 1, "target_network_frequency": 1}
     device = setup(args, buffer_size=args.num_envs, **lowest)
-    if args.env_id in SOLVED_GAMES and not 0 <= args.gamma < 1:
-        sys.exit(f"--gamma {args.gamma:g}: must be below 1, as this game does not end")
+    if args.env_id.startswith("arat") and not 0 <= args.gamma < 1:
+        sys.exit(f"--gamma {args.gamma:g}: must be from 0 to below 1, as this game does not end")
     if args.env_id in [*SOLVED_GAMES, "pong"] and find_spec("envs") is None:
         sys.exit(
             f"--env-id {args.env_id}: needs the folder envs/ of the repository beside this script; "

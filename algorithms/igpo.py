@@ -660,7 +660,7 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, scorer) -> None:
         for row, (episode, ids) in enumerate(zip(episodes, encoded)):
             if not ids or not episode.ended:
                 continue
-            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # else: --stop
+            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # not after --stop
             ids = ids if has_end else [tokenizer.eos_token_id, *ids]
             if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
                 episode.ended = False
@@ -682,13 +682,13 @@ def turn_gains(task, episode: Episode, args: Args) -> list[float]:
     rewards = task.turn_rewards(episode.problem, episode)
     num_turns = len(episode.texts) // 2
     try:
-        numbers = [float(reward) for reward in rewards]
-    except (TypeError, ValueError):
+        numbers = [float(1.0 * reward) for reward in rewards]
+    except (TypeError, OverflowError):
         numbers = []
     # squares of larger ones are too large for float32
     if len(numbers) != num_turns or not all(abs(number) < 1e15 for number in numbers):
         words = f"expected {num_turns} numbers, one for each turn but the last"
-        sys.exit(f"turn_rewards: returned {rewards!r:.100}, {words}")
+        sys.exit(f"turn_rewards: returned {rewards!r:.100}, {words}, of at most 15 digits")
     return numbers
 
 

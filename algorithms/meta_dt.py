@@ -191,7 +191,7 @@ def prompt_start_probabilities(errors, horizon, prompt_length, max_ep_len, to_en
         sums = returns_to_go(errors)[..., horizon : horizon + num_starts]
     else:
         sums = errors.unfold(-1, prompt_length, 1).sum(-1)[..., horizon:]
-    # Too short for any: the first start, and the mask hides what is missing.
+    # Too short for any: the first start, which make_prompt moves back.
     fits = (starts <= length - prompt_length) | (starts == horizon)
     sums = (sums + 1e-30) * fits  # also where all errors are 0, shares add up to 1
     return sums / sums.sum(-1, keepdim=True)
@@ -919,7 +919,8 @@ def check_flags(args: Args) -> None:
     if args.data is not None and args.env_id is None:
         names = ", ".join(ENVS)
         sys.exit(f"--data {args.data}: needs --env-id {names}, FILE.py:Class, or none")
-    if args.few_shot == "recorded" and not looks_back(args):
+    starts = not (args.evaluate or args.resume)
+    if args.few_shot == "recorded" and not looks_back(args) and starts:
         sys.exit("--few-shot recorded: no effect with --prompt none; take --few-shot own")
 
 
@@ -938,7 +939,7 @@ def load_evaluated(args: Args) -> dict:
     state = load_checkpoint(args.evaluate, torch.device("cpu"))
     if state is None:
         sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or too early")
-    if state["step"] <= count_world_model_steps(saved):
+    if saved.policy_steps and state["step"] <= count_world_model_steps(saved):
         sys.exit(
             f"{args.evaluate}: stopped at step {state['step']}, before the policy's first step; "
             f"go on with --resume {args.evaluate}"
@@ -1009,8 +1010,7 @@ def check_file(part: str, name: str, file: dict, compared: tuple[str, dict], arg
         sys.exit(
             f"{name}: its last step is not done; mark the end of every episode, cut off or not"
         )
-    gives_prompts = part == "train" or args.few_shot == "recorded"
-    if gives_prompts and file["dones"].sum() < 2:
+    if part == "train" and looks_back(args) and file["dones"].sum() < 2:
         sys.exit(f"{name}: one episode only; a prompt needs another one of the task")
     inside = ~file["dones"][:-1]
     if not np.allclose(
@@ -1124,6 +1124,8 @@ def check_call(args: Args, function, call: str) -> None:
     """Exit if it cannot be called like this."""
     try:
         inspect.signature(function).bind(None)
+    except ValueError:
+        pass  # built in: it does not say what it takes
     except TypeError:
         sys.exit(f"--env-id {args.env_id}: the call {call} must be possible, see meta_dt.md")
 

@@ -489,7 +489,7 @@ def update(model, teacher, tokenizer, optimizer, completions, args: Args) -> dic
     weights = weights.to(device)
 
     parameters = optimizer.param_groups[0]["params"]
-    # A sum over a support does not depend on how the written token was sampled.
+    # Only a term of the written token alone is an estimate that depends on the sampler.
     by_written = args.divergence == "sampled" or (args.tail and not args.renormalize)
     cap = args.importance_sampling_cap if by_written and (args.vllm or args.bf16) else 0.0
     sums = torch.zeros(3, device=device)  # loss, divergence, log(p / q) of the written tokens
@@ -527,6 +527,7 @@ def update(model, teacher, tokenizer, optimizer, completions, args: Args) -> dic
             if args.divergence == "sampled":
                 old = batch.old_logprobs
                 advantages = sampled_advantages(old, taught, args.clip_log_ratio)
+                # it, too, is a term of the written token alone
                 tails = policy_loss(logprobs, old, advantages, args.epsilon)
             if batch.correction is not None:
                 tails = tails * batch.correction

@@ -518,7 +518,8 @@ def train(args: Args) -> dict[str, float]:
         table = gather([facts(episode) for episode in episodes])
         for tag in table[0]:
             values = [row[tag] for row in table if row[tag] is not None]
-            metrics |= {tag: sum(values) / len(values)} if values else {}
+            if values:
+                metrics[tag] = sum(values) / len(values)
         # sums of episodes become nats of a token
         metrics["entropy"] /= metrics["completions/mean_length"]
         progress["num_tokens"] += sum(row["completions/mean_length"] for row in table)
@@ -685,7 +686,7 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds) -> None:
         for row, (episode, ids) in enumerate(zip(episodes, encoded)):
             if not ids or not episode.ended:
                 continue
-            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # else: --stop
+            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # not after --stop
             ids = ids if has_end else [tokenizer.eos_token_id, *ids]
             if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
                 episode.ended = False
@@ -832,7 +833,7 @@ def new_optimizer(models, args: Args) -> torch.optim.AdamW:
     return optimizer
 
 
-def facts(episode: Episode) -> dict[str, float]:
+def facts(episode: Episode) -> dict[str, float | None]:
     """What is logged of an episode, as means."""
     found = episode.texts[1::2]  # what it read between its own texts
     return episode.info | {
@@ -1460,7 +1461,7 @@ class Episode:
     reward: float = 0.0
     pool: int = 0  # an episode is compared with those of the same pool
     teacher_prompt: list[int] = field(default_factory=list)
-    info: dict = field(default_factory=dict)  # further rewards and numbers to log, or None
+    info: dict = field(default_factory=dict)  # numbers to log, None where there is none
 
     def write(self, completion: Completion) -> None:
         """Add a turn of the model."""
@@ -2064,7 +2065,7 @@ def micro_batches(
     its own prompts."""
     privileged = [replace(episode, prompt=episode.teacher_prompt) for episode in episodes]
     prompts = {(tuple(e.teacher_prompt), tuple(e.prompt)) for e in episodes}
-    if taught and len({private for private, _ in prompts}) < len(prompts):  # as in packed rows
+    if taught and len(dict(prompts)) < len(prompts):  # divide packs equal ones behind one prompt
         sys.exit("with_privilege: gives the teacher the same prompt for different questions")
     longer = privileged if taught else episodes
     batches = []

@@ -400,10 +400,12 @@ def train(args: Args) -> dict[str, float]:
     lowest |= {"iterations": 1, "num_elites": 1, "num_policy_samples": 0, "total_timesteps": 1}
     lowest |= {"hidden_dim": 1, "mppi_temperature": 0, "eval_steps": 0, "save_steps": 0}
     device = setup(args, **lowest)
-    for name in ("learning_rate", "updates_per_step", "gamma", "tau"):
-        if not 0 < getattr(args, name) <= (math.inf if name == "updates_per_step" else 1):
+    for name, most in {"learning_rate": math.inf, "updates_per_step": math.inf, "tau": 1}.items():
+        if not 0 < getattr(args, name) <= most:
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            sys.exit(f"{flag}: must be above 0" + ", and at most 1" * (name != "updates_per_step"))
+            sys.exit(f"{flag}: must be above 0" + ", and at most 1" * (most == 1))
+    if not 0 <= args.gamma <= 1:
+        sys.exit(f"--gamma {args.gamma}: must be from 0 to 1")
     if args.num_samples < max(args.num_elites, args.num_policy_samples):
         sys.exit(f"--num-samples {args.num_samples}: elites and those of the actors are among them")
     one_each = args.num_envs * args.horizon  # steps that hold one sequence of each game

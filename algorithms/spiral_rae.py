@@ -435,7 +435,8 @@ def train(args: Args) -> dict[str, float]:
         own_advantages = []
         for number, match, pair in zip(range(first, first + share), matches, pairs):
             for role, completion in match.turns:
-                completion.part = number // len(args.games) % args.num_minibatches
+                # both roles of an agent that plays against a fixed opponent, see play
+                completion.part = number // (2 * len(args.games)) % args.num_minibatches
                 completions.append(completion)
                 own_advantages.append(pair[role])
         own_advantages = torch.tensor(own_advantages)  # (B,)
@@ -883,16 +884,14 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     rank = int(os.environ.get("RANK", 0))
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
-    divisor = world_size * args.num_minibatches * len(args.games)
-    if args.num_minibatches > 1 and args.num_games_per_step % divisor:
-        parts = f"{world_size} processes x {args.num_minibatches} minibatches"
-        sys.exit(f"--num-games-per-step: not divisible by the {parts} x {len(args.games)} games")
+    if 1 < args.num_minibatches > args.num_games_per_step // (2 * len(args.games)):
+        sys.exit("--num-games-per-step: at least two of each of --games in each of the minibatches")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.baseline_decay >= 1:
         sys.exit(f"--baseline-decay {args.baseline_decay}: expected a number from 0 and below 1")
     changed = (args.baseline_decay, args.update_first) != (Args.baseline_decay, Args.update_first)
-    if changed and args.baseline in ("none", "role_mean", "mars"):
+    if changed and args.baseline in ("none", "role_mean", "mars") and not args.resume:
         sys.exit(f"--baseline-decay, --update-first: --baseline {args.baseline} does not use them")
     if args.baseline == "mars" and not args.resume:
         where = (
@@ -904,7 +903,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     unknown = set(json.loads(args.game_options)) - set(args.games)
     if unknown:
         sys.exit(f"--game-options: {unknown.pop()} is not among the --games")
-    if len({Path(name).name for name in args.games}) < len(set(args.games)):
+    short_names = {Path(name).name for name in args.games}
+    if len(short_names) < len(set(args.games)) and not args.resume:
         sys.exit("--games: two of them have one name in the metrics; rename a file or a class")
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")

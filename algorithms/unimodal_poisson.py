@@ -568,7 +568,7 @@ def update(agent: Agent, vector: Tensor, optimizer, batch: dict, args: Args, los
 def minibatch_loss(agent: Agent, batch: dict[str, Tensor], args: Args):
     """The loss of a minibatch (B,...), and metrics."""
     outputs = agent.outputs(batch["observations"])
-    is_only_logged = args.ent_coef == 0  # then the one of the policy that acted is
+    is_only_logged = args.ent_coef == 0  # then that of the policy that acted is shown
     entropy = batch["entropy"] if is_only_logged else agent.head.entropy(outputs)
     return ppo_loss(
         agent.head.log_prob(outputs, batch["actions"]),

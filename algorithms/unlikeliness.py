@@ -633,8 +633,7 @@ def check_method(args: Args) -> None:
         sys.exit(f"{flag}: at least 2 with --method unlikeliness, as one answer has no rank")
     by_std = args.advantage == "group" and args.scale_rewards == "group"
     if args.method == "unlikeliness" and size == 2 and by_std and args.solved_groups != "shaped":
-        words = "the one right answer of two has the same advantage whatever it earns"
-        sys.exit(f"{flag} 2: {words}; take at least 3, or --scale-rewards none")
+        print(f"{flag} 2: the std hides what the one right answer of two earns; 3 or more do not")
     if args.bonus_lambda == 0:
         sys.exit("--bonus-lambda: must be above 0")
     if args.rank_penalty > 1:

@@ -205,7 +205,7 @@ def test_mistakes_in_a_game_of_ones_own_are_one_sentence(monkeypatch, tmp_path):
         ("""--game-options '{"ipd":{"hands":3}}'""", "--games: ipd has no option hands"),
         ("--eval-opponents self stranger", "--eval-opponents stranger: expected some of cooperate"),
         ("--max-prompt-length 10", "--max-prompt-length: ipd needs"),
-        ("--num-minibatches 3", "--num-games-per-step: not divisible by the 1 processes x 3 minibatches x 1 games"),
+        ("--num-minibatches 129", "--num-games-per-step: at least one of each of --games in each of"),
         ("--advantage naive --alignment-beta 0.5", "--alignment-beta, --no-exclude-now: --advantage naive does not"),
         ("--advantage marshal --no-exclude-now", "--alignment-beta, --no-exclude-now: --advantage marshal does not"),
         ("--gamma 1.5", "--gamma 1.5: expected a number from 0 to 1"),

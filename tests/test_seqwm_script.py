@@ -229,7 +229,7 @@ def test_what_cannot_be_run(tmp_path, monkeypatch, team):
     assert "front observes 4 numbers, in the first game at most 3" in say("--env-id", team.replace(":Team", ":Growing"), "--output-dir", tmp_path / "more")
     with pytest.raises(ValueError, match="no licence"):  # of the user's own code
         command(seqwm, monkeypatch, "--env-id", team.replace(":Team", ":Raises"))
-    assert "--gamma 1.5: must be above 0, and at most 1" in say("--gamma", 1.5)
+    assert "--gamma 1.5: must be from 0 to 1" in say("--gamma", 1.5)
     assert "--updates-per-step 0.0: must be above 0" in say("--updates-per-step", 0)
     assert "--learning-rate nan: must be above 0" in say("--learning-rate", "nan")
     assert "--hidden-dim 0: must be at least 1" in say("--hidden-dim", 0)

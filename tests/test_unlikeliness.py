@@ -427,7 +427,7 @@ def test_the_bonus_is_of_the_initial_model(lora_rank, monkeypatch, tmp_path):
     assert states[0].std() > 0.01
 
 
-def test_what_does_not_go_is_one_sentence(monkeypatch, tmp_path):
+def test_what_does_not_go_is_one_sentence(monkeypatch, tmp_path, capsys):
     (tmp_path / "own.py").write_text("def fine(problem, completion):\n    return -1.0\n")
     found = refusal(
         unlikeliness,
@@ -445,12 +445,14 @@ def test_what_does_not_go_is_one_sentence(monkeypatch, tmp_path):
     assert found.startswith("--bonus-dim 0: expected a finite number from 1")
     found = refusal(unlikeliness, monkeypatch, *rep_exp, "--num-generations", "2")
     assert found.startswith("--num-generations: at least 3 with --method rep_exp")
-    found = refusal(unlikeliness, monkeypatch, "--num-generations", "2")
-    assert found.startswith("--num-generations 2: the one right answer of two has the same advantage")
     found = refusal(unlikeliness, monkeypatch, "--num-generations", "1", "--advantage", "none")
     assert found.startswith("--num-generations: at least 2 with --method unlikeliness")
     for values in ({"scale_rewards": "none"}, {"advantage": "none"}, {"solved_groups": "shaped"}, {"method": "none"}):
+        capsys.readouterr()
         unlikeliness.check_method(Args(num_generations=2, **values))
+        assert not capsys.readouterr().out
+    unlikeliness.check_method(Args(num_generations=2))
+    assert capsys.readouterr().out.startswith("--num-generations 2: the std hides what")
     tools = ("--env", "tool_calls", "--model-name-or-path", str(ROOT / "envs" / "tiny_lm" / "tool_calls"), "--output-dir", tmp_path / "b")
     found = refusal(unlikeliness, monkeypatch, *tools)
     advice = "give --reward-weights, the first above 0, or --method none"
