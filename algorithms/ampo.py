@@ -731,6 +731,7 @@ def replace_failures(
     logprobs = answer_logprobs(model, tokenizer, every_solution, args)
     scores = comprehension(logprobs, args.comprehension)  # (number of needed solutions,)
     rows = list(completions)
+    replaced = []  # rows with their problem and solution
     chosen_scores = []
     for i, pool_scores in enumerate(scores.split([len(pool) for pool in needed])):
         pool = needed[i]
@@ -743,9 +744,11 @@ def replace_failures(
         wrong = [row for row in group if not solved[row]]
         # Rollouts are independent of each other, so the last ones are as good as random ones.
         for n, row in zip(order[: counts[i]], reversed(wrong)):
-            (rewards,) = score(task, [(problems[i], pool[n].text)], args)
-            rows[row] = replace(pool[n], rewards=rewards)
+            replaced.append((row, problems[i], pool[n]))
             chosen_scores.append(pool_scores[n].item())
+    rewards = score(task, [(problem, solution.text) for _, problem, solution in replaced], args)
+    for (row, _, solution), values in zip(replaced, rewards):
+        rows[row] = replace(solution, rewards=values)
     return rows, chosen_scores
 
 

@@ -9,7 +9,7 @@
 Differs from grpo.py:
 1. Clip-higher: the clip range is wider above than below, so unlikely tokens can become likely. On
    the first optimizer step of a batch the ratio is 1, so it acts from the second on, and
-   --num-iterations is 2. --max-steps is 75, half of grpo.py's.
+   --num-iterations is 2 (or take --num-minibatches). --max-steps is 75, half of grpo.py's.
 2. Dynamic sampling: a group whose answers are all right, or all wrong, says nothing about being
    right. More prompts are drawn until P groups have answers that differ in the first reward.
 3. The loss is a mean over all tokens of a step, so long answers weigh more.
@@ -19,7 +19,8 @@ Differs from grpo.py:
 The method is steps 1 and 2 of train, soft_overlong_penalty, policy_loss and token_weights.
 
 Differs from the paper:
-1. Every optimizer step uses the whole batch; the paper makes 16 steps, each on a part of it.
+1. By default an optimizer step uses the whole batch; the paper makes 16, each on a part of it
+   (--num-minibatches 16).
 2. Dynamic sampling stops after 10 rounds and fills the batch with groups of advantage 0; verl 0.9
    goes on sampling by default. Useful groups beyond the batch are thrown away, as in verl.
 3. Tokens are averaged over the whole step, as in TRL and verl; eq. 8 averages over one group.
@@ -400,7 +401,7 @@ def train(args: Args) -> dict[str, float]:
         # 1. draw groups until P of them have unequal first rewards, or 10 times; share them out
         began = time.perf_counter()
         share = args.num_prompts_per_step // world_size
-        useful = []  # groups of all processes, in the order of drawing
+        useful = []  # groups of all processes in the order of drawing; without (2) all of them
         useless = []
         rounds = 0
         while rounds == 0 or (args.dynamic_sampling and rounds < MAX_ROUNDS):
@@ -411,7 +412,7 @@ def train(args: Args) -> dict[str, float]:
             own = complete(sampler, tokenizer, task, problems, args.num_generations, args, seeds)
             for group in gather(as_groups(own, args.num_generations)):
                 accuracies = {completion.rewards[0] for completion in group}
-                if len(accuracies) > 1:
+                if len(accuracies) > 1 or not args.dynamic_sampling:
                     useful.append(group)
                 else:
                     useless.append(group)
@@ -453,11 +454,13 @@ def train(args: Args) -> dict[str, float]:
         progress["step"] = step = step + 1
         progress["num_tokens"] += sum(lengths)
         groups = totals.view(-1, args.num_generations)  # (drawn groups,G)
+        firsts = rewards[:, 0].view(groups.shape)
+        unequal = (firsts != firsts[:, :1]).any(1).sum().item()
         for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
             metrics[f"rewards/{name}/mean"] = mean
         metrics |= {
             "dynamic_sampling/rounds": rounds,
-            "dynamic_sampling/frac_useful": len(useful) / (len(useful) + len(useless)),
+            "dynamic_sampling/frac_useful": unequal / len(firsts),
             "reward": totals.mean().item(),
             "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
             "entropy": -sum(logprobs) / sum(lengths),  # an estimate
@@ -670,6 +673,9 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.num_generations < 2:
         sys.exit("--num-generations: a group needs at least 2 completions to compare")
+    if args.overlong_buffer_len > args.max_completion_length:
+        limit = f"more than the {args.max_completion_length} tokens of --max-completion-length"
+        sys.exit(f"--overlong-buffer-len {args.overlong_buffer_len}: {limit}")
     if not args.model_name_or_path and not os.path.isdir(model_path(args)):
         if not os.path.isdir(ROOT / "envs"):
             sys.exit("no folder envs/ beside it: give --model-name-or-path, --dataset and --reward")

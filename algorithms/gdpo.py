@@ -22,7 +22,8 @@ train.
 Differs from the paper:
 1. The paper has no epsilon beside the group's std and does not say how std is computed. Here, the
    std of the group and that of the step are sample stds plus 1e-4, as in TRL 1.16.
-2. Every optimizer step uses the whole batch; the paper cuts it into 4 (tool calls) or 8 (math).
+2. By default an optimizer step uses the whole batch; the paper cuts it into 4 (tool calls) or 8
+   (math), as --num-minibatches does.
 3. Tokens are averaged as in its eq. 3; its own scripts average over the tokens of a micro-batch.
 
 Two shortcuts do not change the gradient: the answers of a group share the computation of their

@@ -137,7 +137,8 @@ class Args:
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     preference: str | None = None
     """FILE.py:function, called as function(problem, a, b) -> probability that answer a is preferred
-    to b; problem is a line of --dataset as a dict, or without --dataset a Problem of Countdown"""
+    to b; problem is a line of --dataset as a dict, or without --dataset a Problem of Countdown. A
+    judge that favours a place should return (p(a, b) + 1 - p(b, a)) / 2"""
     reward_threads: int = 1
     """pairs of answers that the preference function is called for at once"""
     kind: str | None = None
@@ -359,7 +360,10 @@ def regularised_nash(P: Tensor, ref: Tensor, tau: float) -> Tensor:
         for _ in range(2):  # against the policy, then against the one after the trial step
             rates = P @ opponent.exp()
             opponent = nash_mp_target(log_pi, log_ref, rates, tau, 2 * tau).log_softmax(0)
+        change = (opponent - log_pi).abs().max()
         log_pi = opponent
+        if change < 1e-14:
+            break
     return log_pi.exp()
 
 
@@ -386,8 +390,9 @@ def train(args: Args) -> dict[str, float]:
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
     needs_reference = args.beta > 0 or args.method in ("inpo", "mnpo", "nash_mp")
     initial_model = None
-    # With LoRA the policy without adapters is the initial model, but cannot go into the sampler.
-    if args.method == "grpo" or (needs_reference and not args.lora_rank):
+    # With LoRA the policy without adapters is the initial model, but vLLM cannot leave them out.
+    against_initial = args.method == "grpo" and (args.vllm or not args.lora_rank)
+    if against_initial or (needs_reference and not args.lora_rank):
         initial_model = copy_model(model, torch.float32)
         if args.fsdp:
             shard(initial_model, args)
@@ -398,7 +403,7 @@ def train(args: Args) -> dict[str, float]:
         add_adapters(model, args)
     # The sampler is the policy itself, a copy (unsharded, or in bfloat16), or vLLM.
     sampler = model
-    if not args.vllm and (args.bf16 or args.fsdp or args.method == "grpo"):
+    if not args.vllm and (args.bf16 or args.fsdp or against_initial):
         sampler = copy_model(model, torch.bfloat16 if args.bf16 else torch.float32)
     if args.compile:
         compile_layers(model)
@@ -449,7 +454,6 @@ def train(args: Args) -> dict[str, float]:
         size = args.num_generations
         completions = complete(sampler, tokenizer, task, problems, size, args, seeds)
         progress["num_prompts"] += args.num_prompts_per_step
-        sampled = time.perf_counter()
         rate = scheduled_rate(step, args)
         optimizer.param_groups[0]["lr"] = rate
 
@@ -468,6 +472,7 @@ def train(args: Args) -> dict[str, float]:
         else:
             preferences = compare_groups(task, problems, completions, args)  # (P,G,G)
             rates = win_rates(preferences)
+        sampled = time.perf_counter()
         if args.vllm:
             sampler.sleep()
         if args.method == "nash_mp":  # the policy after a trial step of INPO, which is then undone
@@ -495,7 +500,7 @@ def train(args: Args) -> dict[str, float]:
         progress["step"] = step = step + 1
         kinds = []
         if task.kind:
-            kinds = [task.kind(problems[i // size], c.text) for i, c in enumerate(completions)]
+            kinds = [kind_of(task, problems[i // size], c) for i, c in enumerate(completions)]
         table = gather([(len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
         lengths, ended, logprobs = zip(*table)
         groups = torch.tensor(gather(rates.tolist()))  # (P,G) of all processes
@@ -701,6 +706,16 @@ class InitialAnswers:
     frequencies: Tensor  # (K,)
 
 
+def kind_of(task, problem, completion: Completion) -> str:
+    """The name of an answer's kind."""
+    row = copy.deepcopy(problem) if type(problem) is dict else problem  # it may change its copy
+    found = task.kind(row, completion.text)
+    if not isinstance(found, str) or {",", "\n"} & {*found}:
+        words = f"returned {found!r:.100} for {completion.text!r:.100}"
+        sys.exit(f"--kind: {words}, expected a name without commas and lines")
+    return found
+
+
 def evaluation_answers(sampler, tokenizer, task, problems, who: str, args, rank, world_size):
     """The problems of this process, and k sampled completions of each."""
     mine = range(rank, len(problems), world_size)
@@ -721,7 +736,7 @@ def initial_answers(sampler, tokenizer, task, problems, args: Args, rank, world_
     for row, completion in enumerate(completions if task.kind else []):
         problem = problems[row // k]
         other = completions[row - row % k + (row + 1) % k]  # after the last comes the first
-        kinds.append([task.kind(problem, c.text) for c in (completion, other)])
+        kinds.append([kind_of(task, problem, c) for c in (completion, other)])
         pairs.append((problem, completion.text, other.text))
     values = prefer(task, pairs, args)  # for the first of two
     results = gather([(*two, value) for two, value in zip(kinds, values)])
@@ -755,7 +770,7 @@ def evaluate(
     for row, completion in enumerate(completions):
         problem = problems[row // args.num_generations_eval]
         pairs.append((problem, completion.text, initial.completions[row].text))
-        kinds.append(task.kind(problem, completion.text) if task.kind else "")
+        kinds.append(kind_of(task, problem, completion) if task.kind else "")
     preferences = prefer(task, pairs, args)
     answers = []
     for completion, preference in zip(completions, preferences):
@@ -826,7 +841,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit(f"--num-prompts-per-step: not divisible by the {world_size} processes")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
-    if min(args.num_generations, args.num_generations_eval) < 2:
+    evaluated = args.num_generations_eval if args.eval_steps else 2
+    if min(args.num_generations, evaluated) < 2:
         sys.exit("--num-generations, --num-generations-eval: at least 2 completions to compare")
     if args.micro_batch_size and args.micro_batch_size % args.num_generations:
         sys.exit("--micro-batch-size: must be a multiple of --num-generations")

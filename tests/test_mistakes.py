@@ -54,6 +54,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", "--output-dir run", "--output-dir run: holds a run; continue it with --resume run"),
     ("gdpo", "--conditioned-rewards lenght", "--conditioned-rewards: "),
     ("ampo", "--num-replaced 8", "--num-replaced: must be below --num-generations"),
+    ("dapo", "--overlong-buffer-len 4096", "--overlong-buffer-len 4096: more than the 8 tokens of --max-completion-length"),
     ("nash_preference", "--dataset train.jsonl", "--dataset: needs --preference FILE.py:function"),
     ("nash_preference", "--dataset train.jsonl --preference own.py:nowhere", "--preference own.py:nowhere: "),
     ("nash_preference", "--preference own.py:three", "preference function: returned 3, expected a probability from 0 to 1"),

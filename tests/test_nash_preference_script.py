@@ -102,8 +102,15 @@ def test_the_answers_of_a_group_are_compared(calls, tmp_path, method):
     assert {0.0, 0.5, 1.0} <= set(expected.flatten().tolist())
 
 
-def test_nash_mp_goes_back_after_half_a_step(calls, tmp_path):
+def test_nash_mp_goes_back_after_half_a_step(calls, tmp_path, monkeypatch):
+    """What it plays against are answers of the policy after the trial step."""
+    samplers = []
+    complete = nash_preference.complete
+    monkeypatch.setattr(nash_preference, "complete", lambda *words: samplers.append(flat(words[0].parameters())) or complete(*words))
     train(nash_preference, tmp_path, **SMALL, method="nash_mp", max_steps=2)
+    own, trial, own_2, trial_2 = samplers
+    assert torch.equal(own, calls[0]["weights"]) and torch.equal(own_2, calls[2]["weights"])
+    assert not torch.equal(trial, own) and not torch.equal(trial, own_2) and not torch.equal(trial_2, own_2)
     half, whole, half_2, whole_2 = calls
     assert torch.equal(half["weights"], whole["weights"]) and half["texts"] == whole["texts"]
     assert torch.equal(half_2["weights"], whole_2["weights"])
@@ -236,8 +243,12 @@ def test_two_processes_equal_one(method, tmp_path):
     two_processes_equal_one(nash_preference, tmp_path, **values)
 
 
-def test_the_control_with_adapters(tmp_path):
-    """The initial model is then a copy, because adapters cannot be left out of what samples."""
+def test_the_control_with_adapters(tmp_path, monkeypatch):
+    """The initial model is the policy without them, so there is no copy."""
+    def never(*_):
+        raise AssertionError("a copy")
+
+    monkeypatch.setattr(nash_preference, "copy_model", never)
     values = SMALL | {"lora_rank": 4, "max_steps": 2, "method": "grpo", "beta": 0.1, "eval_steps": 1}
     found = train(nash_preference, tmp_path, **values)
     assert found[2, "train/kl"] > 0
@@ -280,6 +291,17 @@ def test_own_kinds(own, tmp_path):
     found = train(nash_preference, tmp_path / "run", **values | {"eval_steps": 1})
     assert found[1, "eval/kind/odd"] + found[1, "eval/kind/even"] == pytest.approx(1)
     assert found[1, "train/kind/odd"] + found[1, "train/kind/even"] == pytest.approx(1)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("found", [None, "1,000", "a\nb", 3])
+def test_a_kind_is_a_name(found):
+    """And the function may change what it is given."""
+    row = {"question": "?"}
+    task = SimpleNamespace(kind=lambda problem, text: problem.pop("question") and found)
+    with pytest.raises(SystemExit, match="--kind: returned .* for 'b', expected a name without commas and lines"):
+        nash_preference.kind_of(task, row, nash_preference.Completion([1], [2], [0.0], True, "b"))
+    assert row == {"question": "?"}
 
 
 def test_kinds_that_the_initial_model_never_wrote_count_as_ties(monkeypatch):
