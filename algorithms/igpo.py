@@ -1466,11 +1466,12 @@ def ask(task, episodes, turn: int, tokenizer, args: Args) -> list[list[dict]]:
             text = message.get("content") if isinstance(message, dict) else None
             if not isinstance(text, str) or "role" not in message:
                 sys.exit(f"step: replied {message!r:.200}, expected messages with role and content")
+            text = text.encode("utf-8", "replace").decode()  # half a surrogate pair has no tokens
             if args.max_reply_length and tokenizer:
                 ids = tokenizer(text, add_special_tokens=False)["input_ids"]
                 if len(ids) > args.max_reply_length:
-                    short = tokenizer.decode(ids[: args.max_reply_length])
-                    reply[place] = message | {"content": short}
+                    text = tokenizer.decode(ids[: args.max_reply_length])
+            reply[place] = message | {"content": text}
     return replies
 
 

@@ -48,7 +48,7 @@ def correctness(problem: Problem, completion: str) -> float:
     """1.0 if the completion's final answer is the problem's: as a number, as mathematics or as text. Else 0.0."""
     answer = extract_answer(completion)
     if answer is None:
-        bold = BOLD.findall(completion.rpartition("</think>")[2])
+        bold = BOLD.findall(spoken(completion))
         answer = bold[-1] if bold else ""
     return float(same_answer(problem.answer, answer))
 
@@ -231,8 +231,14 @@ def last_box(text: str) -> str | None:
     return ", ".join(dict.fromkeys(reversed(contents))) if contents else None
 
 
+def spoken(text: str) -> str:
+    """A text without its thoughts, also without one that has no end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
 def extract_answer(text: str) -> str | None:
-    """The final answer in a text, None without a mark. What comes before </think> does not count.
+    """The final answer in a text, None without a mark. What comes before </think> does not count, and
+    of a thought that was cut off only <answer> </answer>.
 
     The last <answer> </answer>, or the \\boxed{ } in it; else the last \\boxed{ } or \\fbox{ }; else
     the line after the last #### or `Answer:`.
@@ -240,6 +246,7 @@ def extract_answer(text: str) -> str | None:
     text = text.rpartition("</think>")[2]
     blocks = BLOCK.findall(text)
     text = blocks[-1] if blocks else text
+    text = text if blocks else spoken(text)
     box = last_box(text)
     if box is not None:
         return box
@@ -365,8 +372,9 @@ UNITS = {  # each with its other names
 UNITS = {name: unit for unit, names in UNITS.items() for name in [unit, *names.split()]}
 NOT_UNITS = set(
     "and or not to than then if when where is are for more less least most hundred thousand million billion trillion "
-    "dozen gross lakh crore grand half halves thirds quarters fourths tenths hundredths sqrt mod over times plus minus squared cubed pairs "
-    "factorial infinity choose wrong pi theta alpha beta abc xyz k K M B x y".split()
+    "quadrillion quintillion sextillion dozen gross lakh crore grand half halves third quarter fourth fifth sixth seventh eighth ninth "
+    "tenth eleventh twelfth hundredth thousandth millionth billionth sqrt root radical mod over times plus minus squared cubed "
+    "doubled tripled pair base below above zero sin cos tan log ln factorial infinity choose wrong pi theta alpha beta abc xyz k K M B x y".split()
 )
 WITH_CURRENCY = re.compile(r"([-+]?)(?:US)?([$€£¥₹]?)([-+]?[^$€£¥₹]*\d[^$€£¥₹]*?) ?([$€£¥₹]?)")
 WITH_DEGREES = re.compile(r"(.*[\d})])\^\\circ ?(?:\\text\{)?([CF]?)\}?")
@@ -403,10 +411,12 @@ def unit_name(words: str, power: str, is_bare: bool) -> str | None:
         return None
     if words[0] not in "mshglLNJWVACF" and len(words[0]) == 1:
         return None
-    names = [word.lower().removesuffix("s") if len(word) > 2 else word.lower() for word in words]
-    first = names[0].split("/")[0]
+    names = [re.sub(r"(?<=\w\w)s$", "", word.lower()) for word in words]  # not of m/s
+    parts = names[0].split("/")
+    first = parts[0]
     is_long = len(first) >= min_length and re.search("[aeiouy]", first)
-    if is_bare and (len(first) < 2 or not (is_long or first in UNITS)):
+    is_rate = len(parts) == 2 and all(part in UNITS for part in parts)  # m/s
+    if is_bare and not is_rate and (len(first) < 2 or not (is_long or first in UNITS)):
         return None
     names = [UNITS.get(name, name) for name in names]
     if names[0] in ("sq", "cu") and len(names) > 1:
@@ -536,8 +546,9 @@ def without_names(gold: str, answer: str) -> list[str]:
             sides[side] = choice[1]
         elif name and not re.search(r"=|\\in(?![a-zA-Z])", sides[other]):
             sides[side] = sides[side].replace(name.group(), "")
-            if "," not in sides[side]:
-                sides[side] = sides[side].rpartition("=")[2]  # of x = 4 + 1 = 5 the last
+            *before, last = sides[side].split("=")
+            if "," not in sides[side] and all(same(part, last) for part in before):
+                sides[side] = last  # of x = 4 + 1 = 5
     return sides
 
 

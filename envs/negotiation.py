@@ -49,6 +49,10 @@ class Negotiation(Game):
         )
         lines = [f"You are Player {player} in a negotiation. You have {goods}. More gain wins."]
         lines += [f"Player {who}: {message[:MAX_MESSAGE_CHARS]}" for who, message in self.messages]
+        if self.offer and not any(self.offer_text in line for line in lines):  # cut off above
+            giver, *sides = self.offer
+            gives, wants = (" and ".join(f"{n} {good}" for good, n in side.items()) for side in sides)
+            lines.append(f"Player {giver} offers {gives} for {wants}.")
         actions = ", ".join([*self.answers(player), "offers like [Offer: 3 Wood -> 2 Gold], or talk"])
         number = f"Message {len(self.messages) + 1} of {self.MESSAGES}."
         return "\n".join([*lines, f"{number} Available actions: {actions}. Choose your next action."])
@@ -79,7 +83,7 @@ class Negotiation(Game):
             sides = [parse_goods(side) for side in text.split("->")]
             if len(sides) != 2 or not all(sides) or not self.covers(self.goods[self.player], sides[0]):
                 return False
-            self.offer = (self.player, *sides)
+            self.offer, self.offer_text = (self.player, *sides), found[0]
         self.player = 1 - self.player
         if len(self.messages) == self.MESSAGES:
             gain = self.gain(0) - self.gain(1)

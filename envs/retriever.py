@@ -158,8 +158,10 @@ class HttpRetriever:
             except (OSError, http.client.HTTPException) as error:
                 reason = error
                 code = getattr(error, "code", 500)
-                if code // 100 == 4 and code not in (408, 429):  # a wrong request, not a busy server
-                    raise ConnectionError(f"retriever {self.url}: {error} {start_of(error)}".rstrip()) from None
+                if code // 100 in (3, 4) and code not in (408, 429):  # a wrong request, not a busy server
+                    place = getattr(error, "headers", {}).get("Location")
+                    said = f"{error}, it is at {place}" if place else f"{error} {start_of(error)}"
+                    raise ConnectionError(f"retriever {self.url}: {said}".rstrip()) from None
         else:
             raise ConnectionError(f"retriever {self.url}: no answer in eight attempts ({reason})") from None
         try:

@@ -1,5 +1,6 @@
 """Questions of the search task, and how they are read from a data file."""
 
+import json
 import re
 import zlib
 from dataclasses import dataclass, field
@@ -61,6 +62,8 @@ def read_line(row: dict, where: str) -> Problem:
     key = next((key for key in ("golden_answers", "answers", "answer") if key in row), None)
     check(key is not None, "no answer", "a key golden_answers or answers or answer")
     answers = row[key] if isinstance(row[key], list) else [row[key]]
+    if isinstance(row[key], str) and re.match(r"\[\s*\"", row[key]):  # a list in a cell of .csv
+        answers = json.loads(row[key])
     check(len(answers) > 0, f"an empty {key}", "at least one answer")
     for name, text in [("question", row["question"]), *((key, answer) for answer in answers)]:
         check(isinstance(text, str), f"{name} of type {type(text).__name__}", "a string")

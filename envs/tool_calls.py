@@ -39,9 +39,14 @@ class Problem:
     tools: str = ""  # shown before the query
 
     @property
+    def plain_query(self) -> str:
+        """The same for copies that differ in case and spaces."""
+        return " ".join(self.query.lower().split())
+
+    @property
     def held_out(self) -> bool:
         """One query in 16 belongs to evaluation, by a hash, so that neither pretraining nor training can meet it."""
-        return zlib.crc32(" ".join(self.query.lower().split()).encode()) % 16 == 0
+        return zlib.crc32(self.plain_query.encode()) % 16 == 0
 
 
 def parse_calls(text: str) -> list | None:
@@ -130,9 +135,10 @@ class ToolCalls:
         rows = [read_line(row, place) for place, row in (read_rows(dataset) if dataset else ())]
         rows = sorted(rows, key=lambda row: (not row.held_out, random.Random(repr(row)).random()))
         self.rows = rows
-        first = [row for row in rows if row.query == rows[0].query]  # a row and its copies
+        first = [row for row in rows if row.plain_query == rows[0].plain_query]  # a row and its copies
         self.evaluation_rows = [row for row in rows if row.held_out] or first
-        self.train_rows = [row for row in rows if not row.held_out and row.query != self.evaluation_rows[0].query]
+        shown = {row.plain_query for row in self.evaluation_rows}
+        self.train_rows = [row for row in rows if row.plain_query not in shown]
         if dataset and not self.train_rows:
             raise ValueError(f"{dataset}: found {len(rows)} problems, expected enough for training and evaluation")
 

@@ -30,6 +30,11 @@ from envs.reasoning_gym import ReasoningGym, extract_answer
         ("\\boxed{- 5}", "-5"),
         ("pages 3\u20135", "5"),
         ("The terms:\n- 2\n- 5", "5"),  # a list
+        ("<answer>348f</answer>", ""),  # another number in base 16
+        ("<answer>ab348</answer>", ""),
+        ("<answer>3/43</answer>", ""),
+        ("7^43", ""),
+        ("38days", "38"),
         ("twelve", ""),
         ("<answer></answer> 12", ""),
     ],
@@ -68,11 +73,15 @@ def test_right_and_wrong_answers(task, wrong, score):
     assert task.correctness(problem, "") == 0.0
 
 
+UNSAFE = "binary_matrix coin_flip game_of_life gsm_symbolic number_sorting propositional_logic rubiks_cube rush_hour".split()
+
+
 @pytest.mark.parametrize(
     "task, config, sentence",
     [
         ("chain_sums", None, "task chain_sums: unknown, there is chain_sum, "),
         ("xyz", None, "task xyz: unknown, there is ab, acre, "),
+        *((task, None, f"task {task}: left out, its verifier ") for task in UNSAFE),
         ("n_queens", None, "task n_queens: left out, its verifier runs what the model wrote as "),
         ("chain_sum", {"terms": 2}, "unexpected keyword argument 'terms'), it has min_terms, max_"),
         ("chain_sum", {"min_terms": 9}, "refused (max_terms must be >= min_terms), it has "),

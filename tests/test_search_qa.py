@@ -131,6 +131,8 @@ def server(monkeypatch):
                 rows = [[{"document": {"id": "1", "contents": text}, "score": 0.5} for text in row] for row in rows]
                 answer = json.dumps({"result": rows}).encode()
             self.send_response(self.server.status)
+            if self.server.status == 307:
+                self.send_header("Location", "http://elsewhere/")
             self.end_headers()
             self.wfile.write(answer)
 
@@ -178,7 +180,10 @@ def test_a_server_that_is_broken_or_down_is_one_sentence(server):
         with pytest.raises(ConnectionError, match=rf"^retriever http://.+: HTTP Error {code}: .*no key of yours x+$") as stop:
             client.search_batch(["q"])
         assert str(stop.value).count("x") == 200 - len("no key of yours ")
-    assert len(server.requests) == 1 + 8 + 16 + 6, "no second attempt"
+    server.status = 307
+    with pytest.raises(ConnectionError, match="HTTP Error 307: .*, it is at http://elsewhere/$"):
+        client.search_batch(["q"])
+    assert len(server.requests) == 1 + 8 + 16 + 7, "no second attempt"
     server.shutdown()
     server.server_close()
     with pytest.raises(ConnectionError, match=r"^retriever http://.+: no answer in eight attempts \(.+refused.*\)$"):

@@ -119,6 +119,14 @@ def test_what_players_see():
     assert "10 Wood worth 15 each and 10 Gold worth 5 each." in text and "Message 4 of 10." in text
 
 
+def test_an_offer_is_seen_even_behind_long_talk():
+    game = begun("negotiation")
+    game.step("I give you 10 Gold for 1 Wood. " + "talk " * 50 + "[Offer: 1 Wood -> 10 Gold]")
+    assert "\nPlayer 0 offers 1 Wood for 10 Gold.\nMessage 2" in game.observation(1)
+    game.step("[Deny] [Offer: 2 Gold -> 1 Wood]")
+    assert "Player 1 offers" not in game.observation(0), "it stands in the message"
+
+
 @pytest.fixture(scope="module")
 def judge():
     return pytest.importorskip("pyspiel", reason="needs pip install open-spiel")

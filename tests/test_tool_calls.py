@@ -107,6 +107,15 @@ def test_gold_texts_answer_their_queries():
     assert counts[0] > 50 and min(counts[1], counts[2]) > 350 and len(counts) == 3
 
 
+def test_copies_of_the_only_held_out_query_are_not_trained_on(tmp_path):
+    queries = [query for query in map(str, range(60)) if not Problem("", query).held_out][:5]
+    queries += [queries[0] + " A", queries[0] + "  a "]
+    assert not any(Problem("", query).held_out for query in queries)
+    task = ToolCalls(write(tmp_path / "data.jsonl", [{"query": query, "answer": GOLD["tool"]} for query in queries]))
+    seen = [{row.plain_query for row in rows} for rows in (task.train_rows, task.evaluation_rows)]
+    assert len(seen[1]) == 1 and not seen[0] & seen[1]
+
+
 @pytest.mark.parametrize(
     "row, query, tools",
     [

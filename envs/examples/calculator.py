@@ -18,9 +18,10 @@ def calculate(formula: str) -> str:
     if "**" in formula or not re.fullmatch(r"[\d\s+*()-]{1,50}", formula):
         return "only numbers, + - * and brackets, please"
     try:
-        return str(eval(formula))
-    except (SyntaxError, TypeError):
-        return "this is no formula"
+        result = eval(formula)
+    except (SyntaxError, TypeError, OverflowError):
+        result = None
+    return str(result) if isinstance(result, int) else "this is no formula"  # () is none
 
 
 def right(problem: dict, text: str) -> float:
