@@ -1130,7 +1130,8 @@ def add_methods(model) -> None:
 
 
 def compile_layers(model) -> None:
-    """torch.compile for the layers where gradients are wanted, which leaves decoding as it is."""
+    """torch.compile for the layers where gradients are wanted. Decoding, and log-probabilities of
+    the reference or before the first minibatch, are computed as without."""
 
     def forward(plain, compiled, *inputs, **named):
         return (compiled if torch.is_grad_enabled() else plain)(*inputs, **named)
@@ -1482,7 +1483,8 @@ def open_run(args: Args, rank: int) -> str:
     run_dir = args.resume or args.output_dir
     if run_dir is None:
         run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
-        run_dir = gather([run_dir])[0]  # clocks and process ids differ
+    # Clocks and process ids differ. It also waits until all have looked whether the folder is free.
+    run_dir = gather([run_dir])[0]
     if rank == 0:
         os.makedirs(run_dir, exist_ok=True)
         steps = [int(path.name.removeprefix("step_")) for path in checkpoints(run_dir)]

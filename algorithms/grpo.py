@@ -1131,7 +1131,8 @@ def add_methods(model) -> None:
 
 
 def compile_layers(model) -> None:
-    """torch.compile for the layers where gradients are wanted, which leaves decoding as it is."""
+    """torch.compile for the layers where gradients are wanted. Decoding, and log-probabilities of
+    the reference or before the first minibatch, are computed as without."""
 
     def forward(plain, compiled, *inputs, **named):
         return (compiled if torch.is_grad_enabled() else plain)(*inputs, **named)
@@ -1309,6 +1310,7 @@ class Decoder:
         while t < steps and len(places) > 0:  # new buffers, and a new recording of the step
             if self.first + t > width:
                 width = min(self.first + steps, width + block)
+            step = None  # frees the graph before the next one
             self.allocate(places, width)
             step = recorded(self)
             crowded = True
@@ -1406,11 +1408,12 @@ class Buffers(StaticLayer):
 def recorded(decoder: Decoder):
     """A decoder's step as a CUDA graph; the step itself on a CPU, or where recording fails."""
     model = decoder.model
-    if model.device.type == "cpu" or getattr(model, "unrecorded", False):
+    only_checked = decoder.args.vllm  # vLLM samples, and shares the memory that a failure may harm
+    if model.device.type == "cpu" or only_checked or getattr(model, "unrecorded", False):
         return decoder.step
     count = decoder.count.clone()
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
+    stream = recording_stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):  # which it leaves also after an error
@@ -1421,13 +1424,18 @@ def recorded(decoder: Decoder):
     except RuntimeError as error:
         torch.cuda.current_stream().wait_stream(stream)
         decoder.count.copy_(count)
-        model.unrecorded = True
-        if os.environ.get("RANK", "0") == "0":
-            reason = " ".join(str(error).split())
-            print(f"decoding is not recorded, and so several times slower: {reason:.200}")
+        model.unrecorded = not isinstance(error, torch.OutOfMemoryError)  # which may pass
+        reason = " ".join(str(error).split())
+        print(f"decoding is not recorded, and so several times slower: {reason:.200}", flush=True)
         return decoder.step
     torch.cuda.current_stream().wait_stream(stream)
     return graph.replay
+
+
+@lru_cache
+def recording_stream():
+    """One CUDA stream for all recordings, because cuBLAS keeps memory for each that it has seen."""
+    return torch.cuda.Stream()
 
 
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
@@ -1869,7 +1877,8 @@ def open_run(args: Args, rank: int) -> str:
     run_dir = args.resume or args.output_dir
     if run_dir is None:
         run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
-        run_dir = gather([run_dir])[0]  # clocks and process ids differ
+    # Clocks and process ids differ. It also waits until all have looked whether the folder is free.
+    run_dir = gather([run_dir])[0]
     if rank == 0:
         os.makedirs(run_dir, exist_ok=True)
         steps = [int(path.name.removeprefix("step_")) for path in checkpoints(run_dir)]
@@ -2001,9 +2010,9 @@ def parse_args() -> Args:
 
 
 def stop_soon(*_) -> None:
-    """At SIGTERM: end with a checkpoint after this step. A second one ends at once."""
+    """At SIGTERM: end with a checkpoint after this step. More of them, which torchrun and the
+    scheduler may both send, change nothing."""
     STOP.set()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -714,8 +714,8 @@ STUDIES = {
             "running": Arm("", META_DT, "3e-3"),
             "none": Arm("--context none", META_DT, "3e-3"),
             "no_prompt": Arm("--prompt none", seeds=(2, 3)),
-            "episode": Arm("--context episode", seeds=(2, 3)),
-            "goal": Arm("--context goal", seeds=(2, 3)),
+            "episode": Arm("--context episode --learning-rate 1e-3"),  # the best rate of both above
+            "goal": Arm("--context goal --learning-rate 1e-3"),
         },
         scores={f"{part}_{name}": (f"eval/{part}/{name}", "last") for part in ("new", "train") for name in ADAPTED},
         best="train_few_shot_return",

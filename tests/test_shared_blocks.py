@@ -11,7 +11,7 @@ group_advantages kl_estimate policy_loss sampling_correction token_weights
 check_flags gather read_file read_rows JsonLines epoch_order from_file load_task model_path load_model turn_end
 encode check_tags answer_text drop_long_prompts score call_each event_loop
 refuse_unsupported longest_text attention_masks Hidden ReturnHidden add_methods recompute_layers compile_layers check_model
-Decoder Buffers recorded over_temperature packed_length tokens_at_once divide warn_of_slow_bfloat16
+Decoder Buffers recorded recording_stream over_temperature packed_length tokens_at_once divide warn_of_slow_bfloat16
 sample_tokens VllmSampler repack_head random_seed token_logprobs micro_batches sampling_metrics
 add_adapters adapters_off shard copy_model whole_weights refresh
 checkpoints trained_state save_checkpoint load_checkpoint save_final checksums open_run log report parse_args
