@@ -67,6 +67,24 @@ def draw_study(name: str) -> None:
     save(picture, name)
 
 
+def rare_answers() -> None:
+    """pass@k before and after training, over k, with bands from the lowest to the highest seed."""
+    rows = pd.read_csv(RESULTS / "unlikeliness.csv")
+    picture, axis = plt.subplots(figsize=(7, 3.8))
+    first = rows.assign(**{f"pass_at_{k}": rows[f"first_pass_at_{k}"] for k in (1, 8, 64)})
+    lines = [("before training", first, "0.5"), ("GRPO", rows[rows.arm == "none"], "C1")]
+    lines.append(("unlikeliness", rows[rows.arm == "unlikeliness"], "C0"))
+    for label, group, color in lines:
+        wide = group[["seed", "pass_at_1", "pass_at_8", "pass_at_64"]].melt("seed")
+        points = wide.assign(x=wide.variable.str.removeprefix("pass_at_").astype(float), y=100 * wide.value)
+        draw_line(axis, points, color=color, linewidth=2, marker="o", label=label)
+    axis.set(xscale="log", xlabel="answers sampled", ylabel="problems solved, %", ylim=(20, 102))
+    axis.set_xticks([1, 8, 64], ["1", "8", "64"])
+    axis.minorticks_off()
+    axis.legend(frameon=False)
+    save(picture, "rare_answers")
+
+
 def default_curve(method: SimpleNamespace) -> pd.DataFrame:
     """x, y and seed of the default runs of a script: seed 1, and seeds that the study has."""
     rows = read(f"{method.script}_default_metrics.csv").assign(seed=1, arm=method.script)

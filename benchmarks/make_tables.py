@@ -391,6 +391,7 @@ def main(args: Args) -> None:
     if not args.figures:
         return
     figures.draw_for_both_themes()
+    figures.rare_answers()
     for name in FIGURES:
         try:
             figures.draw_study(name)

@@ -974,6 +974,15 @@ TABLES = {
         ],
         seeds=8,
     ),
+    "unlikeliness": Table(
+        "unlikeliness",
+        {
+            "unlikeliness": "unlikeliness (`--rank-penalty 0.5`)",
+            "none": "GRPO (`--method none`)",
+        },
+        [("pass_at_64", "pass@64, %", 100, 1), ("pass_at_8", "pass@8, %", 100, 1), ("pass_at_1", "pass@1, %", 100, 1)],
+        seeds=8,
+    ),
     "dipllm": Table(
         "dipllm",
         {
