@@ -178,6 +178,8 @@ def test_gradient_of_calls_in_any_order():
     model, plain = test_grpo.tiny_model(0), test_grpo.tiny_model(0)
     batch = test_grpo.some_batch(model)
     random.Random(2).shuffle(batch)
+    for call in batch:
+        call.group = 0
     advantages = torch.linspace(-1, 1.3, len(batch))
     args = replace(BASE, micro_batch_size=7, num_iterations=1)
     loss, _ = written_out_loss(plain, batch, args, advantages=advantages)

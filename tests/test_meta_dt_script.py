@@ -252,6 +252,9 @@ def test_prompts_that_a_run_can_be_scored_with(whole, flags, tmp_path, monkeypat
 
 def test_a_run_without_a_policy_is_not_scored(flags, tmp_path, monkeypatch):
     train(meta_dt, tmp_path / "run", **flags | {"policy_steps": 0})
+    command(meta_dt, monkeypatch, "--evaluate", tmp_path / "run")  # the world model alone was wanted
+    path = tmp_path / "run" / "args.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"policy_steps": 5}))
     for words in ([], ["--prompt", "none"], ["--world-model-steps", 5]):
         assert "stopped at step 20, before" in refusal(meta_dt, monkeypatch, "--evaluate", tmp_path / "run", *words)
 
