@@ -1305,8 +1305,6 @@ TABLES = {
         {
             "seq": "SeqWM (`--model seq`)",
             "independent": "independent models (`--model independent`)",
-            "joint": "joint model (`--model joint`)",
-            "no_plan": "no planning (`--planner none`)",
         },
         [
             ("eval_return", "return in the end (higher is better)", 1, 2),
