@@ -19,6 +19,7 @@ SMALL = "--vllm --num-prompts-per-step 4 --eval-problems 4 --num-generations-eva
 FLAGS = {name: SMALL for name in "grpo dapo gdpo nash_preference hpt ampo opd unlikeliness dr_mas igpo critic_search empg arpo pi_play".split()}
 FLAGS["pi_play"] = [*SMALL, "--examiner-steps", "1", "--num-documents-per-step", "4", "--num-answers", "2"]
 FLAGS["nash_preference"] = [*SMALL, "--method", "grpo"]  # the initial model takes turns in the engine
+FLAGS["opd"] = [*SMALL, "--divergence", "sampled"]  # with a term of the written token alone
 FLAGS["spiral_rae"] = "--vllm --games kuhn tictactoe --num-games-per-step 8 --eval-games 2 --eval-samples 2".split()
 FLAGS["advantage_alignment"] = "--vllm --num-games-per-step 8 --eval-games 2 --eval-samples 2".split()
 TWO_STEPS = ["--max-steps", 2, "--eval-steps", 2, "--save-steps", 1, "--learning-rate", 1e-3]
