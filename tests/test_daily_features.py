@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
+import re
 import signal
 import subprocess
 import sys
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +179,28 @@ def test_a_resume_that_trains_nothing_does_not_shorten_the_run(whole, monkeypatc
     assert (whole / "args.json").read_text() == before
     command(grpo, monkeypatch, "--resume", whole, "--max-steps", 5)
     assert json.loads((whole / "args.json").read_text())["max_steps"] == 5
+
+
+def test_sigterm_under_torchrun_leaves_a_checkpoint(tmp_path):
+    """Of the scheduler and of torchrun: twice here, and in one process only. The other one stops after the same step."""
+    flags = language_runs.as_flags(SMALL | {"max_steps": 60})
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+    words += [ROOT / "algorithms" / "grpo.py", *flags, "--output-dir", tmp_path / "run"]
+    process = subprocess.Popen(list(map(str, words)), stdout=-1, stderr=-2, text=True, env=ENVIRONMENT)
+    try:
+        for line in process.stdout:
+            if line.startswith("step "):
+                *_, worker = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                for _ in range(2):
+                    os.kill(int(worker), signal.SIGTERM)
+                    time.sleep(0.05)
+                break
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.terminate()  # and with it its workers, should they wait for each other
+    (done, *_) = re.findall(r"stopped by SIGTERM after step (\d+)", output)
+    found = [path.parent.name for path in (tmp_path / "run" / "checkpoints").glob("*/.metadata")]
+    assert found == [f"step_{int(done):08d}"]
 
 
 def test_sigterm_leaves_a_checkpoint(tmp_path):
