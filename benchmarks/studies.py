@@ -1319,6 +1319,8 @@ TABLES = {
         {
             "running": "Meta-DT: context of the running episode",
             "none": "no context (`--context none`)",
+            "episode": "context of another episode (`--context episode`), at 1e-3",
+            "goal": "the goal itself (`--context goal`), at 1e-3",
         },
         "new_few_shot_return new_zero_shot_return train_few_shot_return new_optimal_return".split(),
         seeds=5,
