@@ -10,7 +10,7 @@ Revisiting On-Policy Distillation, arXiv 2603.25562, who call it local support m
     p, q               student and teacher, each renormalised inside S
     loss of one token  sum over S of p * log(p / q)
 
-The method is topk_losses, called in token_logprobs, and first_occurrence_mask. Its control is
+The method is topk_terms, called in token_logprobs, and first_occurrence_mask. Its control is
 `--divergence sampled`, the usual OPD: a policy gradient whose advantage is the teacher's minus the
 student's log-probability of the token that was written.
 
@@ -244,6 +244,14 @@ class Args:
 
 
 def topk_losses(
+    student_logits: Tensor, teacher_logits: Tensor, sampled_ids: Tensor, **settings
+) -> Tensor:
+    """Both of topk_terms, with its settings, added up. (...,V) -> (...)"""
+    losses, tails = topk_terms(student_logits, teacher_logits, sampled_ids, **settings)
+    return losses + tails
+
+
+def topk_terms(
     student_logits: Tensor,
     teacher_logits: Tensor,
     sampled_ids: Tensor,
@@ -1747,7 +1755,7 @@ def hidden_states(model, packed: Packed, args: Args) -> Tensor:
 def token_logprobs(model, packed: Packed, args: Args, teacher=None) -> Tensor:
     """Log-probability of every predicted token, (N,).
 
-    With a teacher also the teacher's, and the two terms of topk_losses: -> (N,4). Logits of both
+    With a teacher also the teacher's, and the two of topk_terms: -> (N,4). Logits of both
     models go by chunks and are computed again in the backward pass.
     """
 
@@ -1765,7 +1773,7 @@ def token_logprobs(model, packed: Packed, args: Args, teacher=None) -> Tensor:
             teacher_logprobs = -F.cross_entropy(taught, written, reduction="none")
         losses = tails = torch.zeros_like(logprobs)
         if args.divergence != "sampled":
-            losses, tails = topk_losses(
+            losses, tails = topk_terms(
                 logits[:, :size],
                 taught,
                 written,

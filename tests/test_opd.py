@@ -15,7 +15,14 @@ from test_grpo import G, Recorder, flat, relative, tiny_model
 from test_grpo import some_batch as grpo_batch
 
 from algorithms import opd
-from algorithms.opd import Args, first_occurrence_mask, most_likely, policy_loss, topk_losses
+from algorithms.opd import (
+    Args,
+    first_occurrence_mask,
+    most_likely,
+    policy_loss,
+    topk_losses,
+    topk_terms,
+)
 
 pytestmark = pytest.mark.quick
 FILE = json.loads((Path(__file__).parent / "reference" / "opd_topk.json").read_text())
@@ -41,16 +48,15 @@ SAMPLED, MASK = torch.tensor(INPUTS["response_token_ids"]), tensor(INPUTS["respo
 def test_reference_losses_and_gradients(case):
     settings, scale = case["settings"], case.get("logit_scale", 1)
     logits = (scale * STUDENT).requires_grad_()
-    heads, tails = topk_losses(
-        logits,
-        scale * TEACHER,
-        SAMPLED,
-        top_k=settings["K"],
-        source=SOURCES[settings["kl_topk_source"]],
-        normalize=settings["norm_to_one_for_kl"],
-        tail=settings["use_tail_sampling"],
-        clip_log_ratio=settings["clip_log_ratio"],
-    )
+    flags = {
+        "top_k": settings["K"],
+        "source": SOURCES[settings["kl_topk_source"]],
+        "normalize": settings["norm_to_one_for_kl"],
+        "tail": settings["use_tail_sampling"],
+        "clip_log_ratio": settings["clip_log_ratio"],
+    }
+    heads, tails = topk_terms(logits, scale * TEACHER, SAMPLED, **flags)
+    assert torch.equal(topk_losses(logits, scale * TEACHER, SAMPLED, **flags), heads + tails)
     expected = torch.stack([tensor(case["per_token_head_L1"]), torch.zeros(2, 5)])
     expected[1] += tensor(case.get("per_token_tail_L2", 0.0))
     if settings["norm_to_one_for_kl"]:  # theirs lists the written token apart, which joined the support
@@ -97,7 +103,7 @@ def test_reference_cases_that_are_not_expressed():
     assert all(case["name"].startswith(begin) for case in rest)
     for case in FILE["cases"]:
         if case["name"].startswith("legacy"):  # ours without the 1e-10
-            losses, _ = topk_losses(STUDENT, TEACHER, SAMPLED, top_k=case["K"])
+            losses = topk_losses(STUDENT, TEACHER, SAMPLED, top_k=case["K"])
             torch.testing.assert_close(losses, tensor(case["per_token"]), rtol=0, atol=1e-7)
 
 
@@ -106,7 +112,7 @@ def test_reference_cases_that_are_not_expressed():
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_whole_vocabulary_is_the_reverse_kl(source, tail, normalize):
     ours, plain = STUDENT.clone().requires_grad_(), STUDENT.clone().requires_grad_()
-    losses, tails = topk_losses(
+    losses, tails = topk_terms(
         ours, TEACHER, SAMPLED, top_k=12, source=source, normalize=normalize, tail=tail
     )
     assert not tails.any()
@@ -177,7 +183,7 @@ def by_hand(model, teacher, batch, args, masked=()) -> torch.Tensor:
             heads, tails = 0.0, gap * chosen
         else:
             width = args.top_k if args.divergence == "top_k" else 64
-            heads, tails = topk_losses(
+            heads, tails = topk_terms(
                 student,
                 taught,
                 tokens,
