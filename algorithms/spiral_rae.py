@@ -884,7 +884,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     rank = int(os.environ.get("RANK", 0))
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
-    if 1 < args.num_minibatches > args.num_games_per_step // (2 * len(args.games)):
+    if args.num_minibatches > max(1, args.num_games_per_step // (2 * len(args.games))):
         sys.exit("--num-games-per-step: at least two of each of --games in each of the minibatches")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
