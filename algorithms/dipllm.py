@@ -831,8 +831,12 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"--nproc_per_node: more than the {torch.cuda.device_count()} GPUs in sight")
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # NaN under masks, pytorch issue 196678
     if world_size > 1:
         # The default is too short where processes wait for the one that searches longest.
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -867,7 +871,8 @@ def from_file(flag: str, name: str, *words: str):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
     path = os.path.abspath(path)
     title = Path(path).stem
-    if getattr(sys.modules.get(title), "__file__", path) != path:
+    module = sys.modules.get(title)
+    if module and getattr(module, "__file__", None) != path:
         title = path  # Python has another module of this name
     if title not in sys.modules:
         sys.path.append(os.path.dirname(path))  # for what it imports from beside it
@@ -1130,12 +1135,13 @@ def add_methods(model) -> None:
 
 
 def compile_layers(model) -> None:
-    """torch.compile for the layers where gradients are wanted. Decoding, and log-probabilities of
-    the reference or before the first minibatch, are computed as without."""
+    """torch.compile for the layers where gradients are wanted. Decoding, the reference, and
+    log-probabilities before the first minibatch go through the layers as they are."""
 
     def forward(plain, compiled, *inputs, **named):
         return (compiled if torch.is_grad_enabled() else plain)(*inputs, **named)
 
+    torch._dynamo.config.recompile_limit = 64  # kinds of layers times kinds of shapes
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             compiled = torch.compile(layer.forward, dynamic=True)
@@ -1480,15 +1486,13 @@ def checksums(args: Args) -> dict[str, str]:
 
 def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
-    run_dir = args.resume or args.output_dir
-    if run_dir is None:
-        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+    name = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
     # Clocks and process ids differ. It also waits until all have looked whether the folder is free.
-    run_dir = gather([run_dir])[0]
+    run_dir = gather([args.resume or args.output_dir or name])[0]
     if rank == 0:
         os.makedirs(run_dir, exist_ok=True)
         steps = [int(path.name.removeprefix("step_")) for path in checkpoints(run_dir)]
-        if args.max_steps > max(steps, default=-1):  # else nothing is trained, and they stay
+        if args.max_steps > max(steps, default=-1):  # else nothing is trained: the old flags stay
             unfinished = Path(run_dir, "args.tmp")
             flags = asdict(replace(args, resume=None)) | {"checksums": checksums(args)}
             unfinished.write_text(json.dumps(flags, indent=1))
@@ -1563,9 +1567,7 @@ def one_sentence_for_a_full_disk():
     """Around a run: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
-    except SystemExit:  # with a sentence of its own
-        raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except (Exception, dcp.CheckpointException) as error:
         text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
         reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
         reasons += ["unexpected pos", "failed writing"]  # what torch.save says
@@ -1618,7 +1620,9 @@ def stop_soon(*_) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, stop_soon)
+    args = parse_args()
+    if args.max_steps > 0:
+        signal.signal(signal.SIGTERM, stop_soon)
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
-        train(parse_args())
+        train(args)

@@ -100,6 +100,7 @@ STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, a
 
 # torch.distributed.checkpoint warns of this in runs with one process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
 
 
 @dataclass
@@ -515,7 +516,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
             max_completion_length=args.max_completion_length,
         )
         if args.beta == 0:  # without KL, zero advantage means no gradient
-            rows = [row for row in rows if advantages[row] != 0] or rows[:1]  # see sampling_metrics
+            rows = [row for row in rows if advantages[row] != 0] or rows[:1]  # metrics need a token
         minibatches.append(micro_batches(completions, rows, args, device))
     weights = weights.to(device)
     advantages = advantages.to(device)
@@ -539,8 +540,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
             if iteration == 0:
                 old = batch.old_logprobs
                 if old is None:  # no step has been taken yet
-                    old = logprobs.detach()
-                    batch.old_logprobs = old
+                    old = batch.old_logprobs = logprobs.detach()
                 log_ratios.append(old - batch.sampled_logprobs)
                 if cap > 0:
                     batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
@@ -574,7 +574,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
-    loss = loss / args.num_minibatches
+    loss = loss / args.num_minibatches  # a mean over them, while tokens are counted once
     metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
     metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
     if reference is not None:
@@ -909,8 +909,12 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"--nproc_per_node: more than the {torch.cuda.device_count()} GPUs in sight")
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # NaN under masks, pytorch issue 196678
     if world_size > 1:
         # The default is too short where processes wait for the one that samples longest.
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -945,7 +949,8 @@ def from_file(flag: str, name: str, *words: str):
         sys.exit(f"{flag} {name}: expected FILE.py:name, but there is no file {path!r}")
     path = os.path.abspath(path)
     title = Path(path).stem
-    if getattr(sys.modules.get(title), "__file__", path) != path:
+    module = sys.modules.get(title)
+    if module and getattr(module, "__file__", None) != path:
         title = path  # Python has another module of this name
     if title not in sys.modules:
         sys.path.append(os.path.dirname(path))  # for what it imports from beside it
@@ -1177,12 +1182,13 @@ def add_methods(model) -> None:
 
 
 def compile_layers(model) -> None:
-    """torch.compile for the layers where gradients are wanted. Decoding, and log-probabilities of
-    the reference or before the first minibatch, are computed as without."""
+    """torch.compile for the layers where gradients are wanted. Decoding, the reference, and
+    log-probabilities before the first minibatch go through the layers as they are."""
 
     def forward(plain, compiled, *inputs, **named):
         return (compiled if torch.is_grad_enabled() else plain)(*inputs, **named)
 
+    torch._dynamo.config.recompile_limit = 64  # kinds of layers times kinds of shapes
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             compiled = torch.compile(layer.forward, dynamic=True)
@@ -1326,7 +1332,7 @@ class Decoder:
         on_gpu = self.ids.device.type == "cuda"
         block = 256 if on_gpu else 24  # columns by which buffers grow
         look_every = 16 if on_gpu else 1  # tokens; to see which rows have ended, it waits for a GPU
-        few = 0.5 if on_gpu else 0.75  # rows that have ended are dropped when this share is left
+        few = 0.5 if on_gpu else 0.75  # when this share of the rows has not ended, others go
         steps = self.ids.size(1)
         width = self.first
         self.write(logits)
@@ -1334,6 +1340,7 @@ class Decoder:
         while t < steps and len(places) > 0:  # new buffers, and a new recording of the step
             if self.first + t > width:
                 width = min(self.first + steps, width + block)
+                width += -width % 8 if on_gpu else 0  # attention kernels copy masks of other widths
             step = None  # frees the graph before the next one
             self.allocate(places, width)
             step = recorded(self)
@@ -1399,11 +1406,10 @@ class Decoder:
         ends_before = is_end.cumsum(1) - is_end.long()
         lengths = (ends_before == 0).sum(1).tolist()
         ended = is_end.any(1).tolist()
-        completions = []
-        for row in zip(prompts, self.ids.tolist(), self.logprobs.tolist(), lengths, ended):
-            prompt, ids, values, length, has_ended = row
-            completions.append(Completion(prompt, ids[:length], values[:length], has_ended))
-        return completions
+        rows = zip(prompts, self.ids.tolist(), self.logprobs.tolist(), lengths, ended)
+        return [
+            Completion(prompt, ids[:n], values[:n], end) for prompt, ids, values, n, end in rows
+        ]
 
 
 class Buffers(StaticLayer):
@@ -1432,8 +1438,9 @@ class Buffers(StaticLayer):
 def recorded(decoder: Decoder):
     """A decoder's step as a CUDA graph; the step itself on a CPU, or where recording fails."""
     model = decoder.model
-    only_checked = decoder.args.vllm  # vLLM samples, and shares the memory that a failure may harm
-    if model.device.type == "cpu" or only_checked or getattr(model, "unrecorded", False):
+    check_only = decoder.args.vllm  # vLLM samples, and a failure here may harm the memory it shares
+    unrecorded = getattr(model, "unrecorded", None) == model.dtype  # it failed before
+    if model.device.type == "cpu" or check_only or unrecorded:
         return decoder.step
     count = decoder.count.clone()
     graph = torch.cuda.CUDAGraph()
@@ -1441,15 +1448,22 @@ def recorded(decoder: Decoder):
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):  # which it leaves also after an error
-            decoder.step()  # kernels choose their algorithms in a first run
+            # Kernels choose their algorithms in a first run. What waits for the GPU is found there:
+            # a recording that fails by it upsets the allocator of torch before 2.13.
+            torch.cuda.set_sync_debug_mode("error")
+            decoder.step()
+            torch.cuda.set_sync_debug_mode("default")
             decoder.count.copy_(count)  # undoes that run: all else it wrote is written again
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 decoder.step()
     except RuntimeError as error:
+        torch.cuda.set_sync_debug_mode("default")
         torch.cuda.current_stream().wait_stream(stream)
         decoder.count.copy_(count)
-        model.unrecorded = not isinstance(error, torch.OutOfMemoryError)  # which may pass
-        reason = " ".join(str(error).split())
+        cause = error.__context__ or error  # ending a recording fails, too
+        if not isinstance(cause, torch.OutOfMemoryError):  # which may pass
+            model.unrecorded = model.dtype  # a copy in bfloat16 is tried again
+        reason = " ".join(str(cause).split())
         print(f"decoding is not recorded, and so several times slower: {reason:.200}", flush=True)
         return decoder.step
     torch.cuda.current_stream().wait_stream(stream)
@@ -1645,7 +1659,7 @@ def divide(completions, rows: list[int], args: Args, device) -> list[list[list[i
     packed_rows = []
     for group in groups.values():
         # A long group takes several packed rows, each of which repeats the prompt.
-        most = math.ceil(len(group) / math.ceil(len(group) / size))  # completions in each
+        most = math.ceil(len(group) / math.ceil(len(group) / size))  # 5 and 5, if 8 are allowed
         packed_row = []
         for row in group:
             longer = packed_length(completions, [*packed_row, row])
@@ -1807,10 +1821,9 @@ def shard(model, args: Args) -> None:
     """FSDP2 in place: every layer, then the rest."""
     dtype = torch.bfloat16 if args.bf16 else None
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in model.modules():
-        if type(module).__name__ in model._no_split_modules:
-            fully_shard(module, mp_policy=precision, reshard_after_forward=True)
-    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+    for module in [*layers, model]:
+        fully_shard(module, mp_policy=precision, reshard_after_forward=True)
     register_fsdp_forward_method(model, "token_logprobs")
 
 
@@ -1898,15 +1911,13 @@ def checksums(args: Args) -> dict[str, str]:
 
 def open_run(args: Args, rank: int) -> str:
     """The run folder, the same for all processes; the first one makes it."""
-    run_dir = args.resume or args.output_dir
-    if run_dir is None:
-        run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+    name = f"runs/{Path(__file__).stem}__{args.seed}__{time.time():.0f}_{os.getpid()}"
     # Clocks and process ids differ. It also waits until all have looked whether the folder is free.
-    run_dir = gather([run_dir])[0]
+    run_dir = gather([args.resume or args.output_dir or name])[0]
     if rank == 0:
         os.makedirs(run_dir, exist_ok=True)
         steps = [int(path.name.removeprefix("step_")) for path in checkpoints(run_dir)]
-        if args.max_steps > max(steps, default=-1):  # else nothing is trained, and they stay
+        if args.max_steps > max(steps, default=-1):  # else nothing is trained: the old flags stay
             unfinished = Path(run_dir, "args.tmp")
             flags = asdict(replace(args, resume=None)) | {"checksums": checksums(args)}
             unfinished.write_text(json.dumps(flags, indent=1))
@@ -1990,9 +2001,7 @@ def one_sentence_for_a_full_disk():
     """Around a run: checkpoints, logs and the final model can fail for lack of space."""
     try:
         yield
-    except SystemExit:  # with a sentence of its own
-        raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except (Exception, dcp.CheckpointException) as error:
         text = "".join(traceback.format_exception(error))  # torch and safetensors wrap the reason
         reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
         reasons += ["unexpected pos", "failed writing"]  # what torch.save says
@@ -2045,7 +2054,9 @@ def stop_soon(*_) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, stop_soon)
+    args = parse_args()
+    if args.max_steps > 0:
+        signal.signal(signal.SIGTERM, stop_soon)
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
-        train(parse_args())
+        train(args)

@@ -55,6 +55,7 @@ KINDS = {  # operations with rules of their own; those of `value` need one on th
 
 # --- Waits ----------------------------------------------------------------------------------------
 
+sync_debug_mode = ["default"]
 waits_of_lines = Counter()  # lines of the repository
 waits_of_functions = {}  # name: number in each call, without those of the functions that it calls
 running = []  # numbers in the calls that have not ended, the innermost last
@@ -241,6 +242,8 @@ def run_operation(func, args, kwargs):
         kind = kind_of_wait(kinds, args, kwargs, others, to_cpu)
         if kind and Graph.recording:
             raise RuntimeError(f"operation not permitted when stream is capturing ({func}, {kind})")
+        if kind and sync_debug_mode == ["error"]:
+            raise RuntimeError(f"called a synchronizing CUDA operation ({func}, {kind})")
         if kind:
             count_wait(kind)
     if Graph.recording:
@@ -479,6 +482,7 @@ def replace_cuda_functions() -> None:
     for name, value in values.items():
         setattr(torch.cuda, name, functools.partial(returns, value))
 
+    torch.cuda.set_sync_debug_mode = lambda mode: sync_debug_mode.__setitem__(0, mode)
     torch.cuda.CUDAGraph = Graph
     torch.cuda.graph = record
     generator = DeviceGenerator()

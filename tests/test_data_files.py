@@ -106,3 +106,15 @@ def test_lines_end_as_they_do_on_a_mac_of_old_and_on_windows(tmp_path):
 def test_a_file_named_json_may_have_an_object_a_line(tmp_path):
     (tmp_path / "rows.json").write_text("\n".join(json.dumps(row) for row in ROWS))
     assert grpo.JsonLines(str(tmp_path / "rows.json")).rows == ROWS
+
+
+def test_a_sorted_file_is_not_judged_by_its_beginning(tmp_path):
+    """Held-out rows come from all parts of the file; copies of a prompt are on one side, and no side is empty."""
+    for size in (2, 3, 10, 400):
+        rows = [{"question": f"question {n}", "level": n} for n in range(size)]
+        (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows + rows))
+        task = grpo.JsonLines(str(tmp_path / "rows.jsonl"))
+        held, train = ({row["level"] for row in side} for side in (task.evaluation_rows, task.train_rows))
+        assert held and train and not held & train and len(task.evaluation_rows) == 2 * len(held)
+    first = [row["level"] for row in task.evaluation_problems(16)]
+    assert 100 < sum(first) / len(first) < 300 and 10 <= len(held) <= 40  # a 16th of 400 is 25

@@ -117,7 +117,7 @@ grpo.Decoder.step = step
 for _ in range(2):
     found = grpo.generate(model, ROWS, ARGS, range(16))
     assert [c.ids for c in found] == [c.ids for c in plain]
-print(json.dumps([len(steps), sum(steps), getattr(model, "unrecorded", False)]))
+print(json.dumps([len(steps), sum(steps), hasattr(model, "unrecorded")]))
 """
 
 
@@ -135,4 +135,5 @@ def test_a_step_is_recorded_or_called(what, tmp_path):
     if what == "is recorded":
         assert not unrecorded and 2 <= recordings <= 8 and calls == 2 * recordings
     else:
-        assert unrecorded and recordings == 1 and calls > 60
+        assert unrecorded and calls > 60
+        assert recordings == (what == "raises"), "what waits is found before anything is recorded"

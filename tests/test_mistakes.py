@@ -224,3 +224,18 @@ def test_a_mistake_gets_one_sentence(script, words, sentence, folder, monkeypatc
 def test_a_mistake_of_several_processes(script, processes, words, sentence, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     refuse(script, words, sentence, monkeypatch, capsys)
+
+
+def test_each_process_needs_a_gpu(monkeypatch):
+    """And attention by cuDNN, whose gradients under a mask can be NaN (pytorch issue 196678), is off on a GPU."""
+    import torch
+
+    grpo = importlib.import_module("algorithms.grpo")
+    cuda = {"is_available": lambda: True, "device_count": lambda: 2, "set_device": lambda device: None}
+    for name, function in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert str(grpo.setup(grpo.Args())[2]) == "cuda:1" and not torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(SystemExit, match="--nproc_per_node: more than the 2 GPUs in sight"):
+        grpo.setup(grpo.Args())

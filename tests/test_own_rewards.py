@@ -1,6 +1,7 @@
 """Reward functions of one's own: several at once, in batches, async, in files of any name, failing."""
 
 import asyncio
+import importlib
 import threading
 import time
 import types
@@ -145,3 +146,7 @@ def test_files_of_any_name(tmp_path, monkeypatch):
     import math
 
     assert math.pi > 3
+    for name in ("time", "envs"):  # one that has no file, and the folder of this repository
+        (tmp_path / f"{name}.py").write_text(f"def f(problem, completion):\n    return {name!r}\n")
+        importlib.import_module(name)
+        assert grpo.from_file("--reward", f"{tmp_path / name}.py:f", "problem", "completion")({}, "") == name
