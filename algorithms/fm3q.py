@@ -1085,13 +1085,10 @@ def parse_args() -> Args:
     run_dir = args.resume or args.evaluate
     if not run_dir:
         return args
-    path = Path(run_dir, "args.json")
-    if not path.is_file():
-        sys.exit(f"{run_dir}: no args.json, so not a run folder")
     try:
-        saved = Args(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
+        saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        sys.exit(f"{run_dir}: no run folder, or of another version of this script ({error})")
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)

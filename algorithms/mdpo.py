@@ -89,9 +89,9 @@ class Args:
     tsallis_q: float = 1.0
     """1 is the KL divergence; above 1, up to 2, the authors' Tsallis form, see mdpo.md"""
     kl_coef: float = 1.0
-    """off-policy: c = --ent-coef + 1 / t, with the step size t of mirror descent; c = --ent-coef,
-    the least, is SAC's actor loss. Off-policy rewards are not normalized: with rewards ten times as
-    large, multiply both by ten"""
+    """off-policy: c, the weight of log pi; it is --ent-coef + 1 / t for the step size t of mirror
+    descent. At --ent-coef, the least, this is SAC's actor loss. Rewards are not normalized: where
+    they are ten times as large, multiply --kl-coef and --ent-coef by ten"""
     ent_coef: float = 0.2
     """off-policy: lambda, weight of the entropy"""
     total_timesteps: int = 500_000
@@ -202,7 +202,9 @@ def gae(rewards, dones, values, last_values, gamma, gae_lambda) -> tuple[Tensor,
 
 def train(args):
     """Train as the flags say."""
-    device = setup(args, num_envs=1, num_steps=1, sgd_steps=1, eval_episodes=0)
+    lowest = {"num_envs": 1, "num_steps": 1, "sgd_steps": 1}
+    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 0}
+    device = setup(args, **lowest)
     off_policy = args.method == "off_policy"
     if off_policy and args.kl_coef < args.ent_coef:
         sys.exit(f"--kl-coef {args.kl_coef:g}: must be at least --ent-coef, {args.ent_coef:g}")
@@ -222,12 +224,13 @@ def train(args):
     if args.evaluate:
         state = load_checkpoint(args.evaluate, device)
         if state is None:
-            sys.exit(f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or too early")
+            sys.exit(
+                f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or it is too early"
+            )
         try:
             agent.load_state_dict(state["agent"])
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            sys.exit(f"{args.evaluate}: its networks are not those of these flags ({reason:.150})")
+        except RuntimeError:
+            sys.exit(f"{args.evaluate}: its networks are not those of these flags")
         return evaluate(agent, args) if args.eval_episodes else {}
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
@@ -238,16 +241,22 @@ def train(args):
         step = state["step"]
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
+        optimizer.param_groups[0]["lr"] = args.learning_rate  # a flag that may have changed
         store(replay, 0, state["replay"], args)
     board = SummaryWriter(run_dir, purge_step=step + 1)
     board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
-    print(f"{run_dir}: {args.method}, {args.num_envs} x {args.num_steps} steps, {device}")
+    size = f"{args.num_envs} x {args.num_steps}"
+    print(f"{run_dir}: {args.method}, {size} steps on {device}, from step {step}")
+    if off_policy and last_step - rollout_size < args.learning_starts:
+        print(
+            f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
+        )
 
     unfinished = None
     while True:
-        due = step > 0 and is_due(args.eval_steps, step, rollout_size)
+        eval_due = step > 0 and is_due(args.eval_steps, step, rollout_size)
         last = step >= last_step
-        if args.eval_episodes and (last or due):
+        if args.eval_episodes and (last or eval_due):
             log(run_dir, board, step, evaluate(agent, args))
         if last:
             break
@@ -265,6 +274,7 @@ def train(args):
             # t_k = 1 - (k - 1) / K, as in the authors' code, in iteration k of 0, ..., K - 1
             step_size = 1 - (step - rollout_size) / last_step
             batch = learning_batch(rollout, agent, unfinished, args)
+            # After it, so that observations are normalized as they were for the policy that acted.
             agent.observation_stats.update(np.concatenate(rollout[0]))
             optimizer.param_groups[0]["lr"] = args.learning_rate * step_size
             losses = update_on_policy(agent, optimizer, batch, step_size, args)
@@ -293,8 +303,8 @@ def train(args):
         metrics["charts/SPS"] = rollout_size / (time.perf_counter() - began)
         log(run_dir, board, step, metrics)
         report(step, last_step, metrics)
-        due = is_due(args.save_steps * args.num_envs, step, rollout_size)
-        if args.save_steps and (step == last_step or due):
+        save_due = is_due(args.save_steps * args.num_envs, step, rollout_size)
+        if args.save_steps and (step == last_step or save_due):
             state = {"step": step, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             state["replay"] = {name: column[:step].clone() for name, column in replay.items()}
             save_checkpoint(run_dir, step, state)
@@ -404,10 +414,12 @@ def evaluate(agent, args):
                     break
             if running.any():
                 print(f"{running.sum()} episodes did not end in {MOST_STEPS} steps; they count too")
-            scores[f"eval/{name}/return_mean"] = returns.mean()
-            scores[f"eval/{name}/return_std"] = returns.std()
+            check_finite(args.env_id, returns=returns)
+            mean, std = returns.mean(), returns.std()
+            print(f"{len(returns)} episodes, {name}: {mean:.1f} +- {std:.1f}", flush=True)
+            scores[f"eval/{name}/return_mean"] = mean
+            scores[f"eval/{name}/return_std"] = std
     envs.close()
-    print("  ".join(f"{tag} {value:.1f}" for tag, value in scores.items()), flush=True)
     return scores
 
 
@@ -421,8 +433,7 @@ def evaluate(agent, args):
 
 def mlp(inputs, outputs, off_policy, last_gain=1.0):
     """Two hidden layers; orthogonal weights, zero biases."""
-    hidden = 256 if off_policy else 64
-    activation = nn.ReLU if off_policy else nn.Tanh
+    hidden, activation = (256, nn.ReLU) if off_policy else (64, nn.Tanh)
     first, second, last = map(nn.Linear, (inputs, hidden, hidden), (hidden, hidden, outputs))
     for layer in (first, second, last):
         nn.init.orthogonal_(layer.weight, 2**0.5)
@@ -446,18 +457,19 @@ class Agent(nn.Module):
         self.off_policy = args.method == "off_policy"
         if self.off_policy and not is_bounded:
             sys.exit(f"--method off_policy: actions are unbounded, {self.space}; use on_policy")
-        seen = envs.single_observation_space.shape[0]
-        size = len(low)
-        self.statistics = RunningMeanStd(shape=seen), RunningMeanStd()
+        num_inputs = envs.single_observation_space.shape[0]
+        num_actions = len(low)
+        self.statistics = RunningMeanStd(shape=num_inputs), RunningMeanStd()
         self.observation_stats, self.return_stats = self.statistics
-        self.actor = mlp(seen, size * (1 + self.off_policy), self.off_policy, 0.01)
-        self.critic = mlp(seen, 1, self.off_policy)
+        self.actor = mlp(num_inputs, num_actions * (1 + self.off_policy), self.off_policy, 0.01)
+        self.critic = mlp(num_inputs, 1, self.off_policy)
         if self.off_policy:
-            self.q_networks = nn.ModuleList(mlp(seen + size, 1, True) for _ in range(2))
+            pair = (mlp(num_inputs + num_actions, 1, True) for _ in range(2))
+            self.q_networks = nn.ModuleList(pair)
             self.old_actor = copy.deepcopy(self.actor)
             self.target_critic = copy.deepcopy(self.critic)
         else:
-            self.log_std = nn.Parameter(torch.zeros(size))
+            self.log_std = nn.Parameter(torch.zeros(num_actions))
 
     @property
     def device(self) -> torch.device:
@@ -509,8 +521,7 @@ class Agent(nn.Module):
 
     def set_extra_state(self, state):
         for stats, saved in zip(self.statistics, state):
-            for name, value in saved.items():
-                setattr(stats, name, np.array(value))
+            vars(stats).update({name: np.array(value) for name, value in saved.items()})
 
 
 # --- Environments and rollout -------------------------------------------------------------------
@@ -539,7 +550,7 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
     is_whole = isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
     if is_whole or not isinstance(space, SPACES):
         names = " or ".join(kind.__name__ for kind in SPACES)
-        sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
+        sys.exit(f"--env-id {env_id}: actions must be {names}, a Box of floats, not {space}")
     if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
         sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
@@ -644,8 +655,7 @@ def act(envs, agent, unfinished, args):
         for n in np.flatnonzero(dones):
             next_observations[n] = info["final_obs"][n]
             episodes.append((unfinished.returns[n], unfinished.lengths[n]))
-        unfinished.returns *= ~dones
-        unfinished.lengths *= ~dones
+            unfinished.returns[n] = unfinished.lengths[n] = 0
         happened = observations, actions.numpy(), rewards, terminated, dones, next_observations
         steps.append([np.array(values) for values in happened])
     rollout = [np.stack(values) for values in zip(*steps)]
@@ -693,16 +703,11 @@ def learning_batch(rollout, agent, unfinished, args):
 
 def transitions(rollout, device):
     """Rows of the replay buffer, (T N,...) each."""
+    names = "observations", "actions", "rewards", "terminated", "next_observations"
     observations, actions, rewards, terminated, _, next_observations = rollout
-    rows = {
-        "observations": observations,
-        "actions": np.tanh(actions),
-        "rewards": rewards,
-        "terminated": terminated,
-        "next_observations": next_observations,
-    }
-    rows = {name: torch.from_numpy(np.float32(values)) for name, values in rows.items()}
-    return {name: values.flatten(0, 1).to(device) for name, values in rows.items()}
+    columns = observations, np.tanh(actions), rewards, terminated, next_observations
+    rows = [torch.from_numpy(np.float32(column)).flatten(0, 1).to(device) for column in columns]
+    return dict(zip(names, rows))
 
 
 def store(replay, first, rows, args):
@@ -840,13 +845,10 @@ def parse_args() -> Args:
     run_dir = args.resume or args.evaluate
     if not run_dir:
         return args
-    path = Path(run_dir, "args.json")
-    if not path.is_file():
-        sys.exit(f"{run_dir}: no args.json, so not a run folder")
     try:
-        saved = Args(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
+        saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        sys.exit(f"{run_dir}: no run folder, or of another version of this script ({error})")
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)

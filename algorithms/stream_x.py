@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.6", "numpy>=2.0", "gymnasium[mujoco]>=1.1", "tyro>=1.0", "tensorboard>=2.18",
+#     "torch>=2.6", "numpy>=2.0", "gymnasium[mujoco]>=1.3", "tyro>=1.0", "tensorboard>=2.18",
 # ]
 # ///
 """Stream AC(lambda) and stream Q(lambda): deep reinforcement learning from one transition at a
@@ -63,7 +63,7 @@ MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time li
 @dataclass
 class Args:
     env_id: str = "Hopper-v5"
-    """gymnasium task, with a time limit; my_tasks:Reach-v0 imports my_tasks first"""
+    """gymnasium task; my_tasks:Reach-v0 imports my_tasks first"""
     env_kwargs: str = "{}"
     """what gymnasium.make passes on to the task, as JSON"""
     algorithm: Literal["ac", "q"] = "ac"
@@ -212,10 +212,15 @@ def epsilon_schedule(step, start, end, fraction, total_steps):
 
 def train(args):
     """Train as the flags say, and evaluate."""
+    lowest = {"total_timesteps": 0, "hidden_size": 1, "kappa_policy": 0, "kappa_value": 0}
+    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 0}
+    for name, least in lowest.items():
+        if getattr(args, name) < least:
+            sys.exit(f"--{name.replace('_', '-')}: must be at least {least}")
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     stream = Stream(args)
-    check_envs(SyncVectorEnv([lambda: stream.env]), args.env_id)
+    check_envs(SyncVectorEnv([lambda: stream.env]), args.env_id)  # resets it, and takes a step
     agent = Agent(stream, args)
     if args.evaluate:
         agent, stream.stats = load(args.evaluate)[1:3]
@@ -239,7 +244,7 @@ def train(args):
     board.add_text("hyperparameters", f"```\n{json.dumps(vars(args), indent=1)}\n```")
     Path(run_dir, "args.tmp").write_text(json.dumps(vars(args) | {"resume": None}))
     os.replace(f"{run_dir}/args.tmp", f"{run_dir}/args.json")
-    print(f"{run_dir}: stream {args.algorithm}, {args.optimizer}")
+    print(f"{run_dir}: stream {args.algorithm}, {args.optimizer}, from step {step}")
 
     def log(values):  # a step may be repeated after a resume: its last rows count
         with open(f"{run_dir}/metrics.csv", "a", encoding="utf-8") as file:
@@ -289,13 +294,14 @@ def train(args):
             began += time.perf_counter() - paused
             evaluated = step
         is_window_over = done and window >= (args.save_steps or 2_000)
-        if is_window_over:
+        if is_window_over or (returns and step == args.total_timesteps):
             metrics = {tag: value / window for tag, value in sums.items()}
             metrics["charts/episodic_return"] = np.mean(returns)
             metrics["charts/SPS"] = window / (time.perf_counter() - began)
             log(metrics)
             line = f"step {step:>9,}/{args.total_timesteps:,}  return {np.mean(returns):9.1f}"
             print(f"{line}  {metrics['charts/SPS']:6,.0f} steps/s", flush=True)
+        if is_window_over:
             save(f"{run_dir}/checkpoint")
     save(f"{run_dir}/final")
     log(evaluate(stream, agent, args))
@@ -303,7 +309,7 @@ def train(args):
 
 def evaluate(stream, agent, args):
     """Returns of whole episodes with the likeliest actions, and with actions as in training."""
-    stream.frozen = True  # a step of training changes nothing of an evaluation, and vice versa
+    stream.frozen = True  # an evaluation leaves the statistics alone
     scores = {}
     for name, is_sampled in (("deterministic", False), ("sampled", True)):
         returns = []
@@ -364,7 +370,7 @@ class Network(nn.Module):
 class Agent:
     """Stream AC(lambda); or stream Q(lambda), with a value for each action and an unused actor."""
 
-    chosen = 0  # column of the value to learn: stream Q's action
+    chosen = 0  # column of the value to learn: stream Q's action, or the only one
 
     def __init__(self, stream, args):
         self.args = args
@@ -421,7 +427,7 @@ class Agent:
         metrics = {"losses/td_error": abs(delta)}
         # Stream Q also empties its trace after an action that was not the best one.
         reset = done or (self.is_q and values[0].argmax().item() != self.chosen)
-        objective = values[0, self.chosen]  # next values get no gradient
+        objective = values[0, self.chosen]  # not of row 1: next values get no gradient
         if not self.is_q:
             log_prob = self.distribution.log_prob(self.action).sum()
             entropy = self.distribution.entropy().sum()
@@ -446,7 +452,7 @@ class Agent:
 class Stream:
     """A task with normalized observations, the elapsed time appended, and scaled rewards."""
 
-    frozen = False  # True stops the statistics of observations
+    frozen = False  # True stops the statistics of observations and rewards
 
     def __init__(self, args):
         self.args = args
@@ -512,7 +518,7 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
     is_whole = isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
     if is_whole or not isinstance(space, SPACES):
         names = " or ".join(kind.__name__ for kind in SPACES)
-        sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
+        sys.exit(f"--env-id {env_id}: actions must be {names}, a Box of floats, not {space}")
     if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
         sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
@@ -599,13 +605,10 @@ if __name__ == "__main__":
     args = tyro.cli(Args)
     run_dir = args.resume or args.evaluate
     if run_dir:  # the flags of that run are the defaults
-        path = Path(run_dir, "args.json")
-        if not path.is_file():
-            sys.exit(f"{run_dir}: no args.json, so not a run folder")
         try:
-            saved = Args(**json.loads(path.read_text()))
-        except (ValueError, TypeError) as error:
-            sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
+            saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            sys.exit(f"{run_dir}: no run folder, or of another version of this script ({error})")
         args = tyro.cli(Args, default=saved)
         for name, before in vars(saved).items():
             now = getattr(args, name)

@@ -474,7 +474,8 @@ def train(args: Args) -> dict[str, float]:
         optimizer.load_state_dict(state["optimizer"])
     board = SummaryWriter(run_dir, purge_step=step + 1)
     board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
-    print(f"{run_dir}: {args.policy}, {args.num_envs} x {args.num_steps} steps, {device}")
+    size = f"{args.num_envs} x {args.num_steps}"
+    print(f"{run_dir}: {args.policy}, {size} steps on {device}, from step {step}")
 
     scores = {}
     start_anew = True
@@ -620,10 +621,12 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
     scores = {}
     for name, deterministic in (("deterministic", True), ("sampled", False)):
         returns, _ = play(envs, agent, args.seed + 10_000, deterministic)
-        scores[f"eval/{name}/return_mean"] = returns.mean().item()
-        scores[f"eval/{name}/return_std"] = returns.std().item()
+        check_finite(args.env_id, returns=returns)
+        mean, std = returns.mean().item(), returns.std().item()
+        print(f"{len(returns)} episodes, {name}: {mean:.1f} +- {std:.1f}", flush=True)
+        scores[f"eval/{name}/return_mean"] = mean
+        scores[f"eval/{name}/return_std"] = std
     envs.close()
-    print("  ".join(f"{tag} {value:.1f}" for tag, value in scores.items()), flush=True)
     return scores
 
 
@@ -663,9 +666,8 @@ def score_run(args: Args, device: torch.device) -> dict[str, float]:
     agent = Agent(envs, args).to(device)
     try:
         agent.load_state_dict(state["agent"])
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        sys.exit(f"{args.evaluate}: its networks are not those of these flags ({reason:.150})")
+    except RuntimeError:
+        sys.exit(f"{args.evaluate}: its networks are not those of these flags")
     scores = evaluate(agent, args) if args.eval_episodes else {}
     if args.video:
         try:
@@ -824,7 +826,7 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
     is_whole = isinstance(space, gym.spaces.Box) and space.dtype.kind != "f"
     if is_whole or not isinstance(space, SPACES):
         names = " or ".join(kind.__name__ for kind in SPACES)
-        sys.exit(f"--env-id {env_id}: actions must be {names} (of real numbers), not {space}")
+        sys.exit(f"--env-id {env_id}: actions must be {names}, a Box of floats, not {space}")
     if not isinstance(seen, gym.spaces.Box) or len(seen.shape) != 1:
         sys.exit(f"--env-id {env_id}: expected vectors as observations, not {seen}; flatten them")
     try:
@@ -946,8 +948,7 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> tu
             for n in np.flatnonzero(dones):
                 next_observations[n] = info["final_obs"][n]
                 episodes.append((unfinished.returns[n], unfinished.lengths[n]))
-            unfinished.returns *= ~dones
-            unfinished.lengths *= ~dones
+                unfinished.returns[n] = unfinished.lengths[n] = 0
         happened = raw_observations, np.array(rewards), dones, cut, next_observations
         steps.append((observations, actions, *happened))
     observations, actions, *happened = zip(*steps)
@@ -1124,13 +1125,10 @@ def parse_args() -> Args:
     run_dir = args.resume or args.evaluate
     if not run_dir:
         return args
-    path = Path(run_dir, "args.json")
-    if not path.is_file():
-        sys.exit(f"{run_dir}: no args.json, so not a run folder")
     try:
-        saved = Args(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        sys.exit(f"{path}: cannot be read, perhaps of another version of this script ({error})")
+        saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        sys.exit(f"{run_dir}: no run folder, or of another version of this script ({error})")
     args = tyro.cli(Args, default=saved)
     for name, before in asdict(saved).items():
         now = getattr(args, name)

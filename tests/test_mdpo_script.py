@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -114,3 +115,25 @@ def test_learning(tmp_path):
     assert metrics[512, "charts/episodic_return"] < 20
     assert np.mean(column(metrics, "charts/episodic_return")[-5:]) > 100
     assert metrics[25_600, "eval/deterministic/return_mean"] > 400
+
+
+def test_a_learning_rate_given_anew_on_resume(off_policy, tmp_path, monkeypatch):
+    """It acts from the checkpoint on, off-policy too, where no schedule sets it."""
+    folders = {}
+    for rate in (None, 1e-2):
+        folders[rate] = tmp_path / str(rate)
+        shutil.copytree(off_policy, folders[rate])
+        (folders[rate] / "checkpoints" / "step_000000000192.pt").unlink()
+        words = ["--learning-rate", rate] if rate else []
+        command(mdpo, monkeypatch, "--resume", folders[rate], *words)
+    as_before, changed = (results(folder) for folder in folders.values())
+    assert as_before == results(off_policy)
+    key = 192, "losses/policy_loss"
+    assert changed[key] != as_before[key]
+
+
+def test_a_run_too_short_to_learn_says_so(tmp_path, capsys):
+    train(mdpo, tmp_path / "a", **OFF | {"learning_starts": 10_000, "eval_episodes": 0})
+    assert "--learning-starts 10000: the run ends before, so nothing is learned" in capsys.readouterr().out
+    train(mdpo, tmp_path / "b", **OFF | {"eval_episodes": 0})
+    assert "nothing is learned" not in capsys.readouterr().out

@@ -113,7 +113,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("arac", "--env-id graph_confrontation --num-agents 5", "cycle_8 has 8 nodes, 10 players need one each"),
     ("arac", "--evader learned --asynchronous", "moves at the same time"),
     ("arac", "--output-dir run", "holds a run; continue it with --resume"),
-    ("arac", "--resume nothing", "nothing: no args.json, so not a run folder"),
+    ("arac", "--resume nothing", "nothing: no run folder, or of another version"),
     ("unimodal_poisson", "--env-id Hoper-v5", "--env-id Hoper-v5: Environment"),
     ("unimodal_poisson", "--env-id nothing.py:make", "there is no file nothing.py"),
     ("unimodal_poisson", "--env-id CartPole-v1 --policy gaussian", "Discrete(2); use categorical"),
@@ -138,8 +138,8 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("mdpo", "--env-id Hoper-v5", "--env-id Hoper-v5: Environment"),
     ("mdpo", "--env-id CartPole-v1", "actions must be Box"),
     ("mdpo", "--output-dir own.py/run --env-id Pendulum-v1", "--output-dir own.py/run: cannot be made (Not a directory)"),
-    ("mdpo", "--resume other_version", "other_version/args.json: cannot be read, perhaps of another version"),
-    ("arac", "--resume cut_version", "cut_version/args.json: cannot be read, perhaps of another version"),
+    ("mdpo", "--resume other_version", "other_version: no run folder, or of another version of this script ("),
+    ("arac", "--resume cut_version", "cut_version: no run folder, or of another version of this script ("),
 ]
 OWN_FILE = """\
 class Task:

@@ -73,7 +73,7 @@ RUNS = {
     "poisson": (unimodal_poisson, VECTOR | {"num_minibatches": 2, "update_epochs": 1}),
     "gaussian": (unimodal_poisson, VECTOR | {"num_minibatches": 2, "update_epochs": 1, "policy": "gaussian"}),
     "mdpo": (mdpo, VECTOR | {"sgd_steps": 1}),
-    "off": (mdpo, VECTOR | {"method": "off_policy", "learning_starts": 64}),
+    "off": (mdpo, VECTOR | {"method": "off_policy", "learning_starts": 0}),
     "stream": (stream_x, SMALL | {"hidden_size": 8}),
     "q": (stream_x, SMALL | {"hidden_size": 8, "algorithm": "q"}),
 }
@@ -87,7 +87,7 @@ REFUSED = {  # kind: the runs that refuse it, and what they say; all others trai
     "far": {"poisson": ENDLESS, "off": ENDLESS, "q": "not discrete"},
     "huge": {"poisson": ENDLESS, "off": ENDLESS, "q": "not discrete"},
     "unbounded": {"poisson": ENDLESS, "off": ENDLESS, "q": "not discrete"},
-    "whole": dict.fromkeys(RUNS, "of real numbers"),
+    "whole": dict.fromkeys(RUNS, "a Box of floats"),
     "number": {"gaussian": "use categorical", "mdpo": NOT_DISCRETE, "off": NOT_DISCRETE},
     "numbers": {"gaussian": "use categorical"} | dict.fromkeys(["mdpo", "off", "stream", "q"], NOT_DISCRETE),
     "bits": {"gaussian": "use categorical"} | dict.fromkeys(["mdpo", "off", "stream", "q"], NOT_DISCRETE),

@@ -58,7 +58,7 @@ def test_evaluation_of_a_run(whole, monkeypatch, capsys):
     """The same episodes as at the end of training give the same scores; more episodes by a flag."""
     expected = {tag: value for (step, tag), value in results(whole[0]).items() if step == 2048}
     command(unimodal_poisson, monkeypatch, "--evaluate", whole[0])
-    score = f"eval/sampled/return_mean {expected['eval/sampled/return_mean']:.1f}"
+    score = f"sampled: {expected['eval/sampled/return_mean']:.1f} +- "
     assert score in capsys.readouterr().out
     command(unimodal_poisson, monkeypatch, "--evaluate", whole[0], "--eval-episodes", 3)
     printed = capsys.readouterr().out
@@ -176,7 +176,7 @@ def test_discrete_actions(cartpole, monkeypatch, capsys):
     assert 0 < metrics[32_768, "losses/entropy"] < metrics[256, "losses/entropy"] <= math.log(2) + 1e-6
     assert json.loads((cartpole / "args.json").read_text())["policy"] == "categorical"
     command(unimodal_poisson, monkeypatch, "--evaluate", cartpole)
-    score = f"eval/sampled/return_mean {scores[1]:.1f}"
+    score = f"sampled: {scores[1]:.1f} +- "
     assert score in capsys.readouterr().out
 
 
