@@ -1014,6 +1014,10 @@ def check_flags(args: Args) -> None:
             sys.exit(f"{flag}: expected JSON, found {error}")
         if not isinstance(settings, dict):
             sys.exit(f"{flag}: expected JSON in braces, found {settings}")
+    for name in ("task", "task_config"):
+        is_given = getattr(args, name, None) != getattr(Args, name, None)
+        if is_given and args.env != "reasoning_gym":
+            sys.exit(f"--{name.replace('_', '-')}: needs --env reasoning_gym")
     if args.chat_template_path and not os.path.isfile(args.chat_template_path):
         sys.exit(f"--chat-template-path {args.chat_template_path}: no such file")
     folder = args.output_dir or "runs"
@@ -1108,7 +1112,11 @@ def from_file(flag: str, name: str, *words: str):
     found = getattr(sys.modules[title], attribute)
     try:
         if words:
-            inspect.signature(found).bind(*words)
+            signature = inspect.signature(found)
+            signature.bind(*words)
+            order = [name for name in signature.parameters if name in words]
+            if order != [word for word in words if word in order]:
+                raise TypeError(f"its parameters are {', '.join(order)}")
     except (TypeError, ValueError) as error:
         sys.exit(f"{flag} {name}: cannot be called as {attribute}({', '.join(words)}), {error}")
     return found
@@ -1190,7 +1198,9 @@ def load_model(args: Args):
             sys.exit(f"--model-name-or-path {path}: {kind}; the trained model is in RUN/final")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True
+        )
         if args.chat_template_path:
             tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
     except Exception as error:  # of safetensors, torch and tokenizers, too
@@ -1198,6 +1208,11 @@ def load_model(args: Args):
         if "header" in reason:
             reason += "; is a file cut off, or a pointer of Git LFS?"
         sys.exit(f"--model-name-or-path {path}: cannot be loaded ({reason:.400})")
+    missing = dict(model.named_parameters()).keys() & found["missing_keys"]
+    if missing:
+        sys.exit(
+            f"--model-name-or-path {path}: without weights for {min(missing)}; is it complete?"
+        )
     if not tokenizer.encode("a"):
         sys.exit(f"--model-name-or-path {path}: has no tokenizer")
     if tokenizer.chat_template is None:

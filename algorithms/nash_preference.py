@@ -641,9 +641,9 @@ def prefer(task, pairs: list[tuple], args: Args) -> list[float]:
     different = [pair for pair in pairs if pair[1] != pair[2]]
     found = call_each("preference function", task.preference, different, args)
     for value in found:
-        if not 0 <= value <= 1:
+        if not -1e-6 <= value <= 1 + 1e-6:  # float32 rounds
             sys.exit(f"preference function: returned {value:g}, expected a probability from 0 to 1")
-    values = iter(found)
+    values = iter(min(max(value, 0.0), 1.0) for value in found)
     return [0.5 if a == b else next(values) for _, a, b in pairs]
 
 
@@ -822,6 +822,10 @@ def check_flags(args: Args) -> None:
             sys.exit(f"{flag}: expected JSON, found {error}")
         if not isinstance(settings, dict):
             sys.exit(f"{flag}: expected JSON in braces, found {settings}")
+    for name in ("task", "task_config"):
+        is_given = getattr(args, name, None) != getattr(Args, name, None)
+        if is_given and args.env != "reasoning_gym":
+            sys.exit(f"--{name.replace('_', '-')}: needs --env reasoning_gym")
     if args.chat_template_path and not os.path.isfile(args.chat_template_path):
         sys.exit(f"--chat-template-path {args.chat_template_path}: no such file")
     folder = args.output_dir or "runs"
@@ -890,18 +894,20 @@ def read_file(name: str, parse_float) -> list:
         path, *config = name.removeprefix("hub:").split(":", 2)
         split = config.pop() if config else "train"
         return datasets.load_dataset(path, *config, split=split).to_list()
-    if name.endswith(".parquet"):
+    kind = Path(name).suffix.lower()
+    if kind in (".parquet", ".pq"):
         import pyarrow.parquet
 
         return pyarrow.parquet.read_table(name).to_pylist()
-    if name.endswith(".csv"):
+    if kind == ".csv":
+        csv.field_size_limit(2**31 - 1)
         with open(name, encoding="utf-8-sig", newline="") as file:
-            names, *rows = csv.reader(file)
+            names, *rows = [*csv.reader(file)] or [[]]
         # A row of another length stays a list, which read_rows refuses.
         return [dict(zip(names, row)) if len(row) == len(names) else row for row in rows if row]
     # Bytes that are not UTF-8 become half surrogate pairs, which read_rows looks for.
     text = Path(name).read_text(encoding="utf-8-sig", errors="surrogateescape")
-    if name.endswith(".json") and text.lstrip().startswith("["):
+    if kind in (".json", ".jsonl") and text.lstrip().startswith("["):
         return json.loads(text, parse_float=parse_float)
     return text.split("\n")
 
@@ -913,7 +919,7 @@ def read_rows(name: str, parse_float=float):
     Hub. ValueError of one sentence if something cannot be read.
     """
     if not str(name).startswith("hub:") and not os.path.isfile(name):
-        raise ValueError(f"{name}: no such file")
+        raise ValueError(f"{name}: no such file; of the Hugging Face Hub: hub:NAME:CONFIG:SPLIT")
     try:
         rows = read_file(str(name), parse_float)
     except ImportError as error:
@@ -931,7 +937,8 @@ def read_rows(name: str, parse_float=float):
                 row = json.loads(row.rstrip(), parse_float=parse_float)
             json.dumps(row, ensure_ascii=False, default=str).encode()
         except UnicodeError:
-            raise ValueError(f"{place}: not UTF-8, or half a surrogate pair") from None
+            kinds = "of a .jsonl, .json, .csv or .parquet file"
+            raise ValueError(f"{place}: not UTF-8 text {kinds}, or half a surrogate pair") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{place}: not JSON, {str(error).replace('line 1 ', '')}") from None
         if not isinstance(row, dict):
@@ -1030,7 +1037,11 @@ def from_file(flag: str, name: str, *words: str):
     found = getattr(sys.modules[title], attribute)
     try:
         if words:
-            inspect.signature(found).bind(*words)
+            signature = inspect.signature(found)
+            signature.bind(*words)
+            order = [name for name in signature.parameters if name in words]
+            if order != [word for word in words if word in order]:
+                raise TypeError(f"its parameters are {', '.join(order)}")
     except (TypeError, ValueError) as error:
         sys.exit(f"{flag} {name}: cannot be called as {attribute}({', '.join(words)}), {error}")
     return found
@@ -1202,7 +1213,9 @@ def load_model(args: Args):
             sys.exit(f"--model-name-or-path {path}: {kind}; the trained model is in RUN/final")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True
+        )
         if args.chat_template_path:
             tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
     except Exception as error:  # of safetensors, torch and tokenizers, too
@@ -1210,6 +1223,11 @@ def load_model(args: Args):
         if "header" in reason:
             reason += "; is a file cut off, or a pointer of Git LFS?"
         sys.exit(f"--model-name-or-path {path}: cannot be loaded ({reason:.400})")
+    missing = dict(model.named_parameters()).keys() & found["missing_keys"]
+    if missing:
+        sys.exit(
+            f"--model-name-or-path {path}: without weights for {min(missing)}; is it complete?"
+        )
     if not tokenizer.encode("a"):
         sys.exit(f"--model-name-or-path {path}: has no tokenizer")
     if tokenizer.chat_template is None:

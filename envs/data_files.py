@@ -14,18 +14,20 @@ def read_file(name: str, parse_float) -> list:
         path, *config = name.removeprefix("hub:").split(":", 2)
         split = config.pop() if config else "train"
         return datasets.load_dataset(path, *config, split=split).to_list()
-    if name.endswith(".parquet"):
+    kind = Path(name).suffix.lower()
+    if kind in (".parquet", ".pq"):
         import pyarrow.parquet
 
         return pyarrow.parquet.read_table(name).to_pylist()
-    if name.endswith(".csv"):
+    if kind == ".csv":
+        csv.field_size_limit(2**31 - 1)
         with open(name, encoding="utf-8-sig", newline="") as file:
-            names, *rows = csv.reader(file)
+            names, *rows = [*csv.reader(file)] or [[]]
         # A row of another length stays a list, which read_rows refuses.
         return [dict(zip(names, row)) if len(row) == len(names) else row for row in rows if row]
     # Bytes that are not UTF-8 become half surrogate pairs, which read_rows looks for.
     text = Path(name).read_text(encoding="utf-8-sig", errors="surrogateescape")
-    if name.endswith(".json") and text.lstrip().startswith("["):
+    if kind in (".json", ".jsonl") and text.lstrip().startswith("["):
         return json.loads(text, parse_float=parse_float)
     return text.split("\n")
 
@@ -37,7 +39,7 @@ def read_rows(name: str, parse_float=float):
     Hub. ValueError of one sentence if something cannot be read.
     """
     if not str(name).startswith("hub:") and not os.path.isfile(name):
-        raise ValueError(f"{name}: no such file")
+        raise ValueError(f"{name}: no such file; of the Hugging Face Hub: hub:NAME:CONFIG:SPLIT")
     try:
         rows = read_file(str(name), parse_float)
     except ImportError as error:
@@ -55,7 +57,8 @@ def read_rows(name: str, parse_float=float):
                 row = json.loads(row.rstrip(), parse_float=parse_float)
             json.dumps(row, ensure_ascii=False, default=str).encode()
         except UnicodeError:
-            raise ValueError(f"{place}: not UTF-8, or half a surrogate pair") from None
+            kinds = "of a .jsonl, .json, .csv or .parquet file"
+            raise ValueError(f"{place}: not UTF-8 text {kinds}, or half a surrogate pair") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{place}: not JSON, {str(error).replace('line 1 ', '')}") from None
         if not isinstance(row, dict):

@@ -79,8 +79,8 @@ BROKEN = [  # the third line of a file, part of the sentence
     ('{"prompt": [{"role": "human", "content": "Who?"}]}', "line 3: found {'role': 'human'"),
     ('{"prompt": [{"role": "user", "content": [{"type": "text", "text": "Who?"}]}]}', "line 3: found {'role': 'user', 'content': [{"),
     ('{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', "expected something to answer"),
-    ('{"question": "half \\ud83d of a pair"}', "line 3: not UTF-8, or half a surrogate pair"),
-    (b'{"question": "caf\xe9?"}', "line 3: not UTF-8, or half a surrogate pair"),
+    ('{"question": "half \\ud83d of a pair"}', "line 3: not UTF-8 text of a .jsonl, .json, .csv or .parquet file, or half a surrogate pair"),
+    (b'{"question": "caf\xe9?"}', "line 3: not UTF-8 text of a .jsonl, .json, .csv or .parquet file, or half a surrogate pair"),
     ('{"question": "a", "meta": ' + "[" * 200_000 + "]" * 200_000 + "}", "line 3: not JSON, maximum recursion depth"),
     ('{"question": "a", "n": 1' + "0" * 5000 + "}", "line 3: not JSON, Exceeds the limit (4300 digits)"),
     ("{'question': 'a'}", "line 3: not JSON, Expecting property name"),
@@ -118,3 +118,17 @@ def test_a_sorted_file_is_not_judged_by_its_beginning(tmp_path):
         assert held and train and not held & train and len(task.evaluation_rows) == 2 * len(held)
     first = [row["level"] for row in task.evaluation_problems(16)]
     assert 100 < sum(first) / len(first) < 300 and 10 <= len(held) <= 40  # a 16th of 400 is 25
+
+
+def test_names_and_contents_that_people_bring(tmp_path):
+    """Endings in capitals, an array in a .jsonl, long fields, an empty table, a name of the Hub without hub:."""
+    (tmp_path / "UP.CSV").write_text("question,answer\nWho?,Ann\n")
+    assert list(data_files.read_rows(str(tmp_path / "UP.CSV"))) == [(f"{tmp_path / 'UP.CSV'}, row 1", {"question": "Who?", "answer": "Ann"})]
+    (tmp_path / "array.jsonl").write_text(json.dumps(ROWS, indent=1))
+    assert [row for _, row in data_files.read_rows(str(tmp_path / "array.jsonl"))] == ROWS
+    (tmp_path / "long.csv").write_text(f"question\n{'a' * 200_000}\n")
+    assert [len(row["question"]) for _, row in data_files.read_rows(str(tmp_path / "long.csv"))] == [200_000]
+    (tmp_path / "empty.csv").write_text("")
+    assert list(data_files.read_rows(str(tmp_path / "empty.csv"))) == []
+    with pytest.raises(ValueError, match="of the Hugging Face Hub: hub:NAME:CONFIG:SPLIT"):
+        list(data_files.read_rows("openai/gsm8k"))

@@ -27,6 +27,8 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", OWN + "ones own.py:ones", "--reward: functions need different names"),
     ("grpo", OWN + "trl", "--reward own.py:trl: cannot be called as trl(problem, completion), too many positional arguments"),
     ("grpo", OWN + "verl", "cannot be called as verl(problem, completion), missing a required argument: 'extra'"),
+    ("grpo", OWN + "swapped", "cannot be called as swapped(problem, completion), its parameters are completion, problem"),
+    ("grpo", "--task leg_counting", "--task: needs --env reasoning_gym"),
     ("grpo", OWN + "number", "--reward own.py:number: cannot be called as number(problem, completion), 3 is not a callable"),
     ("grpo", OWN + "short", "reward function short: returned 1 numbers for 256 answers"),
     ("grpo", OWN + "nothing --num-prompts-per-step 1", "reward function nothing: returned None"),
@@ -153,6 +155,9 @@ def verl(source, solution, extra):
     return 1.0
 
 number = 3
+
+def swapped(completion, problem):
+    return 1.0
 
 def short(problems, completions):
     return [1.0]

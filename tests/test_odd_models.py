@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from language_runs import SMALL, completions, numbers, train
@@ -181,7 +182,7 @@ def test_tags_that_are_special_tokens(odd, monkeypatch):
     for token in tokenizer["added_tokens"]:
         token["special"] = True
     path = odd(tokenizer__json=json.dumps(tokenizer))
-    assert "<answer> is a special token" in refusal(grpo, monkeypatch, "--model-name-or-path", path, "--max-completion-length", "80")
+    assert "its tokenizer loses <answer>; give --reward" in refusal(grpo, monkeypatch, "--model-name-or-path", path, "--max-completion-length", "80")
 
 
 def test_weights_that_were_cut_off(odd, monkeypatch):
@@ -235,3 +236,13 @@ def test_answers_in_the_file_of_completions_are_whole(odd, tmp_path):
     train(grpo, tmp_path / "run", **values)
     assert all(row["completion"].startswith("<think>\n") for row in completions(tmp_path / "run"))
     assert numbers(tmp_path / "run")[1, "train/completions/mean_length"] <= 16
+
+
+def test_a_model_without_some_of_its_weights(odd, monkeypatch):
+    """transformers would draw them at random and say so in a report."""
+    path = odd()
+    weights = safetensors.torch.load_file(f"{path}/model.safetensors")
+    name = next(name for name in sorted(weights) if "layers.0" in name)
+    del weights[name]
+    safetensors.torch.save_file(weights, f"{path}/model.safetensors", {"format": "pt"})
+    assert f"without weights for {name}; is it complete?" in refusal(grpo, monkeypatch, "--model-name-or-path", path)
