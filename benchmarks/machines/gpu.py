@@ -42,6 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,6 +116,7 @@ class Run:
     writes_rows: bool = False  # gets the CSV, to which it writes rows itself
     saved: bool = True  # the random weights are a folder; else gpu_short.py makes them on the device
     curve: bool = False  # keep its metrics
+    reserve: float = 0.0  # seconds of the part that it leaves to the runs after it
     largest_gap: float = LARGEST_GAP
 
 
@@ -181,8 +183,10 @@ def short_runs(small: bool) -> list[Run]:
     step = ("small", 16, 16) if small else ("0.5B", 256, 256)
     steps = [model_run(*step, vllm, at_once=16 if small else 64) for vllm in ("", "--vllm")]
     theirs = [Run(f"TRL: {run.name}", "benchmarks/machines/trl_steps", run.flags, run.shape) for run in steps]
-    pairs = [[run, other] if find_spec("trl") else [run] for run, other in zip(steps, theirs)]
-    name, flags = ("SmolLM2-135M", SMOLLM2) if Path(ROOT, "smollm2").exists() else ("grpo", "")
+    has_trl = find_spec("trl") and find_spec("datasets")
+    pairs = [[run, other] if has_trl else [run] for run, other in zip(steps, theirs)]
+    has_model = Path(ROOT, "smollm2", "config.json").exists() and find_spec("reasoning_gym")
+    name, flags = ("SmolLM2-135M", SMOLLM2) if has_model else ("grpo", "")
     if small:
         name, flags = "grpo", "--max-steps 2 --eval-steps 1 --eval-problems 8"
     whole = [Run(f"{name}, seed {seed}", "grpo", f"{flags} --seed {seed}", curve=True) for seed in (1, 2, 3)]
@@ -190,7 +194,7 @@ def short_runs(small: bool) -> list[Run]:
     large = model_run(*size, "--gradient-checkpointing --lora-rank 16", steps=2)
     large = replace(large, saved=False, largest_gap=0.05)  # 7B rounds more than the others
     together = [replace(run, jobs=4) for run in (*whole, large)]
-    alone = [replace(run, jobs=1) for run in (*runs, *pairs[0])]
+    alone = [replace(run, jobs=1, reserve=150.0) for run in (*runs, *pairs[0])]
     last = [replace(run, jobs=1) for run in pairs[1]] if find_spec("vllm") else []
     return [*alone, *together, *last]
 
@@ -245,6 +249,7 @@ def child(words: list[str]) -> None:
     except SystemExit as stop:
         error = str(stop.code or "")
     except Exception as failure:
+        traceback.print_exc()
         error = f"{type(failure).__name__}: {failure}"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux has KiB
     if torch.cuda.is_available():
@@ -278,12 +283,14 @@ def in_child(words: list[str], seconds: float, device: str, processes: int = 1) 
     lines = [line for line in output.splitlines() if line.startswith(FOUND)]
     found = [json.loads(line.removeprefix(FOUND)) for line in lines]
     if not found or process.returncode:
-        print(output[-1000:], errors[-2000:], sep="\n", file=sys.stderr)
+        print(output[-1000:], errors[-6000:], sep="\n", file=sys.stderr)
     if not found:
         last = (errors.strip().splitlines() or [""])[-1]
         return {"error": late or f"exit status {process.returncode} {last}".strip()}
     peak = max(each["peak_memory_gb"] for each in found)
-    return {"error": late or max(each["error"] for each in found), "peak_memory_gb": peak}
+    row = {"error": late or max(each["error"] for each in found), "peak_memory_gb": peak}
+    notes = [line for line in output.splitlines() if line.startswith("decoding is not recorded")]
+    return row | ({"note": notes[0][:200]} if notes else {})
 
 
 def speeds(run_dir: Path) -> dict[str, float]:
@@ -339,7 +346,8 @@ def measure(run: Run, folder: str, seconds: float, device: str, path: Path = RES
     if run.shape and run.script == "grpo" and "--vllm" not in words:
         flags = tyro.cli(grpo.Args, args=words[1:])
         moments = memory_model(SHAPES[run.shape], flags, run.processes)
-        computed["computed_gb"] = max(moments[name] for name in ("start", "rollout", "update"))
+        names = ("start", "rollout", "update") if run.saved else ("rollout", "update")
+        computed["computed_gb"] = max(moments[name] for name in names)
     if not run.saved:
         words = ["benchmarks/machines/gpu_short.py", "train", *words[1:]]
     launcher = "python" if run.processes == 1 else f"torchrun --nproc_per_node {run.processes}"
@@ -380,7 +388,8 @@ def write_row(path: Path, row: dict) -> None:
         if path.exists():
             old = pd.read_csv(path)
             table = pd.concat([old[(old.part != row["part"]) | (old.run != row["run"])], table])
-        table.to_csv(path, index=False, lineterminator="\n")
+        table.to_csv(f"{path}.tmp", index=False, lineterminator="\n")
+        os.replace(f"{path}.tmp", path)
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
 
 
@@ -397,7 +406,12 @@ def main(args: Args) -> None:
 
     def row_of(run: Run, folder: str, jobs: int) -> None:
         """Measure, and write the row."""
-        row = {"run": run.name} | same | measure(run, folder, end - time.perf_counter(), args.device, path)
+        left = end - time.perf_counter() - run.reserve
+        try:
+            row = {"run": run.name} | same | measure(run, folder, left, args.device, path)
+        except Exception as failure:  # the others go on
+            traceback.print_exc()
+            row = {"run": run.name} | same | {"error": f"{type(failure).__name__}: {failure}"[:300]}
         if str(row.get("error")).startswith("skipped"):
             print(f"{run.name}: {row['error']}", flush=True)
             return

@@ -5,9 +5,12 @@
     python benchmarks/machines/gpu_short.py train FLAGS           # grpo.py; the last part of the model's name is SHAPE
 
 decode: `generate` of grpo.py beside the loop that the scripts had before, tests/plain_decode.py, on one
-model in bfloat16, with prompts of 77 tokens in groups of 8. Both first write a few tokens of a few rows,
-which loads kernels. In a first call the allocator's memory has been given back; ours comes first.
-Tokens a second include the prompts; same_rows is the share of rows in which both write the same tokens.
+model in bfloat16, with prompts of 77 tokens in groups of 8. Each first writes four tokens of all rows,
+which loads kernels. Then the allocator's memory is given back, and it makes its calls before the other
+begins. Where the old loop would take minutes it writes plain_length tokens of a row, which favours it.
+Tokens a second include the prompts. gap is the mean difference between log-probabilities of the first
+group as sampled and as the learner computes them; same_tokens is how many tokens of a row both write
+before they first differ, as bfloat16 rounds otherwise where the cache has another width.
 
 update: `update` of grpo.py, weights in float32 and --bf16, on completions of random tokens: the mean
 of two calls after a first one, whose seconds stand in first_seconds (with --compile it compiles).
@@ -33,11 +36,11 @@ from benchmarks.machines import gpu  # noqa: E402
 PROMPT = 77  # tokens, as those of Countdown with a public tokenizer
 GROUP = 8
 ENDS_EVERY = {"small": 20}  # 1 token in so many ends a row where rows end early
-# Rows, tokens of a row, whether rows end early, whether a second call is measured.
+# Rows, tokens of a row, those that the old loop writes, whether rows end early, calls.
 DECODE = {
-    "0.5B": [(256, 256, False, True), (256, 512, True, False)],
-    "1.5B": [(64, 1024, False, False)],
-    "small": [(16, 16, False, True), (16, 64, True, False)],
+    "0.5B": [(256, 256, 256, False, ("first", "second")), (256, 512, 512, True, ("first",))],
+    "1.5B": [(64, 1024, 256, False, ("first",))],
+    "small": [(16, 16, 8, False, ("first", "second")), (16, 64, 64, True, ("first",))],
 }
 UPDATE = {"0.5B": (256, 256), "small": (16, 16)}  # rows, tokens of a row
 PASSES = {"0.5B": (4096, 16384, 65536), "small": (128, 256, 1024)}  # --micro-batch-tokens
@@ -95,37 +98,60 @@ def peak() -> dict[str, float]:
 # --- Decoding -------------------------------------------------------------------------------------
 
 
-def decode_both(model, rows: int, length: int, vocab: int) -> dict[str, float]:
-    """Columns of a call of both."""
-    args = grpo.Args(max_completion_length=length)
-    prompts = prompts_of(rows, vocab)
+def calls(generate, model, rows: int, length: int, names: tuple[str, ...]) -> dict[str, tuple]:
+    """Seconds and completions of each call."""
+    prompts = prompts_of(rows, model.config.vocab_size)
     seeds = range(1, rows + 1)
+    generate(model, prompts, grpo.Args(max_completion_length=4), seeds)
+    give_memory_back()
     count_anew()
-    our_seconds, ours = seconds(lambda: grpo.generate(model, prompts, args, seeds))
-    found = peak()
-    plain_seconds, plain = seconds(lambda: plain_decode.generate(model, prompts, args, seeds))
-    found["tokens"] = sum(len(completion.ids) for completion in ours)
-    plain_tokens = sum(len(completion.ids) for completion in plain)
-    found["decode_tokens_per_second"] = found["tokens"] / our_seconds
-    found["plain_tokens_per_second"] = plain_tokens / plain_seconds
-    found["ratio"] = found["decode_tokens_per_second"] / found["plain_tokens_per_second"]
-    same = [one.ids == other.ids for one, other in zip(ours, plain)]
-    return found | {"same_rows": sum(same) / rows, "seconds": our_seconds + plain_seconds}
+    args = grpo.Args(max_completion_length=length)
+    return {name: seconds(lambda: generate(model, prompts, args, seeds)) for name in names}
+
+
+@torch.no_grad()
+def gap(model, group: list[grpo.Completion]) -> float:
+    """Mean difference between log-probabilities of a group as sampled and as the learner has them."""
+    packed = grpo.pack(group, [list(range(len(group)))], model.device)
+    learner = model.token_logprobs(packed, grpo.Args())
+    return (packed.sampled_logprobs - learner).abs().mean().item()
+
+
+def speed(prefix: str, duration: float, completions: list[grpo.Completion]) -> dict[str, float]:
+    """Columns of a call."""
+    tokens = sum(len(completion.ids) for completion in completions)
+    return {f"{prefix}_tokens": tokens, f"{prefix}_tokens_per_second": tokens / duration}
+
+
+def same_tokens(one: list[grpo.Completion], other: list[grpo.Completion]) -> float:
+    """Tokens of a row before the first difference, mean over rows."""
+    found = []
+    for a, b in zip(one, other):
+        pairs = list(zip(a.ids, b.ids))
+        found.append(next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs)))
+    return sum(found) / len(found)
 
 
 def measure_decoding(shape: str, write) -> None:
-    """A row for each case and call."""
-    vocab = gpu.SHAPES[shape].vocab
+    """A row for each case and call, written as soon as ours is measured, and again beside the old loop."""
     model = model_of(shape, torch.bfloat16)
-    decode_both(model, GROUP, 4, vocab)
-    for rows, length, early, twice in DECODE[shape]:
+    for rows, length, plain_length, early, names in DECODE[shape]:
         if early:
+            vocab = model.config.vocab_size
             model.generation_config.eos_token_id = list(range(0, vocab, ENDS_EVERY.get(shape, 200)))
-        name = f"decode {shape}, {rows} x {length}" + ", rows end early" * early
-        give_memory_back()
-        write({"run": f"{name}, first call"} | decode_both(model, rows, length, vocab))
-        if twice:
-            write({"run": f"{name}, second call"} | decode_both(model, rows, length, vocab))
+        title = f"decode {shape}, {rows} x {length}" + ", rows end early" * early
+        ours = calls(grpo.generate, model, rows, length, names)
+        columns = peak() | {"recorded": not hasattr(model, "unrecorded") and model.device.type == "cuda"}
+        found = {}
+        for name, (duration, completions) in ours.items():
+            found[name] = {"run": f"{title}, {name} call"} | columns | {"seconds": duration}
+            found[name] |= speed("decode", duration, completions) | {"gap": gap(model, completions[:GROUP])}
+            write(found[name])
+        plain = calls(plain_decode.generate, model, rows, plain_length, names)
+        for name, (duration, completions) in plain.items():
+            row = found[name] | {"plain_length": plain_length} | speed("plain", duration, completions)
+            row["ratio"] = row["decode_tokens_per_second"] / row["plain_tokens_per_second"]
+            write(row | {"same_tokens": same_tokens(ours[name][1], completions)})
 
 
 # --- The update -----------------------------------------------------------------------------------
@@ -189,6 +215,12 @@ def train(words: list[str]) -> None:
         model = model_of(Path(args.model_name_or_path).name, torch.float32)
         return model, gpu.tokenizer()
 
+    def load_checkpoint(*state) -> None:
+        count_anew()  # the model that was made here in float32 is not the run's peak
+        restore(*state)
+
+    restore = grpo.load_checkpoint
+    grpo.load_checkpoint = load_checkpoint
     grpo.load_model = load_model
     grpo.save_final = lambda *_: None
     sys.argv = ["algorithms/grpo.py", *words]
@@ -198,6 +230,7 @@ def train(words: list[str]) -> None:
 def main(what: str, *words: str) -> None:
     """Measure; every row is written at once."""
     transformers.logging.disable_progress_bar()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as setup of grpo.py
     if what == "train":
         return train(list(words))
     shape, csv = words
