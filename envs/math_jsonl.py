@@ -313,7 +313,7 @@ REWRITES = (  # in this order
     (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
     (r"\\mathbb ?R(?![a-zA-Z])|ℝ|\(-\\infty ?, ?\+?\\infty ?\)", r"\\mathbb{R}"),
     (r"(?i)^ ?(?:all |the )?real(?:s| numbers)[ .]*$", r"\\mathbb{R}"),
-    (r"(?<![\w\\])(USD|EUR|GBP|JPY|INR|Rs)\.? ?(?=\d)", lambda match: UNITS[match[1].lower()]),
+    (r"(?<![\w\\])(USD|EUR|GBP|INR|Rs)\.? ?(?=\d)", lambda match: UNITS[match[1].lower()]),
 )
 SPACES = (  # that mean nothing
     (r" ?([^\w\\ ])(?:(?<!\d[)}]) | (?![a-zA-Z]{3}))?", r"\1"),  # but \frac{3}{4} cup, (5) men
@@ -376,13 +376,13 @@ UNITS = {  # each with its other names
     "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",
     "m": "meter metre", "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "hr": "h hour",
     "min": "minute", "s": "sec second", "kg": "kilogram", "g": "gram", "ml": "milliliter",
-    "l": "liter litre", "lb": "pound", "$": "dollar usd", "€": "euro eur", "£": "gbp", "¥": "yen jpy",
+    "l": "liter litre", "lb": "pound", "$": "dollar usd", "€": "euro eur", "£": "gbp", "yen": "jpy",
     "₹": "rupee inr rs", "%": "percent percentage pct", "°": "degree deg", "°c": "celsius", "°f": "fahrenheit",
     "unit": "", "mi/hr": "mph", "km/hr": "kph kmh", "oz": "ounce",
     "mg": "milligram", "rad": "radian", "am": "", "pm": "", "th": "st nd rd", "sq": "square", "cu": "cubic",
 }  # fmt: skip
 UNITS = {name: unit for unit, names in UNITS.items() for name in [unit, *names.split()]}
-ALIKE = ({"£", "lb"}, {"¥", "yuan"})  # pounds are money or a weight
+ALIKE = ({"£", "lb"}, {"¥", "yen"}, {"¥", "yuan"})  # pounds are money or a weight
 NOT_UNITS = set(
     "and or not to than then if when where is are for more less least most hundred thousand dozen gross lakh crore "
     "grand half halves third quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth "
