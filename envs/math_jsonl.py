@@ -388,7 +388,8 @@ NOT_UNITS = set(
     "grand half halves third quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth "
     "thousandth millionth billionth sqrt root radical mod over times plus minus squared cubed doubled tripled pair "
     "base below above zero sin cos tan log ln factorial infinity choose wrong pi theta alpha beta abc xyz k K M B x y "
-    "ten score scores basis mega giga mil mill mille millier mio tausend milhões milhão permille promille cot exp".split()
+    "ten score scores basis mega giga mil mill mille millier mio tausend milhões milhão permille promille cot "
+    "exp".split()
 )
 NOT_A_UNIT = re.compile(  # million, millones, Milliarden, sixteenths, 半
     r"(?:(?:m|b|tr|quadr|quint|sext)ill?i?[oó]n|mill?iard)(?:e?s|en?|i)?|\w+(?:teen|tie)ths?|.*[半倍割成折打双].*",
