@@ -118,10 +118,14 @@ def check_agent_task(task, args, make_episode, ask, score) -> None:
 
 
 def can_be_called(task, name: str, parameters: str) -> None:
-    """Exit unless a method takes these parameters."""
+    """Exit unless a method takes these parameters, in this order where it has their names."""
     words = parameters.split()
     try:
-        inspect.signature(getattr(task, name)).bind(*words)
+        signature = inspect.signature(getattr(task, name))
+        signature.bind(*words)
+        order = [word for word in signature.parameters if word in words]
+        if order != [word for word in words if word in order]:
+            raise TypeError(f"its parameters are {', '.join(order)}")
     except TypeError as error:
         sys.exit(f"{name}: cannot be called as {name}({', '.join(words)}), {error}")
 
@@ -176,6 +180,11 @@ def check_examiner_task(task, args, make_episode, ask, score) -> None:
 def check_team(team, args, score) -> None:
     """One episode in which every agent writes nothing."""
     need(f"--env {args.env}", team, "agents task start prompt advance", "envs/teams.py")
+    names = team.agents
+    listed = isinstance(names, list | tuple) and names
+    if not listed or not all(isinstance(name, str) for name in names):
+        words = "expected a tuple of texts; of one agent it is ('writer',)"
+        sys.exit(f"--env {args.env}: its agents are {names!r:.100}, {words}")
     names = "train_problem" + " reward_functions" * (not args.reward)
     names += " train_rows evaluation_rows" if args.eval_dataset else " evaluation_problems"
     need(f"--env {args.env}: its task", team.task, names, "envs/teams.py")

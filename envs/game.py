@@ -22,6 +22,7 @@ dependencies, importable alone.
 
 import random
 import re
+import sys
 
 REQUEST = "Think inside <think> </think>, then give your action inside \\boxed{}."
 
@@ -100,7 +101,8 @@ class Game:
             self.end(offender, *self.forfeit_rewards, "forfeit")
         elif not (accepted := self.play(action)):
             if accepted is None:
-                raise TypeError(f"{type(self).__name__}.play() must return True or False")
+                words = "expected True, or False to reject the action"
+                sys.exit(f"{type(self).__name__}.play: returned {accepted}, {words}")
             self.end(offender, *self.rejected_rewards, "rejected")
         elif not self.done and self.turns >= self.max_turns:
             self.end(0, 0.0, 0.0, "turn limit")

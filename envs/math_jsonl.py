@@ -93,15 +93,19 @@ def read_line(row: dict, where: str) -> Problem:
             raise ValueError(f"{where}: found {found}, expected {expected}")
 
     texts = []
+    filled = ", ".join(key for key in row if row[key] is not None)
     numbers = (str, int, Decimal, float)  # floats of tables
     for keys, types in ((("prompt", "question", "problem"), (str,)), (("answer", "solution"), numbers)):
         key = next((key for key in keys if row.get(key) is not None), None)
-        check(key is not None, f"no {keys[0]}", f"a key {' or '.join(keys)}")
+        check(key is not None, f"no {keys[0]} among the keys {filled:.80}", f"a key {' or '.join(keys)}")
         kind = type(row[key])  # not isinstance: True would pass for an int
         check(kind is str or row[key] == row[key], f"{key} NaN", "a number")
         check(kind in types, f"{key} of type {kind.__name__}", "a string or a number" if int in types else "a string")
-        gold = extract_answer(str(row[key])) if int in types else None
-        texts.append(str(row[key]).strip() if gold is None else gold)
+        text = str(row[key])
+        if int in types:
+            gold = extract_answer(text)
+            text = spoken(text) if gold is None else gold
+        texts.append(text.strip())
         check((normal(texts[-1]) if int in types else texts[-1]) != "", f"an empty {key}", "some text")
         half = re.search("[\ud800-\udfff]", texts[-1])  # legal JSON, but no tokenizer takes it
         check(not half, f"half a surrogate pair in {key}", "whole characters")
@@ -276,6 +280,7 @@ FUNCTIONS = (
     r"(?![a-zA-Z])"
 )
 REWRITES = (  # in this order
+    (BOLD, r"\1"),  # **Answer:** 12
     (r"[⁰¹²³⁴-⁹⁻]+", lambda match: f"^{{{match.group().translate(SUPERSCRIPTS)}}}"),
     (r"\d", lambda match: str(unicodedata.decimal(match.group()))),  # of any script
     (r"\\!\s*", ""),
@@ -304,16 +309,21 @@ REWRITES = (  # in this order
     (r"(?i)\b(?:minus|negative) (?=[\d$\\.])", "-"),
     (r"(?<=[\d})i]) ?\\approx.*", ""),
     (r",? ?(?:\\text\{,? ?(?:and|or),? ?\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])) ?,?", ","),
+    (r"(?<![a-zA-Z\\])(?<![a-zA-Z] )(?:(?i:infinity|inf)|oo)(?! ?[a-zA-Z])", r"\\infty "),
+    (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
+    (r"\\mathbb ?R(?![a-zA-Z])|ℝ|\(-\\infty ?, ?\+?\\infty ?\)", r"\\mathbb{R}"),
+    (r"(?i)^ ?(?:all |the )?real(?:s| numbers)[ .]*$", r"\\mathbb{R}"),
+    (r"(?<![\w\\])(USD|EUR|GBP|INR|Rs)\.? ?(?=\d)", lambda match: UNITS[match[1].lower()]),
 )
 SPACES = (  # that mean nothing
-    (r" ?([^\w\\ ]) ?", r"\1"),
+    (r" ?([^\w\\ ])(?:(?<!\d[)}]) | (?![a-zA-Z]{3}))?", r"\1"),  # but \frac{3}{4} cup, (5) men
     (r" (?=\\)|(?<=\\\\) ", ""),
     (r"(\\[a-zA-Z]+) (?![a-zA-Z])", r"\1"),
 )
 REWRITES = [(re.compile(pattern), text) for pattern, text in REWRITES]
 SPACES = [(re.compile(pattern), text) for pattern, text in SPACES]
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, '])\d{3})(?:\1\d{3})*(?![\d/]|,\d)")  # 1,000 or 1 000
-PARENTHESES = re.compile(r"\(([^(),;]*)\)")
+PARENTHESES = re.compile(r"(?:\(|(?=[A-J]\)))([^(),;]*)\)")  # (5), (B), B)
 
 
 def unwrap(text: str) -> str:
@@ -326,6 +336,7 @@ def unwrap(text: str) -> str:
             start = len(opening) - 1
             if text.startswith(opening) and closing_brace(text, start) == len(text) - 1:
                 text = text[start + 1 : -1]
+        text = re.sub(r"^(?:#{2,}|=) ?", "", text)
         if PREFIX.match(text):
             text = PREFIX.sub("", text, count=1) or text
         if len(text) > 2 and text[0] == text[-1] and text[0] in "\"'`*_":
@@ -365,21 +376,30 @@ UNITS = {  # each with its other names
     "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",
     "m": "meter metre", "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "hr": "h hour",
     "min": "minute", "s": "sec second", "kg": "kilogram", "g": "gram", "ml": "milliliter",
-    "l": "liter litre", "lb": "pound", "$": "dollar usd", "€": "euro eur", "£": "gbp",
-    "%": "percent percentage pct", "°": "degree deg", "unit": "", "mph": "", "kph": "kmh", "oz": "ounce",
+    "l": "liter litre", "lb": "pound", "$": "dollar usd", "€": "euro eur", "£": "gbp", "yen": "jpy",
+    "₹": "rupee inr rs", "%": "percent percentage pct", "°": "degree deg", "°c": "celsius", "°f": "fahrenheit",
+    "unit": "", "mi/hr": "mph", "km/hr": "kph kmh", "oz": "ounce",
     "mg": "milligram", "rad": "radian", "am": "", "pm": "", "th": "st nd rd", "sq": "square", "cu": "cubic",
 }  # fmt: skip
 UNITS = {name: unit for unit, names in UNITS.items() for name in [unit, *names.split()]}
+ALIKE = ({"£", "lb"}, {"¥", "yen"}, {"¥", "yuan"})  # pounds are money or a weight
 NOT_UNITS = set(
-    "and or not to than then if when where is are for more less least most hundred thousand million billion trillion "
-    "quadrillion quintillion sextillion dozen gross lakh crore grand half halves third quarter fourth fifth sixth seventh eighth ninth "
-    "tenth eleventh twelfth hundredth thousandth millionth billionth sqrt root radical mod over times plus minus squared cubed "
-    "doubled tripled pair base below above zero sin cos tan log ln factorial infinity choose wrong pi theta alpha beta abc xyz k K M B x y".split()
+    "and or not to than then if when where is are for more less least most hundred thousand dozen gross lakh crore "
+    "grand half halves third quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth "
+    "thousandth millionth billionth sqrt root radical mod over times plus minus squared cubed doubled tripled pair "
+    "base below above zero sin cos tan log ln factorial infinity choose wrong pi theta alpha beta abc xyz k K M B x y "
+    "ten score scores basis mega giga mil mill mille millier mio tausend milhões milhão permille promille cot "
+    "exp".split()
+)
+NOT_A_UNIT = re.compile(  # million, millones, Milliarden, sixteenths, 半
+    r"(?:(?:m|b|tr|quadr|quint|sext)ill?i?[oó]n|mill?iard)(?:e?s|en?|i)?|\w+(?:teen|tie)ths?|.*[半倍割成折打双].*",
+    re.IGNORECASE,
 )
 WITH_CURRENCY = re.compile(r"([-+]?)(?:US)?([$€£¥₹]?)([-+]?[^$€£¥₹]*\d[^$€£¥₹]*?) ?([$€£¥₹]?)")
 WITH_DEGREES = re.compile(r"(.*[\d})])\^\\circ ?(?:\\text\{)?([CF]?)\}?")
 WITH_UNIT = re.compile(
-    r"(.*(?:[\d})]|\\pi(?![a-zA-Z])))(?: ?\\text\{([^{}]+)\}|( ?[a-zA-Z][a-zA-Z/. ]*))(?:\^([23]))?"
+    r"(.*(?:[\d})]|\\pi(?![a-zA-Z])))"
+    r"(?: ?\\text\{([^{}]+)\}|( ?[a-zA-ZÀ-ſ][a-zA-ZÀ-ſ/. ]*| ?[一-鿿]+))(?:\^([23]))?"
 )
 
 
@@ -402,6 +422,18 @@ def value(text: str) -> Fraction | None:
     return -size if sign == "-" else size
 
 
+def singular_of(word: str) -> str:
+    word = word.lower()
+    return word if word in UNITS else re.sub(r"(?<=\w\w)s$", "", word)
+
+
+def one_name(word: str) -> str:
+    """The same for meter, metres and m. The case counts in mW and MW, and in Mb and MB."""
+    if re.fullmatch("(?i:m(?:hz|[bwgjvanl]|pa|ev))", word):
+        return word[0] + (word[1] if word[1] in "bB" else word[1:].lower())
+    return UNITS.get(singular_of(word), singular_of(word))
+
+
 def unit_name(words: str, power: str, is_bare: bool) -> str | None:
     """One name for a unit, None for what is none. A bare letter is a variable: 2k is not 2."""
     min_length = 3 if words.startswith(" ") else 4  # of bare words
@@ -409,18 +441,21 @@ def unit_name(words: str, power: str, is_bare: bool) -> str | None:
     singular = [word.lower().removesuffix("s") for word in words]
     if not 0 < len(words) <= 4 or NOT_UNITS & {*words, *map(str.lower, words), *singular}:
         return None
-    if words[0] not in "mshglLNJWVACF" and len(words[0]) == 1:
+    if any(NOT_A_UNIT.fullmatch(word) or any(unicodedata.numeric(c, 0) > 9 for c in word) for word in words):
         return None
-    names = [re.sub(r"(?<=\w\w)s$", "", word.lower()) for word in words]  # not of m/s
-    parts = names[0].split("/")
+    is_chinese = "一" <= words[0] <= "鿿"
+    if words[0] not in "mshglLNJWVACF" and len(words[0]) == 1 and not is_chinese:
+        return None
+    words = re.sub(r"(?<=\w) per (?=\w)", "/", " ".join(words)).split()
+    parts = [singular_of(part) for part in words[0].split("/")]
     first = parts[0]
-    is_long = len(first) >= min_length and re.search("[aeiouy]", first)
+    is_long = is_chinese or (len(first) >= min_length and re.search("[aeiouy]", first))
     is_rate = len(parts) == 2 and all(part in UNITS for part in parts)  # m/s
-    if is_bare and not is_rate and (len(first) < 2 or not (is_long or first in UNITS)):
+    if is_bare and not is_rate and not is_long and (len(first) < 2 or first not in UNITS):
         return None
-    names = [UNITS.get(name, name) for name in names]
-    if names[0] in ("sq", "cu") and len(names) > 1:
-        power = "2" if names[0] == "sq" else "3"
+    names = ["/".join(map(one_name, word.split("/"))) for word in words]
+    if names[0] in ("sq", "cu", "°") and len(names) > 1:
+        power = {"sq": "2", "cu": "3", "°": power}[names[0]]
         names = names[1:]
     return " ".join(names) + power
 
@@ -434,10 +469,16 @@ def split_unit(text: str) -> tuple[str, str]:
         return split_unit(match[1] + match[3])[0], match[2] or match[4]
     match = WITH_DEGREES.fullmatch(text)
     if match:
-        return match[1], "°" + match[2]
+        return match[1], "°" + match[2].lower()
     match = WITH_UNIT.fullmatch(text)
     unit = match and unit_name(match[2] or match[3], match[4] or "", is_bare=bool(match[3]))
     return (match[1], unit) if unit else (text, "")
+
+
+def letter_unit(text: str, unit: str, other: str) -> tuple[str, str]:
+    """An answer and its unit, also `12 m` where the other one's unit is meters. Else m is a variable."""
+    match = re.fullmatch(r"(.*[\d}]) ?([a-z])(?:\^([23]))?", text) if other and not unit else None
+    return (match[1], other) if match and UNITS.get(match[2], "") + (match[3] or "") == other else (text, unit)
 
 
 # --- Are two answers the same? ------------------------------------------------------------------
@@ -447,9 +488,12 @@ NAME = re.compile(  # x= | x_1= | f(2)= | (x,y)= | \text{Area}= | x\in
     r"|[a-z]\\in(?![a-zA-Z])"
 )
 CHOICE = re.compile(r"(?:\\text\{)?\(?([A-J])(?:[).:]| -).+")  # C. 18 eggs
-WORD = re.compile(r"\b(?:[a-zA-Z]{4,}|[A-Z]?[a-z]{2,}|YES|NO|No)\b")
+WORD = re.compile(r"\b(?:[a-zA-Z]{4,}|[A-Z]?[a-z]{2,}|YES|NO|No|N/A)\b")
+AMOUNT = r"[$€£¥₹]?\d+(?:\.\d+)?%?"
+RANGE = re.compile(rf"{AMOUNT}(?:-{AMOUNT})+|\d+/\d+/\d+")  # 10-20 | 3-2 | 2024-01-05 | 1/10/2024
 LATEX = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?!text)[a-zA-Z]+|\\text")
 RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![a-zA-Z])")
+NUMBERS = re.compile(r"(?:[^a-zA-Z\\]|\\(?:times|cdot|frac|sqrt))*")  # 48 + 24 = 72
 BRACKET = re.compile(r"\\\\|\\?[{}]|[()\[\],;]|[^\\{}()\[\],;]+|\\")
 
 
@@ -544,11 +588,12 @@ def without_names(gold: str, answer: str) -> list[str]:
         name = NAME.match(sides[side])
         if choice and len(sides[other]) == 1:
             sides[side] = choice[1]
-        elif name and not re.search(r"=|\\in(?![a-zA-Z])", sides[other]):
-            sides[side] = sides[side].replace(name.group(), "")
+        elif (name or side == 1) and not re.search(r"=|\\in(?![a-zA-Z])", sides[other]):
+            sides[side] = sides[side].replace(name.group(), "") if name else sides[side]
             *before, last = sides[side].split("=")
-            if "," not in sides[side] and all(same(part, last) for part in before):
-                sides[side] = last  # of x = 4 + 1 = 5
+            is_result = name or value(split_unit(last)[0]) is not None
+            if is_result and "," not in sides[side] and all(same(last, part) for part in before):
+                sides[side] = last  # of x = 4 + 1 = 5, and of an answer 4 + 1 = 5
     return sides
 
 
@@ -559,9 +604,14 @@ def same(gold: str, answer: str) -> bool:
     if max(len(gold), len(answer)) > MAX_LENGTH:
         return False
     (gold, gold_unit), (answer, answer_unit) = map(split_unit, without_names(gold, answer))
-    if gold_unit and answer_unit and gold_unit != answer_unit:
-        return False
+    gold, gold_unit = letter_unit(gold, gold_unit, answer_unit)
+    answer, answer_unit = letter_unit(answer, answer_unit, gold_unit)
     values = [value(gold), value(answer)]
+    units = {gold_unit, answer_unit} - {""}
+    if units in ({"$", "cent"}, {"€", "cent"}) and None not in values:
+        return values[0] * (gold_unit == "cent" or 100) == values[1] * (answer_unit == "cent" or 100)
+    if len(units) > 1 and units not in ALIKE:
+        return False
     if None not in values or gold == answer:
         return values[0] == values[1]
     lists = same_lists(gold, answer)
@@ -580,6 +630,9 @@ def comparable(gold: str, answer: str) -> bool:
     related = [bool(RELATION.search(text)) for text in (gold, answer)]
     if ("=" in gold) != ("=" in answer) or (related[0] != related[1] and not re.search(r"[(\[]", both)):
         return False
+    if "=" in gold and NUMBERS.fullmatch(gold):  # math-verify calls all of these equal
+        parts = [text.split("=") for text in (gold, answer)]
+        return len(parts[0]) == len(parts[1]) and all(map(same, *parts))
     bases = [re.findall(r"(?<=\d)_\w", text) for text in (gold, answer)]  # of 1000_2
     symbols = set(re.findall(r"\\[a-zA-Z]+|[a-zA-Z]", both))
     return bases[0] == bases[1] and len(symbols) == len({symbol.lower() for symbol in symbols})
@@ -588,7 +641,11 @@ def comparable(gold: str, answer: str) -> bool:
 @lru_cache(4096)  # a group often has the same answer several times
 def same_answer(gold: str, answer: str) -> bool:
     """Are two final answers the same: as numbers, as mathematics, or letter by letter?"""
-    return same(normal(gold), normal(answer))
+    texts = [normal(gold), normal(answer)]
+    if RANGE.fullmatch(split_unit(texts[0])[0]) and not re.search(r"\s[-−–—]\s", gold):
+        texts = [re.sub(r"(?<![\d.])0+(?=\d)", "", text.replace(" to ", "-")) for text in texts]
+        texts = [re.sub(r"(?<=[\d%])(?=[-/])", ":", text) for text in texts]  # now texts: nothing is computed
+    return same(*texts)
 
 
 # --- math-verify, in a process of its own -------------------------------------------------------

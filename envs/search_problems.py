@@ -1,5 +1,6 @@
 """Questions of the search task, and how they are read from a data file."""
 
+import ast
 import json
 import re
 import zlib
@@ -51,6 +52,18 @@ def read_questions(path: str) -> tuple[list[Problem], list[Problem]]:
     return [row for row in problems if row.place not in held_out], [row for row in problems if row.place in held_out]
 
 
+QUOTED = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+
+
+def read_list(cell: str) -> list | None:
+    """The list in a cell of .csv: of JSON, of Python (pandas writes ['a', 'b']) or of numpy (['a' 'b'])."""
+    try:
+        return json.loads(cell)
+    except ValueError:
+        is_list = re.fullmatch(rf"\[\s*(?:{QUOTED}[\s,]*)+\]\s*", cell)
+        return [ast.literal_eval(text) for text in re.findall(QUOTED, cell)] if is_list else None
+
+
 def read_line(row: dict, where: str) -> Problem:
     """One row of the file as a problem; a ValueError of one sentence if it is broken."""
 
@@ -58,12 +71,14 @@ def read_line(row: dict, where: str) -> Problem:
         if not condition:
             raise ValueError(f"{where}: found {found}, expected {expected}")
 
-    check("question" in row, "no question", "a key question")
+    keys = f"among the keys {', '.join(row):.80}"
+    check("question" in row, f"no question {keys}", "a key question")
     key = next((key for key in ("golden_answers", "answers", "answer") if key in row), None)
-    check(key is not None, "no answer", "a key golden_answers or answers or answer")
+    check(key is not None, f"no answer {keys}", "a key golden_answers or answers or answer")
     answers = row[key] if isinstance(row[key], list) else [row[key]]
-    if isinstance(row[key], str) and re.match(r"\[\s*\"", row[key]):  # a list in a cell of .csv
-        answers = json.loads(row[key])
+    if isinstance(row[key], str) and re.match(r"\[\s*['\"]", row[key]):
+        answers = read_list(row[key])
+        check(answers is not None, f"{key} {row[key]:.60}", "a list of texts in quotes")
     check(len(answers) > 0, f"an empty {key}", "at least one answer")
     for name, text in [("question", row["question"]), *((key, answer) for answer in answers)]:
         check(isinstance(text, str), f"{name} of type {type(text).__name__}", "a string")

@@ -133,6 +133,9 @@ class ToolCalls:
         from envs.data_files import read_rows
 
         rows = [read_line(row, place) for place, row in (read_rows(dataset) if dataset else ())]
+        if rows and not any(tag in row.answer for row in rows for tag in ("<tool_call>", "<response>")):
+            words = "expected the JSON of the calls inside <tool_call> </tool_call>"
+            raise ValueError(f"{dataset}: found no <tool_call> and no <response> in any answer, {words}")
         rows = sorted(rows, key=lambda row: (not row.held_out, random.Random(repr(row)).random()))
         self.rows = rows
         first = [row for row in rows if row.plain_query == rows[0].plain_query]  # a row and its copies

@@ -160,6 +160,7 @@ def test_reference_gsm8k_rewards(vector):
         ({"question": "q", "answer": 72}, "72"),
         ('{"question": "q", "answer": 0.10}', "0.10"),
         ({"problem": "q", "solution": "long", "answer": "3", "level": 5}, "3"),
+        ({"question": "q", "answer": "<think>I add.</think>\n13"}, "13"),
     ],
 )
 def test_gold_answers(tmp_path, row, gold):

@@ -79,6 +79,11 @@ class NoSeed(Task):
         return index
 
 
+class SeedFirst(Task):
+    def train_problem(self, seed, index):
+        return index
+
+
 class NoRewards(Task):
     def turn_rewards(self, problem, episode):
         pass
@@ -126,6 +131,10 @@ class UnknownAgent(Team):
         return "critic"
 
 
+class OneName(Team):
+    agents = "solver"
+
+
 class Endless(Team):
     def after(self, episode):
         return "judge"
@@ -152,6 +161,11 @@ class Coin(Game):
 
 class NoBrackets(Coin):
     listed = ["heads", "tails"]
+
+
+class NoReturn(Coin):
+    def play(self, action):
+        self.end(self.player, 1.0, -1.0, "win")
 
 
 class Forbidden(Coin):
@@ -201,6 +215,9 @@ MISTAKES = [
     (igpo, "IntAnswer", "right_answer: returned ('<answer>', 84), expected two texts"),
     (arpo, "ShortStep", "step: cannot be called as step(texts, turn, episodes), too many positional arguments"),
     (igpo, "NoSeed", "train_problem: cannot be called as train_problem(index, seed), too many positional arguments"),
+    (igpo, "SeedFirst", "train_problem: cannot be called as train_problem(index, seed), its parameters are seed, index"),
+    (dr_mas, "OneName", "OneName: its agents are 'solver', expected a tuple of texts; of one agent it is ('writer',)"),
+    (spiral_rae, "NoReturn", "NoReturn.play: returned None, expected True, or False to reject the action"),
     (igpo, "NoRewards", "turn_rewards: returned None for"),
     (igpo, "BrokenTool", "the tool is broken"),
     (igpo, "NoneInTheMiddle", "step: replied None, expected messages with role and content"),

@@ -83,7 +83,7 @@ def write(path, rows) -> str:
 @pytest.mark.parametrize("name", FROM_FILES)
 def test_both_sides_of_a_file(name, tmp_path):
     """The sides do not depend on the order of the lines; every epoch is another permutation."""
-    rows = [{"question": f"Question {i}?", "answer": f"{i}"} for i in range(200)]
+    rows = [{"question": f"Question {i}?", "answer": f"<response>{i}</response>"} for i in range(200)]
     task = FROM_FILES[name](write(tmp_path / "rows.jsonl", rows))
     evaluation, training = task.evaluation_problems(1000), set(task.train_rows)
     assert 5 < len(evaluation) < 25 and len(evaluation) + len(training) == 200
@@ -104,7 +104,7 @@ def test_both_sides_of_a_file(name, tmp_path):
 @pytest.mark.parametrize("name", FROM_FILES)
 def test_copies_of_a_question_fall_on_the_same_side(name, tmp_path):
     texts = [text for i in range(100) for text in (f"question {i}?", f" Question   {i}? ", f"QUESTION {i}?")]
-    rows = [{"question": text, "answer": f"{number}"} for number, text in enumerate(texts)]
+    rows = [{"question": text, "answer": f"<response>{number}</response>"} for number, text in enumerate(texts)]
     task = FROM_FILES[name](write(tmp_path / "rows.jsonl", rows))
     sides = [{question(row).lower().split()[1] for row in side} for side in (task.train_rows, task.evaluation_rows)]
     assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 100
@@ -113,7 +113,7 @@ def test_copies_of_a_question_fall_on_the_same_side(name, tmp_path):
 @pytest.mark.parametrize("name", FROM_FILES)
 def test_copies_of_a_question_stay(name, tmp_path):
     """Five lines are five problems, on both sides of a file and when a file is evaluated in full."""
-    rows = [{"question": f"question {number % 3}?", "answer": f"{number // 4}"} for number in range(5)]
+    rows = [{"question": f"question {number % 3}?", "answer": f"<response>{number // 4}</response>"} for number in range(5)]
     task = FROM_FILES[name](write(tmp_path / "rows.jsonl", rows))
     found = task.train_rows + task.evaluation_problems(99)
     assert sorted(map(question, found)) == sorted(row["question"] for row in rows)
@@ -122,7 +122,8 @@ def test_copies_of_a_question_stay(name, tmp_path):
 
 BROKEN = {
     "math_jsonl": [
-        ('{"answer": "1"}', "found no prompt, expected a key prompt or question or problem"),
+        ('{"answer": "1", "prompt": null, "text": "q"}', "found no prompt among the keys answer, text, expected a key prompt or"),
+        ('{"question": "q", "answer": "<think>hm</think>"}', "found an empty answer, expected some text"),
         ('{"question": "q", "answer": NaN}', "found answer NaN, expected a number"),
     ],
     "tool_calls": [
@@ -131,8 +132,9 @@ BROKEN = {
         ('{"query": "q", "answer": "<tool_call>{}</tool_call>"}', "found a broken tool_call block"),
     ],
     "search_qa": [
-        ('{"answer": "1"}', "found no question, expected a key question"),
-        ('{"question": "q"}', "found no answer, expected a key golden_answers or answers or answer"),
+        ('{"answer": "1"}', "found no question among the keys answer, expected a key question"),
+        ('{"question": "q"}', "found no answer among the keys question, expected a key golden_answers or answers or answer"),
+        ('{"question": "q", "answers": "[\'a\', 5]"}', "found answers ['a', 5], expected a list of texts in quotes"),
         ('{"question": "q", "answer": 5}', "found answer of type int, expected a string"),
     ],
 }

@@ -7,9 +7,10 @@ import re
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from envs import search_qa, search_text
+from envs import search_problems, search_qa, search_text
 from envs.retriever import RELATIONS, HttpRetriever
 from envs.search_qa import Problem, SearchQA, Turn, world
 
@@ -42,6 +43,13 @@ def test_reference_word_f1_and_format(case):
     assert search_text.f1(problem, case["solution"], invalid=-2.0) == pytest.approx(case["f1"])
     assert search_text.f1(problem, case["solution"]) == pytest.approx(case["noformatf1"])
     assert search_text.format(problem, case["solution"]) == (case["f1"] != -2.0)
+
+
+def test_lists_in_cells():
+    """As pandas, numpy and JSON write them. What is no list is one text."""
+    cells = [str(["L'a", "b c"]), str(np.array(["L'a", "b c"])), json.dumps(["L'a", "b c"]), "[La]"]
+    found = [search_problems.read_line({"question": "q", "golden_answers": cell}, "row 1").answers for cell in cells]
+    assert found == [("L'a", "b c")] * 3 + [("[La]",)]
 
 
 EXAMINER = next(case for case in PI_PLAY["cases"] if case["name"] == "examiner format score")["table"]

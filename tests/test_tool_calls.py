@@ -116,6 +116,13 @@ def test_copies_of_the_only_held_out_query_are_not_trained_on(tmp_path):
     assert len(seen[1]) == 1 and not seen[0] & seen[1]
 
 
+def test_a_file_without_calls_is_a_sentence(tmp_path):
+    """Else no answer could earn anything. That no tool fits is said by <response> </response>."""
+    with pytest.raises(ValueError, match="found no <tool_call> and no <response> in any answer, expected"):
+        ToolCalls(write(tmp_path / "bare.jsonl", [{"query": f"{i}", "answer": f"[{CALL}]"} for i in range(50)]))
+    ToolCalls(write(tmp_path / "silent.jsonl", [{"query": f"{i}", "answer": GOLD["response"]} for i in range(50)]))
+
+
 @pytest.mark.parametrize(
     "row, query, tools",
     [
