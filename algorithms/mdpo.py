@@ -203,11 +203,13 @@ def gae(rewards, dones, values, last_values, gamma, gae_lambda) -> tuple[Tensor,
 def train(args):
     """Train as the flags say."""
     lowest = {"num_envs": 1, "num_steps": 1, "sgd_steps": 1}
-    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 0}
+    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 0, "learning_rate": 0}
     device = setup(args, **lowest)
     off_policy = args.method == "off_policy"
     if off_policy and args.kl_coef < args.ent_coef:
         sys.exit(f"--kl-coef {args.kl_coef:g}: must be at least --ent-coef, {args.ent_coef:g}")
+    if not off_policy and (args.kl_coef, args.ent_coef) != (Args.kl_coef, Args.ent_coef):
+        sys.exit("--kl-coef, --ent-coef: act with --method off_policy alone")
     if not 1 <= args.tsallis_q <= 2:
         sys.exit(f"--tsallis-q {args.tsallis_q:g}: must be from 1 to 2")
     args.sgd_steps = args.sgd_steps or (1000 if off_policy else 10)
@@ -243,6 +245,8 @@ def train(args):
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0]["lr"] = args.learning_rate  # a flag that may have changed
         store(replay, 0, state["replay"], args)
+        if step >= last_step:
+            print(f"{run_dir}: has {step} steps already; a larger --total-timesteps goes on")
     board = SummaryWriter(run_dir, purge_step=step + 1)
     board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     size = f"{args.num_envs} x {args.num_steps}"
@@ -558,15 +562,16 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
         _, rewards, *ends, _ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
-        if any("site-packages" not in frame.filename for frame in frames):
+        libraries = "site-packages", os.path.dirname(os.__file__)
+        if not all(any(place in frame.filename for place in libraries) for frame in frames):
             raise  # an error in the task
         sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
     found = np.shape(observations), np.shape(rewards)
     expected = (envs.num_envs, *seen.shape), (envs.num_envs,)
     if found != expected:
         sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
-    if any(np.asarray(end).dtype != bool for end in ends):
-        sys.exit(f"--env-id {env_id}: terminated and truncated must be arrays of bool")
+    if any(getattr(end, "dtype", None) != np.dtype(bool) for end in ends):
+        sys.exit(f"--env-id {env_id}: terminated and truncated must be NumPy arrays of bool")
     check_finite(env_id, observations=observations, rewards=rewards)
 
 
@@ -575,10 +580,12 @@ def make_env(args: Args, **options) -> gym.Env:
     try:
         options |= json.loads(args.env_kwargs)
         env = gym.make(args.env_id, disable_env_checker=True, **options)
-    except (gym.error.Error, ImportError, ValueError, TypeError) as error:
-        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}" and not options:
+    except (gym.error.Error, ImportError, ValueError, TypeError, OSError, KeyError) as error:
+        is_found = not isinstance(error, gym.error.Error | ImportError)
+        if is_found and args.env_kwargs == "{}" and not options:
             raise  # an error in the task
-        sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
+        flags = f"--env-kwargs {args.env_kwargs} " * (args.env_kwargs != "{}")
+        sys.exit(f"{flags}--env-id {args.env_id}: {error}")
     is_picture = len(env.observation_space.shape or ()) > 2
     return env if is_picture else gym.wrappers.FlattenObservation(env)
 
@@ -729,7 +736,7 @@ def setup(args: Args, **lowest: int) -> torch.device:
     """
     for name, least in lowest.items():
         value = getattr(args, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # also if it is NaN
             sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch finds no CUDA device here; use --device auto or cpu")

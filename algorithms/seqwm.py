@@ -1093,7 +1093,7 @@ def setup(args: Args, **lowest: int) -> torch.device:
     """
     for name, least in lowest.items():
         value = getattr(args, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # also if it is NaN
             sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch finds no CUDA device here; use --device auto or cpu")

@@ -213,9 +213,9 @@ def epsilon_schedule(step, start, end, fraction, total_steps):
 def train(args):
     """Train as the flags say, and evaluate."""
     lowest = {"total_timesteps": 0, "hidden_size": 1, "kappa_policy": 0, "kappa_value": 0}
-    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 0}
+    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 0, "lr": 0}
     for name, least in lowest.items():
-        if getattr(args, name) < least:
+        if not getattr(args, name) >= least:
             sys.exit(f"--{name.replace('_', '-')}: must be at least {least}")
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -245,6 +245,8 @@ def train(args):
     Path(run_dir, "args.tmp").write_text(json.dumps(vars(args) | {"resume": None}))
     os.replace(f"{run_dir}/args.tmp", f"{run_dir}/args.json")
     print(f"{run_dir}: stream {args.algorithm}, {args.optimizer}, from step {step}")
+    if step >= args.total_timesteps:
+        print(f"{run_dir}: has {step} steps already; a larger --total-timesteps goes on")
 
     def log(values):  # a step may be repeated after a resume: its last rows count
         with open(f"{run_dir}/metrics.csv", "a", encoding="utf-8") as file:
@@ -491,7 +493,7 @@ class Stream:
         observation, reward, terminated, truncated, _ = self.env.step(action)
         check_finite(self.args.env_id, rewards=reward)
         reward = float(reward)
-        done = terminated or truncated  # the time is observed, so its limit is an end like others
+        done = bool(terminated or truncated)  # the time is observed, so its limit is an end, too
         self.length += 1
         self.episodic_return += reward
         if not self.frozen:
@@ -504,10 +506,12 @@ def make_env(args: Args, **options) -> gym.Env:
     try:
         options |= json.loads(args.env_kwargs)
         env = gym.make(args.env_id, disable_env_checker=True, **options)
-    except (gym.error.Error, ImportError, ValueError, TypeError) as error:
-        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}" and not options:
+    except (gym.error.Error, ImportError, ValueError, TypeError, OSError, KeyError) as error:
+        is_found = not isinstance(error, gym.error.Error | ImportError)
+        if is_found and args.env_kwargs == "{}" and not options:
             raise  # an error in the task
-        sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
+        flags = f"--env-kwargs {args.env_kwargs} " * (args.env_kwargs != "{}")
+        sys.exit(f"{flags}--env-id {args.env_id}: {error}")
     is_picture = len(env.observation_space.shape or ()) > 2
     return env if is_picture else gym.wrappers.FlattenObservation(env)
 
@@ -526,15 +530,16 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
         _, rewards, *ends, _ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
-        if any("site-packages" not in frame.filename for frame in frames):
+        libraries = "site-packages", os.path.dirname(os.__file__)
+        if not all(any(place in frame.filename for place in libraries) for frame in frames):
             raise  # an error in the task
         sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
     found = np.shape(observations), np.shape(rewards)
     expected = (envs.num_envs, *seen.shape), (envs.num_envs,)
     if found != expected:
         sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
-    if any(np.asarray(end).dtype != bool for end in ends):
-        sys.exit(f"--env-id {env_id}: terminated and truncated must be arrays of bool")
+    if any(getattr(end, "dtype", None) != np.dtype(bool) for end in ends):
+        sys.exit(f"--env-id {env_id}: terminated and truncated must be NumPy arrays of bool")
     check_finite(env_id, observations=observations, rewards=rewards)
 
 

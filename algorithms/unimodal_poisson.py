@@ -436,7 +436,8 @@ def ppo_loss(
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     lowest = {"num_envs": 1, "num_steps": 1, "num_minibatches": 1, "update_epochs": 1}
-    lowest |= {"eval_episodes": 0}
+    lowest |= {"hidden_size": 1, "learning_rate": 0, "max_grad_norm": 0}
+    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 0}
     device = setup(args, num_atoms=2, temperature=1e-3, rate_init=1e-3, **lowest)
     if args.evaluate:
         return score_run(args, device)
@@ -472,6 +473,8 @@ def train(args: Args) -> dict[str, float]:
         step = state["step"]
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
+        if step >= last_step:
+            print(f"{run_dir}: has {step} steps already; a larger --total-timesteps goes on")
     board = SummaryWriter(run_dir, purge_step=step + 1)
     board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     size = f"{args.num_envs} x {args.num_steps}"
@@ -673,10 +676,10 @@ def score_run(args: Args, device: torch.device) -> dict[str, float]:
         try:
             _, pictures = play(envs, agent, args.seed + 10_000, deterministic=True, video=True)
             small = [picture[::2, ::2] for picture in pictures[::2]]
+            path = f"{args.evaluate}/episode.gif"
+            imageio.mimsave(path, small, duration=1000 / 30, loop=0)
         except Exception as error:  # of OpenGL, of many kinds
             sys.exit(f"--video: no picture ({error!s:.200}); without a screen, set MUJOCO_GL=egl")
-        path = f"{args.evaluate}/episode.gif"
-        imageio.mimsave(path, small, duration=1000 / 30, loop=0)
         print(path)
     return scores
 
@@ -834,15 +837,16 @@ def check_envs(envs: VectorEnv, env_id: str) -> None:
         _, rewards, *ends, _ = envs.step(np.array([space.sample() for _ in range(envs.num_envs)]))
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
-        if any("site-packages" not in frame.filename for frame in frames):
+        libraries = "site-packages", os.path.dirname(os.__file__)
+        if not all(any(place in frame.filename for place in libraries) for frame in frames):
             raise  # an error in the task
         sys.exit(f"--env-id {env_id}: its reset or its first step fails ({error!r:.200})")
     found = np.shape(observations), np.shape(rewards)
     expected = (envs.num_envs, *seen.shape), (envs.num_envs,)
     if found != expected:
         sys.exit(f"--env-id {env_id}: observations and rewards are {found}, expected {expected}")
-    if any(np.asarray(end).dtype != bool for end in ends):
-        sys.exit(f"--env-id {env_id}: terminated and truncated must be arrays of bool")
+    if any(getattr(end, "dtype", None) != np.dtype(bool) for end in ends):
+        sys.exit(f"--env-id {env_id}: terminated and truncated must be NumPy arrays of bool")
     check_finite(env_id, observations=observations, rewards=rewards)
 
 
@@ -851,10 +855,12 @@ def make_env(args: Args, **options) -> gym.Env:
     try:
         options |= json.loads(args.env_kwargs)
         env = gym.make(args.env_id, disable_env_checker=True, **options)
-    except (gym.error.Error, ImportError, ValueError, TypeError) as error:
-        if isinstance(error, ValueError | TypeError) and args.env_kwargs == "{}" and not options:
+    except (gym.error.Error, ImportError, ValueError, TypeError, OSError, KeyError) as error:
+        is_found = not isinstance(error, gym.error.Error | ImportError)
+        if is_found and args.env_kwargs == "{}" and not options:
             raise  # an error in the task
-        sys.exit(f"--env-kwargs {args.env_kwargs} --env-id {args.env_id}: {error}")
+        flags = f"--env-kwargs {args.env_kwargs} " * (args.env_kwargs != "{}")
+        sys.exit(f"{flags}--env-id {args.env_id}: {error}")
     is_picture = len(env.observation_space.shape or ()) > 2
     return env if is_picture else gym.wrappers.FlattenObservation(env)
 
@@ -1009,7 +1015,7 @@ def setup(args: Args, **lowest: int) -> torch.device:
     """
     for name, least in lowest.items():
         value = getattr(args, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # also if it is NaN
             sys.exit(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch finds no CUDA device here; use --device auto or cpu")

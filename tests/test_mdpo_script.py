@@ -117,7 +117,7 @@ def test_learning(tmp_path):
     assert metrics[25_600, "eval/deterministic/return_mean"] > 400
 
 
-def test_a_learning_rate_given_anew_on_resume(off_policy, tmp_path, monkeypatch):
+def test_a_learning_rate_given_anew_on_resume(off_policy, tmp_path, monkeypatch, capsys):
     """It acts from the checkpoint on, off-policy too, where no schedule sets it."""
     folders = {}
     for rate in (None, 1e-2):
@@ -128,6 +128,9 @@ def test_a_learning_rate_given_anew_on_resume(off_policy, tmp_path, monkeypatch)
         command(mdpo, monkeypatch, "--resume", folders[rate], *words)
     as_before, changed = (results(folder) for folder in folders.values())
     assert as_before == results(off_policy)
+    with pytest.MonkeyPatch.context() as patch:
+        command(mdpo, patch, "--resume", folders[None], "--total-timesteps", 96)
+    assert f"{folders[None]}: has 192 steps already; a larger --total-timesteps goes on" in capsys.readouterr().out
     key = 192, "losses/policy_loss"
     assert changed[key] != as_before[key]
 

@@ -134,6 +134,43 @@ def test_arguments_of_a_task(tmp_path):
             assert "--env-kwargs" in found and said in found
 
 
+class Wrong(Odd):
+    """Says (2,) and gives (3,); at the end of an episode truncated is no bool."""
+
+    def __init__(self, kind="shape", file=None):
+        super().__init__(kind)
+        if file:
+            open(file)
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        observation = np.zeros(3, np.float32) if self.kind == "shape" else observation
+        return observation, reward, terminated, truncated or None, info
+
+
+gym.register("test/Wrong-v0", Wrong, max_episode_steps=50)
+
+
+def test_mistakes_in_own_tasks(tmp_path):
+    for name in ("poisson", "mdpo", "stream"):
+        script, values = RUNS[name]
+        values = values | {"env_id": "test/Wrong-v0"}
+        assert "its reset or its first step fails (ValueError" in sentence(script, tmp_path / name, values)
+        values["env_kwargs"] = '{"file": "no/such/file"}'
+        assert re.match("--env-kwargs .* No such file", sentence(script, tmp_path / name, values))
+    values["env_kwargs"] = '{"kind": "plain"}'
+    assert sentence(script, tmp_path / "none", values) == ""
+
+
+def test_numbers_that_train_nothing_or_the_wrong_way(tmp_path):
+    rows = ("mdpo", {"kl_coef": 0.3}, "--kl-coef, --ent-coef: act with --method off_policy"), ("mdpo", {"learning_rate": float("nan")}, "--learning-rate nan: must be at least 0")
+    rows += ("poisson", {"max_grad_norm": -1.0}, "--max-grad-norm -1.0: must be"), ("poisson", {"hidden_size": 0}, "--hidden-size 0: must be")
+    rows += ("stream", {"lr": float("nan")}, "--lr: must be at least 0"), ("off", {"learning_rate": -1e-3}, "--learning-rate -0.001: must be")
+    for name, changed, said in rows:
+        script, values = RUNS[name]
+        assert sentence(script, tmp_path / "run", values | changed).startswith(said)
+
+
 def test_an_error_of_the_task_keeps_its_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(Odd, "step", lambda self, action: {}["height"])
     for script, values in RUNS.values():
@@ -173,6 +210,11 @@ class Numbers(Carts):
         observations, rewards, terminated, truncated, info = super().step(actions)
         return observations, rewards, terminated.astype(int), truncated, info
 
+class Lists(Carts):
+    def step(self, actions):
+        observations, *rest, info = super().step(actions)
+        return observations, *[list(values) for values in rest], info
+
 def one(num_envs): return gym.make("Pendulum-v1")
 def fewer(num_envs): return Carts(1)
 def several(num_envs):
@@ -184,7 +226,8 @@ MADE = {
     "Columns": "observations and rewards are ((2, 2), (2, 1)), expected ((2, 2), (2,))",
     "Nothing": "its rewards are not finite numbers",
     "Late": "its rewards are not finite numbers",
-    "Numbers": "terminated and truncated must be arrays of bool",
+    "Numbers": "terminated and truncated must be NumPy arrays of bool",
+    "Lists": "terminated and truncated must be NumPy arrays of bool",
     "one": "expected a VectorEnv of 2",
     "fewer": "expected a VectorEnv of 2",
     "several": "",
