@@ -86,7 +86,7 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env game_options max_prompt_length system_prompt chat_template_path"
 FIXED += " chat_template_kwargs model_name_or_path num_games_per_step num_boards anchor"
-FIXED += " anchor_temperature output_dir lora_rank"
+FIXED += " anchor_temperature output_dir lora_rank weight_decay"
 AT_LEAST_ONE = "num_games_per_step num_plays num_iterations search_steps max_joint_orders"
 AT_LEAST_ONE += " num_samples num_candidates max_prompt_length micro_batch_tokens eval_games"
 MAY_BE_NEGATIVE = "seed"
@@ -666,6 +666,7 @@ def train(args: Args) -> dict[str, float]:
         if is_due(args.export_steps, step, args):
             save_final(f"{run_dir}/step_{step:08d}", model, tokenizer, args, rank)
         if stop:
+            gather([])  # the first process may still write a model
             sys.exit(f"stopped by SIGTERM after step {step}: go on with --resume {run_dir}")
 
     if args.max_steps > 0:
@@ -1629,9 +1630,9 @@ def parse_args() -> Args:
 
 
 def stop_soon(*_) -> None:
-    """At SIGTERM: end with a checkpoint after this step. A second one ends at once."""
+    """At SIGTERM: end with a checkpoint after this step. More of them, which torchrun and the
+    scheduler may both send, change nothing."""
     STOP.set()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 FIXED = "seed env max_rounds missing_verdict dataset eval_dataset"
 FIXED += " max_prompt_length system_prompt chat_template_path chat_template_kwargs"
 FIXED += " model_name_or_path agent_models share_model num_prompts_per_step output_dir"
-FIXED += " lora_rank documents retriever_top_k"
+FIXED += " lora_rank weight_decay documents retriever_top_k"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads max_rounds num_minibatches"
@@ -523,6 +523,7 @@ def train(args: Args) -> dict[str, float]:
                 folder = f"{run_dir}/step_{step:08d}/{player.name}"
                 save_final(folder, player.model, player.tokenizer, player.args, rank)
         if stop:
+            gather([])  # the first process may still write a model
             sys.exit(f"stopped by SIGTERM after step {step}: go on with --resume {run_dir}")
 
     if args.max_steps > 0:

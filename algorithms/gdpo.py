@@ -98,7 +98,7 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env task task_config dataset eval_dataset reward max_prompt_length"
 FIXED += " system_prompt chat_template_path chat_template_kwargs model_name_or_path"
-FIXED += " num_prompts_per_step output_dir lora_rank"
+FIXED += " num_prompts_per_step output_dir lora_rank weight_decay"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
 AT_LEAST_ONE += " eval_problems reward_threads num_minibatches"
@@ -487,6 +487,7 @@ def train(args: Args) -> dict[str, float]:
         if is_due(args.export_steps, step, args):
             save_final(f"{run_dir}/step_{step:08d}", model, tokenizer, args, rank)
         if stop:
+            gather([])  # the first process may still write a model
             sys.exit(f"stopped by SIGTERM after step {step}: go on with --resume {run_dir}")
 
     if args.max_steps > 0:

@@ -97,7 +97,7 @@ DRAWS = (1, 2, 4, 8, 16)  # draws for each question that is still missing, at ea
 FIXED = "seed env dataset eval_dataset hops max_turns max_prompt_length"
 FIXED += " system_prompt chat_template_path chat_template_kwargs model_name_or_path"
 FIXED += " num_prompts_per_step num_documents_per_step examiner_steps student_steps"
-FIXED += " privileged_context output_dir lora_rank documents retriever_top_k"
+FIXED += " privileged_context output_dir lora_rank weight_decay documents retriever_top_k"
 FIXED += " stop max_reply_length"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
@@ -546,6 +546,7 @@ def train(args: Args) -> dict[str, float]:
             save_final(f"{run_dir}/step_{step:08d}", student, tokenizer, args, rank)
             save_final(f"{run_dir}/examiner/step_{step:08d}", examiner, tokenizer, args, rank)
         if stop:
+            gather([])  # the first process may still write a model
             sys.exit(f"stopped by SIGTERM after step {step}: go on with --resume {run_dir}")
 
     if args.max_steps > 0:
@@ -856,10 +857,14 @@ def start_gate(
     Asks evaluation questions of which the task knows the path, else those of the examiner.
     """
     seeds = [random_seed("gate", i) for i in range(rank, args.eval_problems, world_size)]
-    problems = task.traced_problems(args.eval_problems)[rank::world_size]
-    if not problems:
+    problems = task.traced_problems(args.eval_problems)
+    if problems:
+        pairs = list(zip(problems[rank::world_size], seeds))
+    else:
         _, _, questions = examine(policy, tokenizer, task, seeds, args)
-        problems = [question for question in questions if question is not None]
+        pairs = [(question, seed) for question, seed in zip(questions, seeds) if question]
+    problems = [problem for problem, _ in pairs]
+    seeds = [seed for _, seed in pairs]
     kind = args.privileged_context
     shown = [task.with_privilege(p, kind, str(seed)) for p, seed in zip(problems, seeds)]
     lengths = [len(encode(tokenizer, task, problem, args)) for problem in shown]
@@ -868,6 +873,7 @@ def start_gate(
         if rank == 0:
             print("no question to ask the first policy is well-formed and short enough: no gates")
         return {}
+    seeds = [seeds[i] for i in kept]
     gate = {}
     for tag, candidates in (("without", problems), ("with", shown)):
         asked = [candidates[i] for i in kept]

@@ -309,6 +309,28 @@ def test_without_a_usable_question_there_are_no_gates(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("well-formed and short enough: no gates\n")
 
 
+def test_gates_ask_the_same_on_any_number_of_processes(monkeypatch):
+    """A question keeps its seed when others are malformed or too long."""
+    monkeypatch.setattr(pi_play, "encode", lambda tokenizer, task, problem, args: [0] * (9_999 if problem.endswith("4") else 5))
+    monkeypatch.setattr(pi_play, "examine", lambda policy, tokenizer, task, seeds, args: ([], [], [f"of {seed % 7}" if seed % 3 else None for seed in seeds]))
+    asked = []
+
+    def answer(policy, tokenizer, task, problems, count, args, seeds):
+        asked.extend(zip(problems, seeds))
+        return [SimpleNamespace(reward=0.0)] * len(problems)
+
+    monkeypatch.setattr(pi_play, "answer", answer)
+    task = SimpleNamespace(traced_problems=lambda count: [], with_privilege=lambda problem, kind, seed: problem)
+    found = []
+    for world_size in (1, 2, 3):
+        asked.clear()
+        for rank in range(world_size):
+            pi_play.start_gate(None, None, task, replace(ARGS, eval_problems=24), rank, world_size)
+        found.append(sorted(asked))
+        assert all(problem == f"of {seed % 7}" for problem, seed in asked) and len(asked) > 10
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_teacher_that_does_not_see_the_question_is_refused(episodes):
     blind = [replace(episode, teacher_prompt=[1, 2, 3]) for episode in episodes]
     with pytest.raises(SystemExit, match="with_privilege: gives the teacher the same prompt for different questions"):
@@ -322,6 +344,7 @@ def test_the_start_gate_is_open_for_the_tiny_model(policies, tools, capsys):
     gate = pi_play.start_gate(policies["student"], tokenizer, task, args, 0, 1)
     assert gate["eval/pi_play/gate_with"] - gate["eval/pi_play/gate_without"] > 0.25
     assert capsys.readouterr().out == ""
+    assert pi_play.answer(policies["student"], tokenizer, task, [], 2, args, []) == [], "of a process without a question"
     pi_play.start_gate(policies["student"], tokenizer, task, replace(args, privileged_context="none"), 0, 1)
     assert "the teacher has little to teach" in capsys.readouterr().out
 
