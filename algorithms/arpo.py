@@ -764,8 +764,10 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, waiting) -> None:
         for row, (episode, ids) in enumerate(zip(episodes, encoded)):
             if not ids or not episode.ended:
                 continue
-            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # not after --stop
-            ids = ids if has_end else [tokenizer.eos_token_id, *ids]
+            ends = sampler.generation_config.eos_token_id
+            last = episode.ids[-1]  # after --stop, no end token
+            if last == ids[0] or (last in ends and ids[0] == tokenizer.eos_token_id):
+                ids = ids[1:]  # the model has written this end, or another one in its place
             if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
                 episode.ended = False
                 continue
@@ -1169,6 +1171,10 @@ def load_model(args: Args):
         sys.exit(
             f"--model-name-or-path {path}: without weights for {min(missing)}; is it complete?"
         )
+    for stop in getattr(args, "stop", ()):
+        ids = tokenizer.encode(stop, add_special_tokens=False)
+        if stop.strip() not in tokenizer.decode(ids, skip_special_tokens=True):
+            sys.exit(f"--stop {stop}: a special token, which the text of a turn does not have")
     if not tokenizer.encode("a"):
         sys.exit(f"--model-name-or-path {path}: has no tokenizer")
     if tokenizer.chat_template is None:
@@ -1574,8 +1580,8 @@ def cut_at_stop(tokenizer, completion: Completion, args: Args) -> None:
 def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[list[int]]:
     """Token ids of messages that answer turns, up to where the assistant begins again.
 
-    They begin after the end token of the turn, which the model has written. A reply of no message
-    has none. All are encoded at once, equal ones once, by as many threads as there are processors.
+    They begin with the end token of the turn, which the model has often written. A reply of no
+    message has none. All are encoded at once, equal ones once, by as many threads as processors.
     """
     added = tokenizer.added_tokens_decoder
     ends = [added[end].content for end in model.generation_config.eos_token_id if end in added]
@@ -1600,6 +1606,9 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
         same = bisect_left(lengths, True, key=lambda n: chats[0][-n:] != chats[1][-n:])
         rest = chats[0][len(chats[0]) - same :]
         places = [rest.find(end) for end in ends if end in rest]
+        # A template may end its last turn otherwise than the ones before.
+        others = [t.content for t in added.values() if t.special and t.content in rest]
+        places = places or [rest.find(token) for token in others]
         if not places:
             sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
         texts.append(rest[min(places) :])
@@ -1609,7 +1618,7 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
                 sys.exit(f"chat template: {reason}")
     different = [*dict.fromkeys(["", *texts])]
     encoded = dict(zip(different, tokenizer(different, add_special_tokens=False)["input_ids"]))
-    return [encoded[text][1:] for text in texts]
+    return [encoded[text] for text in texts]
 
 
 @torch.no_grad()

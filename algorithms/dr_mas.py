@@ -666,7 +666,7 @@ def play(players, team, episodes: list, args: Args) -> None:
         completions = generate(player.sampler, prompts, args, seeds)
         for completion in completions:
             completion.agent = agent
-            completion.text = answer_text(player.tokenizer, completion.prompt, completion.ids)
+            completion.text = own_text(player.tokenizer, completion)
         began = time.perf_counter()
         valid = team.advance(due, [completion.text for completion in completions])
         team.tool_seconds = getattr(team, "tool_seconds", 0.0) + time.perf_counter() - began
@@ -1012,6 +1012,13 @@ def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
     return opening + tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def own_text(tokenizer, completion: Completion) -> str:
+    """What an agent says. A think block that the prompt opens and closes is no part of it."""
+    own = tokenizer.decode(completion.ids, skip_special_tokens=True)
+    text = answer_text(tokenizer, completion.prompt, completion.ids)
+    return own if "</think>" in text.removesuffix(own) else text
+
+
 def drop_long_prompts(problems: list, players, team, args: Args) -> list:
     """The problems whose first prompts fit; prints how many are dropped."""
     kept = []
@@ -1157,6 +1164,10 @@ def load_model(args: Args):
         sys.exit(
             f"--model-name-or-path {path}: without weights for {min(missing)}; is it complete?"
         )
+    for stop in getattr(args, "stop", ()):
+        ids = tokenizer.encode(stop, add_special_tokens=False)
+        if stop.strip() not in tokenizer.decode(ids, skip_special_tokens=True):
+            sys.exit(f"--stop {stop}: a special token, which the text of a turn does not have")
     if not tokenizer.encode("a"):
         sys.exit(f"--model-name-or-path {path}: has no tokenizer")
     if tokenizer.chat_template is None:

@@ -1153,6 +1153,10 @@ def load_model(args: Args):
         sys.exit(
             f"--model-name-or-path {path}: without weights for {min(missing)}; is it complete?"
         )
+    for stop in getattr(args, "stop", ()):
+        ids = tokenizer.encode(stop, add_special_tokens=False)
+        if stop.strip() not in tokenizer.decode(ids, skip_special_tokens=True):
+            sys.exit(f"--stop {stop}: a special token, which the text of a turn does not have")
     if not tokenizer.encode("a"):
         sys.exit(f"--model-name-or-path {path}: has no tokenizer")
     if tokenizer.chat_template is None:

@@ -676,7 +676,7 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds) -> None:
         turn_seeds = [random_seed(seed, turn) for seed in seeds]
         completions, memory = generate(sampler, contexts, args, turn_seeds, memory)
         for episode, completion in zip(episodes, completions):
-            completion.text = answer_text(tokenizer, completion.prompt, completion.ids)
+            completion.text = own_text(tokenizer, completion)
             episode.write(completion)
         replies = ask(task, episodes, turn + 1, tokenizer, args)
         if turn == args.max_turns - 1:
@@ -688,8 +688,10 @@ def play_turns(sampler, tokenizer, task, episodes, args: Args, seeds) -> None:
         for row, (episode, ids) in enumerate(zip(episodes, encoded)):
             if not ids or not episode.ended:
                 continue
-            has_end = episode.ids[-1] in sampler.generation_config.eos_token_id  # not after --stop
-            ids = ids if has_end else [tokenizer.eos_token_id, *ids]
+            ends = sampler.generation_config.eos_token_id
+            last = episode.ids[-1]  # after --stop, no end token
+            if last == ids[0] or (last in ends and ids[0] == tokenizer.eos_token_id):
+                ids = ids[1:]  # the model has written this end, or another one in its place
             if len(episode.prompt) + len(episode.ids) + len(ids) > args.max_prompt_length:
                 episode.ended = False
                 continue
@@ -1114,6 +1116,13 @@ def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
     return opening + tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def own_text(tokenizer, completion: Completion) -> str:
+    """What an agent says. A think block that the prompt opens and closes is no part of it."""
+    own = tokenizer.decode(completion.ids, skip_special_tokens=True)
+    text = answer_text(tokenizer, completion.prompt, completion.ids)
+    return own if "</think>" in text.removesuffix(own) else text
+
+
 def drop_long_prompts(problems: list, tokenizer, task, args: Args) -> list:
     """The problems whose prompts fit; prints how many are dropped."""
     lengths = [len(encode(tokenizer, task, problem, args)) for problem in problems]
@@ -1255,6 +1264,10 @@ def load_model(args: Args):
         sys.exit(
             f"--model-name-or-path {path}: without weights for {min(missing)}; is it complete?"
         )
+    for stop in getattr(args, "stop", ()):
+        ids = tokenizer.encode(stop, add_special_tokens=False)
+        if stop.strip() not in tokenizer.decode(ids, skip_special_tokens=True):
+            sys.exit(f"--stop {stop}: a special token, which the text of a turn does not have")
     if not tokenizer.encode("a"):
         sys.exit(f"--model-name-or-path {path}: has no tokenizer")
     if tokenizer.chat_template is None:
@@ -1634,8 +1647,8 @@ def cut_at_stop(tokenizer, completion: Completion, args: Args) -> None:
 def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[list[int]]:
     """Token ids of messages that answer turns, up to where the assistant begins again.
 
-    They begin after the end token of the turn, which the model has written. A reply of no message
-    has none. All are encoded at once, equal ones once, by as many threads as there are processors.
+    They begin with the end token of the turn, which the model has often written. A reply of no
+    message has none. All are encoded at once, equal ones once, by as many threads as processors.
     """
     added = tokenizer.added_tokens_decoder
     ends = [added[end].content for end in model.generation_config.eos_token_id if end in added]
@@ -1660,6 +1673,9 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
         same = bisect_left(lengths, True, key=lambda n: chats[0][-n:] != chats[1][-n:])
         rest = chats[0][len(chats[0]) - same :]
         places = [rest.find(end) for end in ends if end in rest]
+        # A template may end its last turn otherwise than the ones before.
+        others = [t.content for t in added.values() if t.special and t.content in rest]
+        places = places or [rest.find(token) for token in others]
         if not places:
             sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
         texts.append(rest[min(places) :])
@@ -1669,7 +1685,7 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
                 sys.exit(f"chat template: {reason}")
     different = [*dict.fromkeys(["", *texts])]
     encoded = dict(zip(different, tokenizer(different, add_special_tokens=False)["input_ids"]))
-    return [encoded[text][1:] for text in texts]
+    return [encoded[text] for text in texts]
 
 
 @torch.no_grad()

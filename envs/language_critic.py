@@ -54,7 +54,7 @@ class LanguageCritic:
             turns.append(f"Search {number + 1}: {written}\nFound: {read}")
         text = PROMPT.format(
             prompt="\n".join(message["content"] for message in self.task.prompt(problem)),
-            answer=self.task.right_answer(problem)[1],
+            answer=" or ".join(getattr(problem, "answers", None) or [self.task.right_answer(problem)[1]]),
             episode="\n".join([*turns, f"End: {episode.texts[-1]}"]),
             count=episode.num_searches,
         )

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -164,7 +165,7 @@ def test_episodes_are_written_turns_and_replies(played):
             if turn + 1 < count:
                 assert written[-1] in model.generation_config.eos_token_id
                 assert reply["content"] == episode.texts[2 * turn + 1]
-                rebuilt += reply_ids(model, tokenizer, [[reply]], ARGS)[0]
+                rebuilt += reply_ids(model, tokenizer, [[reply]], ARGS)[0][1:]  # the end is written
             else:
                 assert reply is None or not episode.ended
         assert rebuilt == episode.ids
@@ -227,7 +228,7 @@ def test_right_answers_of_different_lengths(played):
 def test_the_space_before_a_text_is_not_put_before_the_answer(played):
     """Tokenizers as that of Llama 2 put one before every text; the model writes none after <answer>."""
     model, tokenizer, _, _, episodes = played
-    spaced = lambda text, add_special_tokens: tokenizer(" " + text, add_special_tokens=add_special_tokens)  # noqa: E731
+    spaced = MagicMock(decode=tokenizer.decode, side_effect=lambda text, **more: tokenizer(" " + text, **more))
     task = SimpleNamespace(right_answer=lambda problem: ("<answer>", "Jodo"))
     asked = [igpo.Episode(0, episodes[0].prompt)]
     memory = igpo.read(model, [episodes[0].prompt])[0]
@@ -235,6 +236,16 @@ def test_the_space_before_a_text_is_not_put_before_the_answer(played):
     before, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (" <answer>", "Jodo"))
     assert len(answer) < len(tokenizer(" Jodo", add_special_tokens=False)["input_ids"])
     assert found == pytest.approx(plain_logprobs(model, asked[0].prompt + before, answer).mean().item(), abs=1e-5)
+
+
+def test_an_answer_stands_behind_one_opening_of_a_thought(played):
+    """Where the template has opened it, right_answer's own is left out."""
+    model, tokenizer, _, _, episodes = played
+    task = SimpleNamespace(right_answer=lambda problem: ("<think>so</think><answer>", "Jodo"))
+    opened = episodes[0].prompt + tokenizer("<think>", add_special_tokens=False)["input_ids"]
+    (found,) = igpo.answer_logprobs(model, tokenizer, task, [igpo.Episode(0, opened)], None, ARGS)
+    before, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("so</think><answer>", "Jodo"))
+    assert found == pytest.approx(plain_logprobs(model, opened + before, answer).mean().item(), abs=1e-5)
 
 
 def test_episodes_belong_to_their_seeds(played):

@@ -59,7 +59,7 @@ def test_episodes_of_a_base_model_go_on_after_a_turn(odd):
     args = igpo.Args(model_name_or_path=base_model(odd, ROOT / "envs" / "tiny_lm" / "search_qa"), max_completion_length=64)
     model, tokenizer = igpo.load_model(args)
     ids = igpo.reply_ids(model, tokenizer, [[{"role": "user", "content": "x"}]], args)[0]
-    assert tokenizer.decode(ids) == "<|user|>x<|end|><|assistant|>"
+    assert tokenizer.decode(ids) == "<|end|><|user|>x<|end|><|assistant|>"
 
 
 def test_demonstrations_end_as_answers_do(odd):

@@ -374,7 +374,7 @@ def test_a_team_that_ends_in_the_check_alone(own, monkeypatch):
     team, (problem, *_) = begin(dr_mas, f"{own}:Team")
     player = dr_mas.Player("team", team.agents, args, *[None] * 5)
     monkeypatch.setattr(dr_mas, "encode", lambda *_: [1])
-    monkeypatch.setattr(dr_mas, "answer_text", lambda *_: "text")
+    monkeypatch.setattr(dr_mas, "own_text", lambda *_: "text")
     monkeypatch.setattr(dr_mas, "generate", lambda _, prompts, *__: [dr_mas.Completion(p, [1], [0.0], True) for p in prompts])
     for agent, words in (("critic", "advance: set episode.agent to {'critic'}"), ("judge", "still writes after 1000 turns")):
         team.after = lambda episode, agent=agent: agent
@@ -383,6 +383,57 @@ def test_a_team_that_ends_in_the_check_alone(own, monkeypatch):
     team.advance = lambda episodes, texts: []
     with pytest.raises(SystemExit, match=r"advance: returned \[\] for 1 texts"):
         dr_mas.play([player], team, [team.start(problem)], args)
+
+
+HEADERS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+LAST = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '<|end|>' if loop.last and m.role == 'assistant' else '<|other|>' }}"
+LAST += "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CASES = [  # template, ends, --stop, what the model writes last, what stands between turn and reply
+    (HEADERS, ["<|end|>", "<|user|>"], (), "<|end|>", "<|end|><|user|>"),  # as GLM-4: a header ends a turn, which has no end
+    (HEADERS, ["<|end|>", "<|user|>"], (), "<|user|>", "<|user|>"),
+    (HEADERS, ["<|end|>", "<|user|>"], ("</calc>",), None, "<|user|>"),
+    (LAST, ["<|end|>"], (), "<|end|>", "<|end|><|other|><|user|>"),  # as GPT-OSS: only the last turn ends by an end token
+]
+
+
+@pytest.mark.parametrize("script", [igpo, empg, arpo])
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_what_stands_between_a_turn_and_its_reply(case, script, monkeypatch):
+    template, ends, stop, last, between = CASES[case]
+    args = script.Args(**SMALL | CALCULATOR, stop=stop)
+    model, tokenizer = script.load_model(args)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|other|>"]})
+    tokenizer.chat_template = template
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(ends)
+    task, _ = script.load_task(args)
+    task.step = lambda texts, turn, episodes: [{"role": "user", "content": "2"} if turn == 1 else None for _ in texts]
+    task.reward_functions = {"none": lambda problem, text: 0.0}
+
+    def generate(model, contexts, args, seeds=None, memory=None):
+        ids = tokenizer("<calc>1+1</calc>", add_special_tokens=False)["input_ids"]
+        ids = ids + tokenizer.convert_tokens_to_ids([last] if last else [])
+        return [script.Completion(context, ids, [-1.0] * len(ids), True) for context in contexts], None
+
+    monkeypatch.setattr(script, "generate", generate)
+    problem = {"question": "1+1", "answer": "2"}
+    more = {"num_generations": 1} if script is not arpo else {}
+    episode, *_ = script.play(model, tokenizer, task, [problem], *more.values() or [1], args, [1])
+    assert tokenizer.decode(episode.ids).startswith(f"<calc>1+1</calc>{between}2")
+
+
+def test_a_stop_that_no_text_has():
+    with pytest.raises(SystemExit, match=r"--stop <\|user\|>: a special token"):
+        igpo.load_model(igpo.Args(**SMALL | CALCULATOR, stop=("<|user|>",)))
+
+
+@pytest.mark.parametrize("script", [dr_mas, pi_play])
+def test_a_think_block_of_the_template_is_not_the_agents(script):
+    """Opened and closed by the prompt it is none of theirs; opened alone, they close it."""
+    tokenizer = igpo.load_model(igpo.Args(**SMALL | CALCULATOR))[1]
+    ids = tokenizer("<think>a</think>b", add_special_tokens=False)["input_ids"]
+    for opening, expected in (("<think>\n\n</think>\n\n", "<think>a</think>b"), ("<think>", "<think><think>a</think>b"), ("", "<think>a</think>b")):
+        prompt = tokenizer(f"<|assistant|>{opening}", add_special_tokens=False)["input_ids"]
+        assert script.own_text(tokenizer, script.Completion(prompt, ids, [], True)) == expected
 
 
 TEMPLATES = [
@@ -427,7 +478,7 @@ def test_replies_have_the_tokens_that_they_have_in_the_whole_chat(template):
         whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
         before = tokenizer.apply_chat_template(chat[:2], return_dict=True)["input_ids"]
         start = len(before) - 1 - before[::-1].index(end)  # the end of the assistant's turn
-        assert ids == (whole[start + 1 :] if messages else [])
+        assert ids == (whole[start:] if messages else [])
 
 
 @pytest.mark.quick
