@@ -262,7 +262,9 @@ def coefficient_loss(log_beta: Tensor, kl: Tensor, target: Tensor | float) -> Te
 def train(args: Args) -> dict:
     """Train as the flags say. Returns the scores of the last evaluation."""
     lowest = {"num_agents": 1, "num_envs": 1, "horizon": 1, "batch_size": 1}
-    lowest |= {"target_network_frequency": 1}
+    lowest |= {"target_network_frequency": 1, "embed_dim": 1, "learning_rate": 0}
+    if not args.graph:
+        sys.exit("--graph: expected at least one name")
     # every graph has a buffer, which must hold a step of all games
     device = setup(args, buffer_size=len(args.graph) * args.num_envs, **lowest)
     if args.embed_dim % NUM_HEADS:
@@ -303,13 +305,13 @@ def train(args: Args) -> dict:
     board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     print(f"{run_dir}: {args.env_id} on {' '.join(args.graph)}, {args.num_envs} games, {device}")
     if args.total_timesteps <= args.learning_starts:
-        print(
-            f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
-        )
+        print(f"--learning-starts {args.learning_starts}: the run ends before it learns anything")
+    logged = progress["step"]
+    if args.resume and logged >= args.total_timesteps:
+        print(f"{run_dir}: has {logged} steps already; a larger --total-timesteps goes on")
 
     scores = {}
     tally = Tally(args.total_timesteps // args.num_envs + 2, args.horizon, len(games), device)
-    logged = progress["step"]
     began = time.perf_counter()
     starting = True
     while True:
@@ -989,8 +991,6 @@ class GraphPursuit(GraphGame):
     ):
         if not 1 <= num_captors <= num_pursuers:
             raise ValueError(f"num_captors={num_captors}: from 1 to the {num_pursuers} pursuers")
-        if graph.diameter < 2:
-            raise ValueError(f"{graph.name} has no start at which the evader is not captured.")
         if evader == "learned" and asynchronous:
             raise ValueError("A learned evader moves at the same time as the pursuers.")
         self.num_captors = num_captors
@@ -1022,7 +1022,8 @@ class GraphPursuit(GraphGame):
             hops = self.graph.distances[states[:, 0], states[:, -1]]  # (M,)
             allowed &= hops >= min(6, self.graph.diameter)
         if not allowed.any():
-            raise ValueError(f"{self.graph.name}: no start fits --start {self.start}")
+            wanted = f"no start at which the evader is not captured fits --start {self.start}"
+            raise ValueError(f"{self.graph.name}: {wanted}")
         return states[allowed]
 
     def answer(self, moved: Tensor) -> Tensor:

@@ -274,8 +274,9 @@ def nash_conv(
 
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    lowest = {"num_envs": 1, "num_pro": 1, "num_ant": 1, "eval_games": 1, "batch_size": 1}
-    lowest |= {"total_timesteps": 1, "target_network_frequency": 1}
+    names = "num_envs num_pro num_ant num_states hidden_size embed_dim eval_games batch_size"
+    lowest = dict.fromkeys(f"{names} total_timesteps target_network_frequency".split(), 1)
+    lowest |= dict.fromkeys("learning_rate exploiter_learning_rate max_grad_norm".split(), 0)
     device = setup(args, buffer_size=args.num_envs, **lowest)
     if args.env_id.startswith("arat") and not 0 <= args.gamma < 1:
         sys.exit(f"--gamma {args.gamma:g}: must be from 0 to below 1, as this game does not end")
@@ -313,15 +314,18 @@ def train(args: Args) -> dict[str, float]:
     board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     ratio = args.updates_per_step * args.batch_size / args.num_envs
     print(f"{run_dir}: {args.learner}, {args.num_envs} games on {device}, replay ratio {ratio:.2g}")
+    if isinstance(game, PettingZooGame):
+        agents = list(game.sizes)
+        print("protagonists", *agents[:n], "against antagonists", *agents[n:])
 
     # The steps between two log points, and all steps: whole numbers of steps of all games. The
     # learning rate is 0 from --total-timesteps to the end of the run.
     interval = math.ceil(args.total_timesteps / LOGS / args.num_envs) * args.num_envs
     end = math.ceil(args.total_timesteps / interval) * interval
     if end <= args.learning_starts:
-        print(
-            f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
-        )
+        print(f"--learning-starts {args.learning_starts}: the run ends before it learns anything")
+    if args.resume and step >= end:
+        print(f"{run_dir}: has {step} steps already; a larger --total-timesteps goes on")
     begin_anew = True
     scores = {}
     while True:
@@ -371,8 +375,7 @@ def train(args: Args) -> dict[str, float]:
             results.zero_()
         if learned:
             loss, norm = torch.stack(learned).mean(0).tolist()
-            metrics["losses/td_loss"] = loss
-            metrics["losses/grad_norm"] = norm
+            metrics |= {"losses/td_loss": loss, "losses/grad_norm": norm}
             line += f"  loss {loss:9.4f}"
             if not math.isfinite(loss + norm):
                 sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
@@ -381,8 +384,7 @@ def train(args: Args) -> dict[str, float]:
         print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
         if args.save_steps and (step >= end or is_due(args.save_steps, step, interval)):
             state = {name: part.state_dict() for name, part in parts.items()}
-            state["columns"] = learner.buffer.columns
-            state["count"] = learner.buffer.count
+            state |= {"columns": learner.buffer.columns, "count": learner.buffer.count}
             save_checkpoint(run_dir, step, state | {"step": step})
             begin_anew = True
     return scores
@@ -427,10 +429,8 @@ def learner_loss(
     online: Networks, target: Networks, batch: dict[str, Tensor], args: Args
 ) -> Tensor:
     """The loss of FM3Q, or of a control. Columns (B,...) -> scalar"""
-    state = batch["state"]
-    next_state = batch["next_state"]
-    rewards = batch["rewards"]
-    dones = batch["dones"]
+    state, next_state = batch["state"], batch["next_state"]
+    rewards, dones = batch["rewards"], batch["dones"]
     chosen = batch["actions"][..., None]  # (B,N,1)
     q = online.utilities(state).gather(2, chosen).squeeze(2)  # (B,N)
     pro_q, ant_q = q.split(online.game.teams, 1)  # (B,n), (B,m)
@@ -616,8 +616,8 @@ class ReplayBuffer:
 class PettingZooGame:
     """E copies of a parallel environment of PettingZoo, stepped one after the other.
 
-    Agents called adversary are the antagonists and all others the protagonists, unless the
-    environment has an attribute `teams`: the protagonists' names, the antagonists' names. The
+    Agents with adversary in their name are the antagonists and all others the protagonists, unless
+    the environment has an attribute `teams`: the protagonists' names, the antagonists' names. The
     reward of a step is the mean over the protagonists' rewards minus that over the antagonists'.
 
     An agent sees its observation, padded with zeros to the longest, and which of the A actions are
@@ -678,7 +678,10 @@ class PettingZooGame:
             legal = row[-self.num_actions :][:size]  # a part of the row
             if agent in observations:
                 numbers, mask = observed(agent, observations, infos)
-                row[: len(numbers)] = numbers
+                count, most = len(numbers), len(row) - self.num_actions
+                if count > most:
+                    sys.exit(f"{agent} observes {count} numbers, in the first game at most {most}")
+                row[:count] = numbers
                 legal[:] = mask
             if not legal.any():
                 legal[0] = 1
@@ -708,7 +711,10 @@ class PettingZooGame:
         for game, (env, row) in enumerate(zip(self.envs, actions.tolist())):
             action_of = dict(zip(self.sizes, row))
             chosen = {agent: action_of[agent] for agent in env.agents}
-            observations, gains, terminated, truncated, infos = env.step(chosen)
+            found = env.step(chosen)
+            if len(found) != 5 or not all(isinstance(part, dict) for part in found[:4]):
+                sys.exit("step() must return five dicts, as PettingZoo's parallel environments do")
+            observations, gains, terminated, truncated, infos = found
             for agent, gain in gains.items():
                 rewards[game] += self.weights[agent] * np.float64(gain).sum()  # None is NaN
             dones[game] = all(terminated[agent] for agent in chosen)
@@ -737,7 +743,7 @@ def find_maker(env_id: str):
         sys.exit(f"--env-id {env_id}: expected FILE.py:function, but there is no file {path!r}")
     try:
         return importlib.import_module(env_id).parallel_env
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         sys.exit(
             f"--env-id {env_id}: {error}; expected a game of this script, FILE.py:function, or a "
             "module of PettingZoo, see --help (pip install pettingzoo mpe2)"
@@ -746,13 +752,18 @@ def find_maker(env_id: str):
 
 def find_teams(env) -> tuple[list[str], list[str]]:
     """Names of the protagonists and of the antagonists."""
-    agents = env.possible_agents
-    ant = [agent for agent in agents if str(agent).startswith("adversary")]
+    agents = getattr(env, "possible_agents", None)
+    if not agents:
+        sys.exit("--env-id: the environment has no possible_agents, so is no parallel one")
+    ant = [agent for agent in agents if "adversary" in str(agent).lower()]
     pro = [agent for agent in agents if agent not in ant]
-    pro, ant = getattr(env, "teams", (pro, ant))
-    if not pro or not ant or sorted([*pro, *ant]) != sorted(agents):
+    try:
+        pro, ant = map(list, getattr(env, "teams", (pro, ant)))
+    except (TypeError, ValueError):  # other than two lists
+        pro = []
+    if not pro or not ant or sorted(pro + ant) != sorted(agents):
         sys.exit(f"agents {agents}: give the environment `teams`, two lists that share them out")
-    return list(pro), list(ant)
+    return pro, ant
 
 
 def observed(agent: str, observations: dict, infos: dict) -> tuple[np.ndarray, np.ndarray | int]:
@@ -810,7 +821,10 @@ def play_games(pro, ant, args: Args, seed: int, device) -> Tensor:
     game.reset(seed)
     returns = torch.zeros(args.eval_games, device=device)
     playing = torch.ones(args.eval_games, dtype=torch.bool, device=device)
-    for _ in range(MOST_STEPS):
+    for step in range(MOST_STEPS):
+        if step == 1000:
+            advice = "give the game a time limit, or take fewer --eval-games"
+            print(f"{playing.sum()} games go on after 1,000 steps: {advice}", flush=True)
         actions = both_teams(game, pro(game), ant(game))
         rewards, _, over, _ = game.step(actions)
         returns += rewards * playing

@@ -436,6 +436,8 @@ def train(args: Args) -> dict[str, float]:
     board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     counts = f"{data.num_train} tasks, {data.num_new} new ones, {len(data.train.lengths)} episodes"
     print(f"{run_dir}: context {args.context}, prompt {args.prompt}, {counts}, {device}")
+    if args.resume and step >= last_step:
+        print(f"{run_dir}: has {step} steps already; a larger --policy-steps goes on")
 
     scores = {}
     while True:
@@ -969,7 +971,7 @@ def read_folder(folder: Path) -> list[tuple[str, dict]]:
     for path in paths:
         try:
             with np.load(path) as arrays:
-                file = {name: arrays[name] for name in arrays.files}
+                file = {name: arrays[name] for name in COLUMNS if name in arrays}
         except Exception as error:  # of zip files, of pickle
             sys.exit(f"{path}: cannot be read as arrays of NumPy ({error!s:.100})")
         missing = [name for name in COLUMNS if name not in file]

@@ -441,9 +441,9 @@ def train(args: Args) -> dict[str, float]:
     interval = math.ceil(args.total_timesteps / LOGS / args.num_envs) * args.num_envs
     end = math.ceil(args.total_timesteps / interval) * interval
     if end <= args.learning_starts:
-        print(
-            f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
-        )
+        print(f"--learning-starts {args.learning_starts}: the run ends before it learns anything")
+    if args.resume and step >= end:
+        print(f"{run_dir}: has {step} steps already; a larger --total-timesteps goes on")
     begin_anew = True
     num_ended = 0  # games since the last checkpoint
     scores = {}
@@ -662,7 +662,10 @@ def play_games(world: WorldModel, args: Args, device: torch.device) -> Tensor:
         mean = first_mean(game, args)
         returns = torch.zeros(game.num_envs, device=device)
         playing = torch.ones(game.num_envs, dtype=torch.bool, device=device)
-        for _ in range(MOST_STEPS):
+        for step in range(MOST_STEPS):
+            if step == 1000:
+                advice = "give the game a time limit, or take fewer --eval-episodes"
+                print(f"{playing.sum()} games go on after 1,000 steps: {advice}", flush=True)
             actions, mean = act(world, game.observations, mean, args, explore=False)
             rewards, _, over, _ = game.step(actions.transpose(0, 1))
             mean = shifted(mean, over)
@@ -977,7 +980,7 @@ class PettingZooTeam:
                 wanted = "observations, rewards, terminations, truncations and infos of each agent"
                 sys.exit(f"--env-id {self.env_id}: step() must return five dicts, {wanted}")
             observations, gains, terminated, truncated, _ = found
-            rewards[game] = sum(np.float64(gain) for gain in gains.values()) / self.num_agents
+            rewards[game] = sum(np.float64(gain).sum() for gain in gains.values()) / self.num_agents
             ended[game] = all(terminated[agent] for agent in chosen)
             over[game] = all(terminated[agent] or truncated[agent] for agent in chosen)
             present = {agent: observations[agent] for agent in chosen if not terminated[agent]}
@@ -1007,7 +1010,7 @@ def find_maker(env_id: str):
         sys.exit(f"--env-id {env_id}: expected FILE.py:function, but there is no file {path!r}")
     try:
         return importlib.import_module(env_id).parallel_env
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         sys.exit(
             f"--env-id {env_id}: {error}; expected a game of this script, FILE.py:function, or a "
             "module of PettingZoo, see --help (pip install pettingzoo mpe2)"

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import shutil
 
 import networkx
 import pytest
@@ -241,6 +242,18 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch):
     words = [*as_flags(SMALL | {"learning_rate": 2e9}), "--output-dir", tmp_path]
     assert "a loss is not finite" in refusal(arac, monkeypatch, *words)
     assert not checkpoints(tmp_path)
+
+
+def test_what_cannot_be_run(monkeypatch):
+    for flag, value in (("learning-rate", -3e-4), ("embed-dim", 0), ("embed-dim", -4)):
+        assert f"--{flag} {value}: must be at least" in refusal(arac, monkeypatch, f"--{flag}", value)
+    assert refusal(arac, monkeypatch, "--graph") == "--graph: expected at least one name"
+
+
+def test_a_run_with_no_steps_left(runs, tmp_path, monkeypatch, capsys):
+    shutil.copytree(runs("chase"), tmp_path / "run")
+    command(arac, monkeypatch, "--resume", tmp_path / "run", "--total-timesteps", 80)
+    assert "run: has 400 steps already; a larger --total-timesteps goes on\n" in capsys.readouterr().out
 
 
 def test_what_a_run_began_with(runs, monkeypatch):

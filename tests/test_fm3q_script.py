@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from functools import partial
 
 import pytest
@@ -132,12 +133,13 @@ def test_every_learner_mixer_and_game_runs(values, tmp_path):
 
 
 @pytest.mark.quick
-def test_own_environment(tmp_path):
+def test_own_environment(tmp_path, capsys):
     """A parallel environment of a file, with masks and agents that leave."""
     (tmp_path / "duel.py").write_text("from tests.test_two_team import Duel as make\n")
     values = SMALL | {"env_id": f"{tmp_path / 'duel.py'}:make", "num_envs": 4, "eval_steps": 0}
     found = train(fm3q, tmp_path / "run", **values)
     assert all(map(math.isfinite, found.values())) and (320, "eval/wanderer/pro/return") in found
+    assert "protagonists runner_0 runner_1 against antagonists adversary_0\n" in capsys.readouterr().out
     assert 3 <= min(column(found, "charts/episodic_return")) <= max(column(found, "charts/episodic_return")) <= 6
 
 
@@ -155,12 +157,22 @@ def test_switches_change_the_run(values, whole, tmp_path):
 
 def test_what_cannot_be_run(whole, pong, tmp_path, monkeypatch):
     say = partial(refusal, fm3q, monkeypatch)
+    for flag, value in (("max-grad-norm", -1.0), ("learning-rate", -3e-4), ("exploiter-learning-rate", -1.0), ("hidden-size", 0), ("embed-dim", 0), ("num-states", 0)):
+        assert f"--{flag} {value}: must be at least" in say(f"--{flag}", value)
+    for name in ("./games.py", ""):
+        assert "expected a game of this script, FILE.py:function" in say("--env-id", name)
     assert "cannot change on resume" in say("--resume", whole[0], "--mixer", "vdn")
     assert "cannot change on resume" in say("--resume", whole[0], "--output-dir", tmp_path)
     assert "plays another game" in say("--evaluate", pong, "--opponent", whole[0])
     words = as_flags(SMALL | {"learning_rate": 1e30, "learning_starts": 0, "eval_steps": 10**6})
     assert "lower --learning-rate" in say(*words, "--output-dir", tmp_path / "run")
     assert not checkpoints(tmp_path / "run") and "no checkpoint" in say("--evaluate", tmp_path / "run")
+
+
+def test_a_run_with_no_steps_left(whole, tmp_path, monkeypatch, capsys):
+    shutil.copytree(whole[0], tmp_path / "run")
+    command(fm3q, monkeypatch, "--resume", tmp_path / "run", "--total-timesteps", 320)
+    assert "run: has 1600 steps already; a larger --total-timesteps goes on\n" in capsys.readouterr().out
 
 
 def test_another_network_than_that_of_the_run(whole, monkeypatch, tmp_path):

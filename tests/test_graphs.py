@@ -298,3 +298,16 @@ def test_starts(name, start, m):
         assert (game.starts[:, :-1] == game.starts[:, :1]).all()
     counts = torch.bincount(game.starts[:, 0], minlength=game.graph.num_nodes)
     assert (counts > 0).double().mean() > 0.99, "every node is somebody's start"
+
+
+def test_an_own_rule_says_where_games_begin():
+    """An evader who is caught on its own node only: one that is next to the pursuers is free."""
+
+    class SameNode(GraphPursuit):
+        def outcome(self, positions):
+            caught = (positions[:, :-1] == positions[:, -1:]).any(1)
+            return caught.float(), caught
+
+    assert sorted(SameNode(make_graph("path_2"), "cpu").starts.tolist()) == [[0, 0, 1], [1, 1, 0]]
+    with pytest.raises(ValueError, match="path_2: no start at which the evader is not captured fits --start same"):
+        GraphPursuit(make_graph("path_2"), "cpu")

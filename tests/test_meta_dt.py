@@ -425,6 +425,12 @@ def test_a_new_task_needs_one_episode(folder):
     assert len(small_data(data=str(folder), few_shot="recorded")[1].new.lengths) == 6
 
 
+def test_other_arrays_of_a_file_are_not_read(folder):
+    path = folder / "train" / "002.npz"
+    np.savez(path, infos=np.array([{}]), **np.load(path))
+    small_data(data=str(folder))
+
+
 @pytest.mark.quick
 def test_other_mistakes_in_data(folder):
     with pytest.raises(SystemExit, match="too few"):

@@ -59,7 +59,7 @@ def test_kill_and_resume(number, whole, flags, tmp_path, monkeypatch):
     kill_and_resume(meta_dt, number, whole[0], tmp_path / "run", monkeypatch, flags)
 
 
-def test_evaluations_change_nothing_and_repeat(whole, flags, tmp_path, monkeypatch):
+def test_evaluations_change_nothing_and_repeat(whole, flags, tmp_path, monkeypatch, capsys):
     run_dir = whole[0]
     expected = results(run_dir)
     found = train(meta_dt, tmp_path / "run", **flags | {"eval_steps": 10})
@@ -70,6 +70,7 @@ def test_evaluations_change_nothing_and_repeat(whole, flags, tmp_path, monkeypat
     other = command(meta_dt, monkeypatch, "--evaluate", run_dir, "--target-return", -9)
     assert other["eval/new/target_return"] == -9
     command(meta_dt, monkeypatch, "--resume", run_dir)  # of a finished run: only the evaluation again
+    assert "whole: has 50 steps already; a larger --policy-steps goes on\n" in capsys.readouterr().out
     assert results(run_dir) == expected
 
 

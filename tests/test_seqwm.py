@@ -464,6 +464,15 @@ def test_running_scale():
     close(seqwm.running_scale(torch.tensor(2.0), q * 1e-3), 0.99 * 2 + 0.01, 1e-5)
 
 
+def test_a_long_evaluation_says_so(monkeypatch, capsys):
+    world, game, args = small_world(planner="none")
+    game.step = lambda actions: (torch.zeros(4), None, torch.tensor([True, False, False, False]), None)
+    monkeypatch.setattr(seqwm, "evaluation_game", lambda args, device: game)
+    monkeypatch.setattr(seqwm, "MOST_STEPS", 1001)
+    seqwm.play_games(world, args, torch.device("cpu"))
+    assert "3 games go on after 1,000 steps: give the game a time limit, or take fewer --eval-episodes" in capsys.readouterr().out
+
+
 # --- The game ---
 
 

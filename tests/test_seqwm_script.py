@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -66,6 +67,12 @@ class OneNumber(Team):
     def step(self, actions):
         seen, rewards, *rest = super().step(actions)
         return seen, 1.0, *rest
+
+
+class RowOfOne(Team):
+    def step(self, actions):
+        seen, rewards, *rest = super().step(actions)
+        return seen, {agent: np.array([reward]) for agent, reward in rewards.items()}, *rest
 
 
 class Growing(Team):
@@ -155,6 +162,12 @@ def test_evaluation_of_a_run(whole, monkeypatch):
     assert actors["eval/return_mean"] == scores["eval/actor/return_mean"] != scores["eval/return_mean"]
 
 
+def test_a_run_with_no_steps_left(whole, tmp_path, monkeypatch, capsys):
+    shutil.copytree(whole[0], tmp_path / "run")
+    command(seqwm, monkeypatch, "--resume", tmp_path / "run", "--total-timesteps", 250)
+    assert "run: has 1000 steps already; a larger --total-timesteps goes on\n" in capsys.readouterr().out
+
+
 KINDS = [{"model": "joint"}, {"model": "independent"}, {"planner": "none"}, {"message": "actions"}]
 KINDS += [{"log_density": "released"}, {"plan_value": "released"}, {"horizon": 1}, {"num_policy_samples": 0}, {"mppi_temperature": 5.0}, {"entropy_coef": 0.1}]
 KINDS += [{"num_agents": 2, "total_timesteps": 100}, {"num_elites": 1}, {"tau": 0.5}, {"gamma": 0.5}]
@@ -198,6 +211,11 @@ def test_own_environment(team, tmp_path):
     assert over.all() and not ended.any() and seen[0, 0, 0] == 4 and game.observations[0, 0, 0] == 0
 
 
+def test_a_reward_in_an_array(team):
+    game = seqwm.make_game(Args(env_id=team.replace(":Team", ":RowOfOne")), 2, 0, torch.device("cpu"))
+    assert game.step(torch.zeros(2, 2, 2))[0].tolist() == [1.5, 1.5]
+
+
 @pytest.mark.quick
 def test_pettingzoo_is_the_shipped_game(tmp_path):
     """mpe2's simple_spread from one state gives the observations and rewards of the script's own."""
@@ -235,7 +253,8 @@ def test_what_cannot_be_run(tmp_path, monkeypatch, team):
     assert "--hidden-dim 0: must be at least 1" in say("--hidden-dim", 0)
     assert "rewards are not finite numbers" in say("--env-id", team.replace(":Team", ":Broken"), "--output-dir", tmp_path / "nan")
     assert "has no function 'nothing'" in say("--env-id", team.replace(":Team", ":nothing"))
-    assert "or a module of PettingZoo, see --help" in say("--env-id", "chess")
+    for name in ("chess", "./team.py", ""):
+        assert "or a module of PettingZoo, see --help" in say("--env-id", name)
     assert "must be a multiple of 8" in say("--latent-dim", 20)
     assert "--num-samples 4: elites and those of the actors" in say("--num-samples", 4)
     assert "--total-timesteps 0: must be at least 1" in say("--total-timesteps", 0)

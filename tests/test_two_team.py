@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -244,6 +245,7 @@ def run_of(folder, change: str, **flags) -> dict:
 
 
 NUMBERS = "a reward or an observation is not a finite number"
+TEAMS, FIVE = "give the environment `teams`, two lists", "step() must return five dicts"
 STEP = "    def step(self, actions):\n        seen, rewards, ended, cut, infos = super().step(actions)\n"
 ODD = {
     "nan": (STEP + "        return seen, dict.fromkeys(rewards, np.nan), ended, cut, infos", NUMBERS),
@@ -251,6 +253,13 @@ ODD = {
     "row of one": (STEP + "        return seen, {a: np.array([r]) for a, r in rewards.items()}, ended, cut, infos", ""),
     "named": ("    def see(self, agent): return {'b': 1, 'a': np.zeros(2)}", ""),
     "no infos": ("    def reset(self, seed=None): return super().reset(seed)[0]", "reset() must return observations and infos"),
+    "grows": ("    def see(self, agent): return np.ones(2 + self.clock)", "observes 3 numbers, in the first game at most 2"),
+    "four": (STEP + "        return seen, rewards, ended, infos", FIVE),
+    "one reward": (STEP + "        return seen, 1.0, ended, cut, infos", FIVE),
+    "nobody": ("    possible_agents = property()", "has no possible_agents"),
+    "no teams": ("    teams = None", TEAMS),
+    "a method": ("    def teams(self): return ['adversary_0'], ['runner_0', 'runner_1']", TEAMS),
+    "three teams": ("    teams = ['adversary_0'], ['runner_0'], ['runner_1']", TEAMS),
 }
 
 
@@ -282,6 +291,20 @@ def test_evaluations_share_their_games_and_end(tmp_path, monkeypatch, capsys):
     for close in at_exit:
         close()
     assert len(closed) == 5
+
+
+def test_a_long_evaluation_says_so(duel, monkeypatch, capsys):
+    game = PettingZooGame(duel, 3, 0, "cpu")
+    game.step = lambda actions: (torch.zeros(3), None, torch.tensor([True, False, False]), None)
+    monkeypatch.setattr(fm3q, "evaluation_game", lambda args, device: game)
+    monkeypatch.setattr(fm3q, "MOST_STEPS", 1001)
+    fm3q.play_games(fm3q.wanderer, fm3q.wanderer, fm3q.Args(eval_games=3), 0, "cpu")
+    assert "2 games go on after 1,000 steps: give the game a time limit, or take fewer --eval-games" in capsys.readouterr().out
+
+
+def test_antagonists_have_adversary_in_their_name():
+    env = SimpleNamespace(possible_agents=["leadadversary_0", "agent_0", "Adversary_1", "adversary_2"])
+    assert fm3q.find_teams(env) == (["agent_0"], ["leadadversary_0", "Adversary_1", "adversary_2"])
 
 
 def test_any_parallel_environment_is_a_game(duel):
