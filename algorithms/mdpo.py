@@ -252,9 +252,7 @@ def train(args):
     size = f"{args.num_envs} x {args.num_steps}"
     print(f"{run_dir}: {args.method}, {size} steps on {device}, from step {step}")
     if off_policy and last_step - rollout_size < args.learning_starts:
-        print(
-            f"--learning-starts {args.learning_starts}: the run ends before, so nothing is learned"
-        )
+        print(f"--learning-starts {args.learning_starts}: the run ends before it learns anything")
 
     unfinished = None
     while True:
