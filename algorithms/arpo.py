@@ -840,7 +840,7 @@ def check_flags(args: Args) -> None:
             sys.exit(f"{flag}: expected JSON in braces, found {settings}")
     for name in ("task", "task_config"):
         is_given = getattr(args, name, None) != getattr(Args, name, None)
-        if is_given and args.env != "reasoning_gym":
+        if is_given and args.env != "reasoning_gym" and not args.resume:
             sys.exit(f"--{name.replace('_', '-')}: needs --env reasoning_gym")
     if args.chat_template_path and not os.path.isfile(args.chat_template_path):
         sys.exit(f"--chat-template-path {args.chat_template_path}: no such file")
@@ -949,11 +949,9 @@ def from_file(flag: str, name: str, *words: str):
     found = getattr(sys.modules[title], attribute)
     try:
         if words:
-            signature = inspect.signature(found)
-            signature.bind(*words)
-            order = [name for name in signature.parameters if name in words]
-            if order != [word for word in words if word in order]:
-                raise TypeError(f"its parameters are {', '.join(order)}")
+            given = inspect.signature(found).bind(*words).arguments  # parameter: word
+            if any(name in words and name != word for name, word in given.items()):
+                raise TypeError(f"its parameters are {', '.join(given)}")
     except (TypeError, ValueError) as error:
         sys.exit(f"{flag} {name}: cannot be called as {attribute}({', '.join(words)}), {error}")
     return found
@@ -1015,7 +1013,7 @@ def check_tags(tokenizer, messages: list[dict]) -> None:
     for name in re.findall(r"</(\w+)>", messages[-1]["content"]):
         ids = tokenizer.encode(f"<{name}></{name}>", add_special_tokens=False)
         if f"</{name}>" not in tokenizer.decode(ids, skip_special_tokens=True):
-            sys.exit(f"--model-name-or-path: its tokenizer loses <{name}>; give --reward, too")
+            sys.exit(f"--model-name-or-path: its tokenizer loses <{name}>, which rewards read")
 
 
 def answer_text(tokenizer, prompt: list[int], ids: list[int]) -> str:
@@ -1171,12 +1169,12 @@ def load_model(args: Args):
         sys.exit(
             f"--model-name-or-path {path}: without weights for {min(missing)}; is it complete?"
         )
+    if not tokenizer.encode("a"):
+        sys.exit(f"--model-name-or-path {path}: has no tokenizer")
     for stop in getattr(args, "stop", ()):
         ids = tokenizer.encode(stop, add_special_tokens=False)
         if stop.strip() not in tokenizer.decode(ids, skip_special_tokens=True):
-            sys.exit(f"--stop {stop}: a special token, which the text of a turn does not have")
-    if not tokenizer.encode("a"):
-        sys.exit(f"--model-name-or-path {path}: has no tokenizer")
+            sys.exit(f"--stop {stop!r}: the tokenizer loses it, perhaps as a special token")
     if tokenizer.chat_template is None:
         sys.exit(
             f"--model-name-or-path {path}: has no chat template; use an instruct model, or give "
@@ -1311,7 +1309,7 @@ def compile_layers(model) -> None:
     def forward(plain, compiled, *inputs, **named):
         return (compiled if torch.is_grad_enabled() else plain)(*inputs, **named)
 
-    torch._dynamo.config.recompile_limit = 64  # kinds of layers times kinds of shapes
+    torch._dynamo.config.cache_size_limit = 64  # kinds of layers times kinds of shapes
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             compiled = torch.compile(layer.forward, dynamic=True)
@@ -1611,7 +1609,8 @@ def reply_ids(model, tokenizer, replies: list[list[dict]], args: Args) -> list[l
         places = places or [rest.find(token) for token in others]
         if not places:
             sys.exit("--model-name-or-path: its chat template ends a turn without an end token")
-        texts.append(rest[min(places) :])
+        rest = rest[min(places) :]
+        texts.append(rest)
         for message in messages:  # a template may escape signs, but not letters
             if max(re.findall(r"\w+", message["content"]), key=len, default="") not in rest:
                 reason = f"leaves out what {message['role']} says, see --chat-template-path"
@@ -1825,7 +1824,7 @@ def recorded(decoder: Decoder):
         torch.cuda.current_stream().wait_stream(stream)
         decoder.count.copy_(count)
         cause = error.__context__ or error  # ending a recording fails, too
-        if not isinstance(cause, torch.OutOfMemoryError):  # which may pass
+        if torch.OutOfMemoryError not in (type(error), type(cause)):  # which may pass
             model.unrecorded = model.dtype  # a copy in bfloat16 is tried again
         reason = " ".join(str(cause).split())
         print(f"decoding is not recorded, and so several times slower: {reason:.200}", flush=True)
@@ -2435,9 +2434,9 @@ def stop_soon(*_) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     args = parse_args()
     if args.max_steps > 0:
         signal.signal(signal.SIGTERM, stop_soon)
-    sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     with one_sentence_for_a_full_disk():
         train(args)

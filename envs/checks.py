@@ -121,11 +121,9 @@ def can_be_called(task, name: str, parameters: str) -> None:
     """Exit unless a method takes these parameters, in this order where it has their names."""
     words = parameters.split()
     try:
-        signature = inspect.signature(getattr(task, name))
-        signature.bind(*words)
-        order = [word for word in signature.parameters if word in words]
-        if order != [word for word in words if word in order]:
-            raise TypeError(f"its parameters are {', '.join(order)}")
+        given = inspect.signature(getattr(task, name)).bind(*words).arguments  # parameter: word
+        if any(parameter in words and parameter != word for parameter, word in given.items()):
+            raise TypeError(f"its parameters are {', '.join(given)}")
     except TypeError as error:
         sys.exit(f"{name}: cannot be called as {name}({', '.join(words)}), {error}")
 

@@ -182,7 +182,7 @@ def test_tags_that_are_special_tokens(odd, monkeypatch):
     for token in tokenizer["added_tokens"]:
         token["special"] = True
     path = odd(tokenizer__json=json.dumps(tokenizer))
-    assert "its tokenizer loses <answer>; give --reward" in refusal(grpo, monkeypatch, "--model-name-or-path", path, "--max-completion-length", "80")
+    assert "its tokenizer loses <answer>, which rewards read" in refusal(grpo, monkeypatch, "--model-name-or-path", path, "--max-completion-length", "80")
 
 
 def test_weights_that_were_cut_off(odd, monkeypatch):

@@ -422,7 +422,7 @@ def test_what_stands_between_a_turn_and_its_reply(case, script, monkeypatch):
 
 
 def test_a_stop_that_no_text_has():
-    with pytest.raises(SystemExit, match=r"--stop <\|user\|>: a special token"):
+    with pytest.raises(SystemExit, match=r"--stop .<\|user\|>.: the tokenizer loses it"):
         igpo.load_model(igpo.Args(**SMALL | CALCULATOR, stop=("<|user|>",)))
 
 
