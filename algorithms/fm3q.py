@@ -742,8 +742,10 @@ def find_maker(env_id: str):
     if path:
         sys.exit(f"--env-id {env_id}: expected FILE.py:function, but there is no file {path!r}")
     try:
+        if env_id[:1] in ("", "."):
+            raise ImportError("a file needs :function behind it")
         return importlib.import_module(env_id).parallel_env
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (ImportError, AttributeError) as error:
         sys.exit(
             f"--env-id {env_id}: {error}; expected a game of this script, FILE.py:function, or a "
             "module of PettingZoo, see --help (pip install pettingzoo mpe2)"

@@ -208,7 +208,9 @@ def train(args):
     off_policy = args.method == "off_policy"
     if off_policy and args.kl_coef < args.ent_coef:
         sys.exit(f"--kl-coef {args.kl_coef:g}: must be at least --ent-coef, {args.ent_coef:g}")
-    if not off_policy and (args.kl_coef, args.ent_coef) != (Args.kl_coef, Args.ent_coef):
+    is_new = not (args.resume or args.evaluate)
+    is_given = (args.kl_coef, args.ent_coef) != (Args.kl_coef, Args.ent_coef)
+    if is_new and is_given and not off_policy:
         sys.exit("--kl-coef, --ent-coef: act with --method off_policy alone")
     if not 1 <= args.tsallis_q <= 2:
         sys.exit(f"--tsallis-q {args.tsallis_q:g}: must be from 1 to 2")

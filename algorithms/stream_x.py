@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.6", "numpy>=2.0", "gymnasium[mujoco]>=1.3", "tyro>=1.0", "tensorboard>=2.18",
+#     "torch>=2.6", "numpy>=2.0", "gymnasium[mujoco]>=1.1", "tyro>=1.0", "tensorboard>=2.18",
 # ]
 # ///
 """Stream AC(lambda) and stream Q(lambda): deep reinforcement learning from one transition at a
@@ -220,7 +220,8 @@ def train(args):
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     stream = Stream(args)
-    check_envs(SyncVectorEnv([lambda: stream.env]), args.env_id)  # resets it, and takes a step
+    envs = SyncVectorEnv([lambda: stream.env])  # kept: older versions close tasks with it
+    check_envs(envs, args.env_id)  # resets the task, and takes a step
     agent = Agent(stream, args)
     if args.evaluate:
         agent, stream.stats = load(args.evaluate)[1:3]
@@ -245,7 +246,7 @@ def train(args):
     Path(run_dir, "args.tmp").write_text(json.dumps(vars(args) | {"resume": None}))
     os.replace(f"{run_dir}/args.tmp", f"{run_dir}/args.json")
     print(f"{run_dir}: stream {args.algorithm}, {args.optimizer}, from step {step}")
-    if step >= args.total_timesteps:
+    if args.resume and step >= args.total_timesteps:
         print(f"{run_dir}: has {step} steps already; a larger --total-timesteps goes on")
 
     def log(values):  # a step may be repeated after a resume: its last rows count

@@ -309,19 +309,19 @@ REWRITES = (  # in this order
     (r"(?i)\b(?:minus|negative) (?=[\d$\\.])", "-"),
     (r"(?<=[\d})i]) ?\\approx.*", ""),
     (r",? ?(?:\\text\{,? ?(?:and|or),? ?\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])) ?,?", ","),
+    (r"(?<![\w\\])(USD|EUR|GBP|INR|Rs)\.? ?(?=\d)", lambda match: UNITS[match[1].lower()]),
+)
+AFTER_WRAPPERS = (  # once nothing stands around the answer; last, spaces that mean nothing
     (r"(?<![a-zA-Z\\])(?<![a-zA-Z] )(?:(?i:infinity|inf)|oo)(?! ?[a-zA-Z])", r"\\infty "),
     (r"(?<=[)\]]) ?U ?(?=[(\[])", r"\\cup "),
     (r"\\mathbb ?R(?![a-zA-Z])|ℝ|\(-\\infty ?, ?\+?\\infty ?\)", r"\\mathbb{R}"),
-    (r"(?i)^ ?(?:all |the )?real(?:s| numbers)[ .]*$", r"\\mathbb{R}"),
-    (r"(?<![\w\\])(USD|EUR|GBP|INR|Rs)\.? ?(?=\d)", lambda match: UNITS[match[1].lower()]),
-)
-SPACES = (  # that mean nothing
+    (r"(?i)(?:^|(?<==)) ?(?:all |the )?real(?:s| numbers)$", r"\\mathbb{R}"),
     (r" ?([^\w\\ ])(?:(?<!\d[)}]) | (?![a-zA-Z]{3}))?", r"\1"),  # but \frac{3}{4} cup, (5) men
     (r" (?=\\)|(?<=\\\\) ", ""),
     (r"(\\[a-zA-Z]+) (?![a-zA-Z])", r"\1"),
 )
 REWRITES = [(re.compile(pattern), text) for pattern, text in REWRITES]
-SPACES = [(re.compile(pattern), text) for pattern, text in SPACES]
+AFTER_WRAPPERS = [(re.compile(pattern), text) for pattern, text in AFTER_WRAPPERS]
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, '])\d{3})(?:\1\d{3})*(?![\d/]|,\d)")  # 1,000 or 1 000
 PARENTHESES = re.compile(r"(?:\(|(?=[A-J]\)))([^(),;]*)\)")  # (5), (B), B)
 
@@ -360,7 +360,7 @@ def normal(text: str) -> str:
     text = unwrap(text)
     if not re.search(r"[(\[]|\\\{", text):  # (100,200) is a pair
         text = THOUSANDS.sub(lambda match: re.sub("[, ']", "", match.group()), text)
-    for pattern, replacement in SPACES:
+    for pattern, replacement in AFTER_WRAPPERS:
         text = pattern.sub(replacement, text)
     return unwrap(text)
 
@@ -392,7 +392,7 @@ NOT_UNITS = set(
     "exp".split()
 )
 NOT_A_UNIT = re.compile(  # million, millones, Milliarden, sixteenths, 半
-    r"(?:(?:m|b|tr|quadr|quint|sext)ill?i?[oó]n|mill?iard)(?:e?s|en?|i)?|\w+(?:teen|tie)ths?|.*[半倍割成折打双].*",
+    r"(?:(?:m|b|tr|quadr|quint|sext)ill?i?[oó]n|mill?iard)(?:e?s|en?|i)?|\w+(?:teen|tie)ths?|.*[半倍割成折打双之].*",
     re.IGNORECASE,
 )
 WITH_CURRENCY = re.compile(r"([-+]?)(?:US)?([$€£¥₹]?)([-+]?[^$€£¥₹]*\d[^$€£¥₹]*?) ?([$€£¥₹]?)")
@@ -446,7 +446,7 @@ def unit_name(words: str, power: str, is_bare: bool) -> str | None:
     is_chinese = "一" <= words[0] <= "鿿"
     if words[0] not in "mshglLNJWVACF" and len(words[0]) == 1 and not is_chinese:
         return None
-    words = re.sub(r"(?<=\w) per (?=\w)", "/", " ".join(words)).split()
+    words = re.sub(r"(?i)(?<=\w) per (?=\w)", "/", " ".join(words)).split()
     parts = [singular_of(part) for part in words[0].split("/")]
     first = parts[0]
     is_long = is_chinese or (len(first) >= min_length and re.search("[aeiouy]", first))
@@ -477,8 +477,8 @@ def split_unit(text: str) -> tuple[str, str]:
 
 def letter_unit(text: str, unit: str, other: str) -> tuple[str, str]:
     """An answer and its unit, also `12 m` where the other one's unit is meters. Else m is a variable."""
-    match = re.fullmatch(r"(.*[\d}]) ?([a-z])(?:\^([23]))?", text) if other and not unit else None
-    return (match[1], other) if match and UNITS.get(match[2], "") + (match[3] or "") == other else (text, unit)
+    match = re.fullmatch(r"(.*[\d}]) ?([a-zL])(?:\^([23]))?", text) if other and not unit else None
+    return (match[1], other) if match and UNITS.get(match[2].lower(), "") + (match[3] or "") == other else (text, unit)
 
 
 # --- Are two answers the same? ------------------------------------------------------------------
@@ -493,7 +493,7 @@ AMOUNT = r"[$€£¥₹]?\d+(?:\.\d+)?%?"
 RANGE = re.compile(rf"{AMOUNT}(?:-{AMOUNT})+|\d+/\d+/\d+")  # 10-20 | 3-2 | 2024-01-05 | 1/10/2024
 LATEX = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?!text)[a-zA-Z]+|\\text")
 RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![a-zA-Z])")
-NUMBERS = re.compile(r"(?:[^a-zA-Z\\]|\\(?:times|cdot|frac|sqrt))*")  # 48 + 24 = 72
+NUMBERS = re.compile(r"(?:[^a-zA-Z\\]|\\(?:times|cdot|div|frac|sqrt))*")  # 48 + 24 = 72
 BRACKET = re.compile(r"\\\\|\\?[{}]|[()\[\],;]|[^\\{}()\[\],;]+|\\")
 
 
@@ -642,9 +642,9 @@ def comparable(gold: str, answer: str) -> bool:
 def same_answer(gold: str, answer: str) -> bool:
     """Are two final answers the same: as numbers, as mathematics, or letter by letter?"""
     texts = [normal(gold), normal(answer)]
-    if RANGE.fullmatch(split_unit(texts[0])[0]) and not re.search(r"\s[-−–—]\s", gold):
-        texts = [re.sub(r"(?<![\d.])0+(?=\d)", "", text.replace(" to ", "-")) for text in texts]
-        texts = [re.sub(r"(?<=[\d%])(?=[-/])", ":", text) for text in texts]  # now texts: nothing is computed
+    if RANGE.fullmatch(split_unit(texts[0][:MAX_LENGTH])[0]) and not re.search(r"\s[-−–—]\s", gold):
+        golds, answers = [re.split(r"(?<=[\d%])([-/])", text.replace(" to ", "-")) for text in texts]
+        return len(golds) == len(answers) and all(map(same, golds, answers))
     return same(*texts)
 
 

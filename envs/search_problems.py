@@ -61,7 +61,10 @@ def read_list(cell: str) -> list | None:
         return json.loads(cell)
     except ValueError:
         is_list = re.fullmatch(rf"\[\s*(?:{QUOTED}[\s,]*)+\]\s*", cell)
+    try:
         return [ast.literal_eval(text) for text in re.findall(QUOTED, cell)] if is_list else None
+    except (SyntaxError, ValueError):  # a line break, or a backslash that begins no letter
+        return None
 
 
 def read_line(row: dict, where: str) -> Problem:

@@ -406,7 +406,8 @@ def main(args: Args) -> None:
 
     def row_of(run: Run, folder: str, jobs: int) -> None:
         """Measure, and write the row."""
-        left = end - time.perf_counter() - run.reserve
+        reserve = run.reserve if any(other.reserve == 0 for other in runs) else 0.0
+        left = end - time.perf_counter() - reserve
         try:
             row = {"run": run.name} | same | measure(run, folder, left, args.device, path)
         except Exception as failure:  # the others go on

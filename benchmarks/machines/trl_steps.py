@@ -8,8 +8,8 @@ are fixed here. Other flags have no effect. All rewards are 1, so TRL's advantag
 computes every row all the same. With --vllm the engine is in the process ("colocate") and has the
 same share of the GPU. The rest are TRL's defaults: the engine does not sleep, and one more forward
 pass gives the log-probabilities that correct for the sampler; our scripts put the engine to sleep,
-and take them from the training pass. Attention by cuDNN is on in TRL and off in our scripts. Writes the seconds of each step to OUTPUT_DIR/metrics.csv, as
-the scripts do.
+and take them from the training pass. Attention by cuDNN is on in TRL and off in our scripts. Writes
+the seconds of each step to OUTPUT_DIR/metrics.csv, as the scripts do.
 """
 
 import csv
