@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,6 +222,8 @@ def test_a_language_critic_reads_the_episode_and_the_right_answer(monkeypatch):
     (first,) = [chat for chat in chats if "a</result>" in chat]
     assert problem.question in first and f"The right answer is: {problem.answers[0]}\n" in first
     assert "b c" in first and first.count("<|end|>") == 1 and "Judge each of its 2 searches." in first
+    either = critic.prompt(replace(problem, answers=("Ann", "Bob")), episodes[0])
+    assert "The right answer is: Ann or Bob\n" in either
     monkeypatch.setattr(critic, "write", write)
     assert judge(critic, episodes, args) == [[None, None], [], [None]], "the tiny model does not know what is asked"
     critic.longest = 10

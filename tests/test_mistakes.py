@@ -75,6 +75,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("dr_mas", "--agent-models a b", "--agent-models: expected one for each of router, searcher, responder"),
     ("dr_mas", "--agent-models nothing nothing nothing", "--model-name-or-path nothing: cannot be loaded"),
     ("dr_mas", "--dataset questions.jsonl", "questions.jsonl: questions from a file need a file to search in"),
+    ("spiral_rae", "--games kuhn --eval-opponents minimax --eval-steps 1", "--eval-opponents minimax: only plays tictactoe"),
     ("spiral_rae", "--games chess", "--games: there is no text game chess"),
     ("spiral_rae", "--games nothing.py:Chess", "--games nothing.py:Chess: expected FILE.py:name, but there is no file"),
     ("spiral_rae", """--games kuhn --game-options '{"kuhn":{"rounds":3}}'""", "--games: kuhn has no option rounds"),
