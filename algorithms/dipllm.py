@@ -890,7 +890,8 @@ def from_file(flag: str, name: str, *words: str):
     try:
         if words:
             given = inspect.signature(found).bind(*words).arguments  # parameter: word
-            if any(name in words and name != word for name, word in given.items()):
+            singular = {name.removesuffix("s"): word for name, word in given.items()}  # of batches
+            if any(name in words and name != word for name, word in singular.items()):
                 raise TypeError(f"its parameters are {', '.join(given)}")
     except (TypeError, ValueError) as error:
         sys.exit(f"{flag} {name}: cannot be called as {attribute}({', '.join(words)}), {error}")

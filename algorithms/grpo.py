@@ -811,7 +811,8 @@ def from_file(flag: str, name: str, *words: str):
     try:
         if words:
             given = inspect.signature(found).bind(*words).arguments  # parameter: word
-            if any(name in words and name != word for name, word in given.items()):
+            singular = {name.removesuffix("s"): word for name, word in given.items()}  # of batches
+            if any(name in words and name != word for name, word in singular.items()):
                 raise TypeError(f"its parameters are {', '.join(given)}")
     except (TypeError, ValueError) as error:
         sys.exit(f"{flag} {name}: cannot be called as {attribute}({', '.join(words)}), {error}")
@@ -1331,7 +1332,7 @@ class Decoder:
         on_gpu = self.ids.device.type == "cuda"
         block = 256 if on_gpu else 24  # columns by which buffers grow
         look_every = 16 if on_gpu else 1  # tokens; to see which rows have ended, it waits for a GPU
-        few = 0.5 if on_gpu else 0.75  # when this share of the rows has not ended, others go
+        few = 0.5 if on_gpu else 0.75  # rows that have ended go once no more than this are left
         steps = self.ids.size(1)
         width = self.first
         self.write(logits)
@@ -1658,7 +1659,7 @@ def divide(completions, rows: list[int], args: Args, device) -> list[list[list[i
     packed_rows = []
     for group in groups.values():
         # A long group takes several packed rows, each of which repeats the prompt.
-        most = math.ceil(len(group) / math.ceil(len(group) / size))  # 5 and 5, if 8 are allowed
+        most = math.ceil(len(group) / math.ceil(len(group) / size))  # 10 as 5 + 5, if 8 fit
         packed_row = []
         for row in group:
             longer = packed_length(completions, [*packed_row, row])

@@ -392,7 +392,7 @@ NOT_UNITS = set(
     "exp".split()
 )
 NOT_A_UNIT = re.compile(  # million, millones, Milliarden, sixteenths, 半
-    r"(?:(?:m|b|tr|quadr|quint|sext)ill?i?[oó]n|mill?iard)(?:e?s|en?|i)?|\w+(?:teen|tie)ths?|.*[半倍割成折打双之].*",
+    r"(?:(?:m|b|tr|quadr|quint|sext)ill?i?[oó]n|mill?iard|\w+illion)(?:e?s|en?|i)?|\w+(?:teen|tie)ths?|.*[半倍割成折打双之].*",
     re.IGNORECASE,
 )
 WITH_CURRENCY = re.compile(r"([-+]?)(?:US)?([$€£¥₹]?)([-+]?[^$€£¥₹]*\d[^$€£¥₹]*?) ?([$€£¥₹]?)")

@@ -28,6 +28,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("grpo", OWN + "trl", "--reward own.py:trl: cannot be called as trl(problem, completion), too many positional arguments"),
     ("grpo", OWN + "verl", "cannot be called as verl(problem, completion), missing a required argument: 'extra'"),
     ("grpo", OWN + "swapped", "cannot be called as swapped(problem, completion), its parameters are completion, problem"),
+    ("grpo", OWN + "batch", "cannot be called as batch(problem, completion), its parameters are completions, problems"),
     ("grpo", "--task leg_counting", "--task: needs --env reasoning_gym"),
     ("grpo", OWN + "number", "--reward own.py:number: cannot be called as number(problem, completion), 3 is not a callable"),
     ("grpo", OWN + "short", "reward function short: returned 1 numbers for 256 answers"),
@@ -159,6 +160,11 @@ number = 3
 
 def swapped(completion, problem):
     return 1.0
+
+def batch(completions, problems):
+    return [1.0 for _ in completions]
+
+batch.batched = True
 
 def short(problems, completions):
     return [1.0]
