@@ -37,9 +37,7 @@ RULES = {
 class Problem:
     question: str
     answer: str  # the final answer alone
-    demonstration: str | list[str] | None = (
-        None  # the text of a right answer, or several, for scripts that learn from it
-    )
+    demonstration: str | list[str] | None = None  # the text of a right answer, or several, for scripts that learn from it
     where: str = field(default="", compare=False, repr=False)  # file and line
 
 
@@ -58,9 +56,7 @@ def correctness(problem: Problem, completion: str) -> float:
 def format(problem: Problem, completion: str) -> float:
     """1.0 if the completion ends with its only <answer> </answer> pair and this holds some text."""
     once = completion.count("<answer>") == completion.count("</answer>") == 1
-    return float(
-        once and completion.rstrip().endswith("</answer>") and bool(extract_answer(completion))
-    )
+    return float(once and completion.rstrip().endswith("</answer>") and bool(extract_answer(completion)))
 
 
 def length(problem: Problem, completion: str, limit: int = 1000) -> float:
@@ -85,13 +81,8 @@ def gsm8k_integer(problem: Problem, completion: str) -> float:
 
 def gsm8k_format(problem: Problem, completion: str) -> float:
     """1.0 if the completion is a think block, a new line and the only answer block, and nothing else, else 0.0."""
-    once = (
-        completion.count("<answer>") == completion.count("</answer>") == 1
-    )  # this also keeps the search linear
-    return float(
-        once
-        and bool(re.search(r"^<think>.*?</think>\n<answer>.*?</answer>$", completion, re.DOTALL))
-    )
+    once = completion.count("<answer>") == completion.count("</answer>") == 1  # this also keeps the search linear
+    return float(once and bool(re.search(r"^<think>.*?</think>\n<answer>.*?</answer>$", completion, re.DOTALL)))
 
 
 def read_line(row: dict, where: str) -> Problem:
@@ -104,31 +95,18 @@ def read_line(row: dict, where: str) -> Problem:
     texts = []
     filled = ", ".join(key for key in row if row[key] is not None)
     numbers = (str, int, Decimal, float)  # floats of tables
-    for keys, types in (
-        (("prompt", "question", "problem"), (str,)),
-        (("answer", "solution"), numbers),
-    ):
+    for keys, types in ((("prompt", "question", "problem"), (str,)), (("answer", "solution"), numbers)):
         key = next((key for key in keys if row.get(key) is not None), None)
-        check(
-            key is not None,
-            f"no {keys[0]} among the keys {filled:.80}",
-            f"a key {' or '.join(keys)}",
-        )
+        check(key is not None, f"no {keys[0]} among the keys {filled:.80}", f"a key {' or '.join(keys)}")
         kind = type(row[key])  # not isinstance: True would pass for an int
         check(kind is str or row[key] == row[key], f"{key} NaN", "a number")
-        check(
-            kind in types,
-            f"{key} of type {kind.__name__}",
-            "a string or a number" if int in types else "a string",
-        )
+        check(kind in types, f"{key} of type {kind.__name__}", "a string or a number" if int in types else "a string")
         text = str(row[key])
         if int in types:
             gold = extract_answer(text)
             text = spoken(text) if gold is None else gold
         texts.append(text.strip())
-        check(
-            (normal(texts[-1]) if int in types else texts[-1]) != "", f"an empty {key}", "some text"
-        )
+        check((normal(texts[-1]) if int in types else texts[-1]) != "", f"an empty {key}", "some text")
         half = re.search("[\ud800-\udfff]", texts[-1])  # legal JSON, but no tokenizer takes it
         check(not half, f"half a surrogate pair in {key}", "whole characters")
     return Problem(*texts, row.get("demonstration"), where)
@@ -149,16 +127,10 @@ def report(path: str, rows: list[Problem], style: str) -> None:
     counts = ", ".join(f"{kinds.count(name)} {name}s" for name in ("number", "expression", "text"))
     print(f"{path}: the answers are {counts}")
     texts = [row for row, name in zip(rows, kinds) if name == "text"]
-    prose = [
-        row.where
-        for row in texts
-        if len(row.answer) > 100 or row.answer.count(" ") > 3 or style == "gsm8k"
-    ]
+    prose = [row.where for row in texts if len(row.answer) > 100 or row.answer.count(" ") > 3 or style == "gsm8k"]
     if prose:
         more = f" and {len(prose) - 5} more" if len(prose) > 5 else ""
-        reason = (
-            "is prose without a mark (####, \\boxed{}, <answer>), which only the same words equal"
-        )
+        reason = "is prose without a mark (####, \\boxed{}, <answer>), which only the same words equal"
         if style == "gsm8k":
             reason = "is no integer, so no answer earns its reward; leave out --env gsm8k"
         print(f"{', '.join(prose[:5])}{more}: the answer {reason}")
@@ -170,18 +142,12 @@ class MathJsonl:
 
     def __init__(self, path: str | None, style: str = "plain", evaluation_share: float = 1 / 16):
         if path is None:
-            raise ValueError(
-                "--env gsm8k needs --dataset, such as hub:openai/gsm8k:main:train, or a file"
-            )
+            raise ValueError("--env gsm8k needs --dataset, such as hub:openai/gsm8k:main:train, or a file")
         if not 0 < evaluation_share < 1:
-            raise ValueError(
-                f"evaluation_share is {evaluation_share}, expected a number between 0 and 1"
-            )
+            raise ValueError(f"evaluation_share is {evaluation_share}, expected a number between 0 and 1")
         from envs.data_files import read_rows
 
-        rows = [
-            read_line(row, place) for place, row in read_rows(path, Decimal)
-        ]  # which keeps 0.10 as written
+        rows = [read_line(row, place) for place, row in read_rows(path, Decimal)]  # which keeps 0.10 as written
         if style == "gsm8k":  # its rewards ask for an integer without commas
             rows = [replace(row, answer=row.answer.replace(",", "")) for row in rows]
         self.rows = rows  # all, in the order of the file
@@ -190,13 +156,9 @@ class MathJsonl:
             digest = hashlib.sha256(" ".join(row.question.lower().split()).encode()).digest()
             by_hash.setdefault(int.from_bytes(digest[:8], "big") / 2**64, []).append(row)
         if len(by_hash) < 2:
-            raise ValueError(
-                f"{path}: found {len(by_hash)} different questions, expected at least 2"
-            )
+            raise ValueError(f"{path}: found {len(by_hash)} different questions, expected at least 2")
         ranked = sorted(by_hash)
-        cut = min(
-            max(sum(value < evaluation_share for value in ranked), 1), len(ranked) - 1
-        )  # neither side is empty
+        cut = min(max(sum(value < evaluation_share for value in ranked), 1), len(ranked) - 1)  # neither side is empty
         self.evaluation_rows = [row for value in ranked[:cut] for row in by_hash[value]]
         self.train_rows = [row for value in ranked[cut:] for row in by_hash[value]]
         self.reward_functions = {"correctness": correctness, "format": format, "length": length}
@@ -227,12 +189,7 @@ class MathJsonl:
     def prompt(self, problem: Problem, role: str = "solver", teammates: tuple = ()) -> list[dict]:
         """Chat messages for `role` (solver or verifier); `teammates` are earlier (name, output) pairs."""
         lines = [problem.question, *(f"{name}: {output}" for name, output in teammates)]
-        return [
-            {
-                "role": "user",
-                "content": "\n".join([*lines, RULES["gsm8k" if self.style == "gsm8k" else role]]),
-            }
-        ]
+        return [{"role": "user", "content": "\n".join([*lines, RULES["gsm8k" if self.style == "gsm8k" else role]])}]
 
 
 # --- Where the answer stands --------------------------------------------------------------------
@@ -245,18 +202,15 @@ BETWEEN = re.compile(  # $\boxed{1}$ and $\boxed{2}$ | \boxed{1} \quad \text{or}
     rf"{SPACE}(?:,|;|(?:,|[a-z]+)?\s*(?:and|or)|\\text\{{,?\s*(?:and|or)\s*\}}){SPACE}(?:\w+\s*=\s*)?"
 )
 MARK = re.compile(
-    r"####|\banswer(?:\s+is)?[\s*]*[:：]|^[#*\s]*(?:the\s+)?(?:final\s+)?answer[\s*]*$",
-    re.IGNORECASE | re.MULTILINE,
+    r"####|\banswer(?:\s+is)?[\s*]*[:：]|^[#*\s]*(?:the\s+)?(?:final\s+)?answer[\s*]*$", re.IGNORECASE | re.MULTILINE
 )
-WEAK_MARK = re.compile(r"\banswer\s+is\b", re.IGNORECASE)  # counts where there is no other
+WEAK_MARK = re.compile(r"\banswer\s+is\b(?:\s+(?:therefore|thus|then|simply|just)\b,?)?", re.IGNORECASE)  # counts where there is no other
 DISPLAY = re.compile(r"(?:\$\$|\\\[)(.+?)(?:\$\$|\\\])", re.DOTALL)
-SENTENCE = re.compile(r".* is (?=[-\d$\\(])")  # the largest n is 34
+SENTENCE = re.compile(r"[A-Z][^.]* is (?=[-\d$\\(])")  # the largest n is 34
 NEXT_SENTENCE = re.compile(  # The answer is 12. I hope it is correct.
-    r"(?<=[\d)\]}$*%])\.\s+(?!(?:Wait|No|But|However|Actually|Hmm|Or|Oops|Sorry)\b)[A-Z].*"
+    r"(?:(?<=[\d)\]}$*%])|(?<=[a-z]{3}))\.\s+(?!(?:Wait|No|But|However|Actually|Hmm|Or|Oops|Sorry)\b)[A-Z].*"
 )
-BOLD = re.compile(
-    r"(?<![\w)\]}*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w(*])"
-)  # but not in x**2 + y**2
+BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w(*])")  # but not in x**2 + y**2
 PREFIX = re.compile(
     r"(?:\\text\{ ?)?(?:(?:so|thus|hence|therefore),? )?(?:the )?(?:(?:final|correct) )?"
     r"(?:(?:answer|result)\b[*\s]*(?:(?:is|are)\b|[:=：]|(?=[\d$\\(-])|\n|$)"
@@ -386,9 +340,7 @@ AFTER_WRAPPERS = (  # once nothing stands around the answer; last, spaces that m
 )
 REWRITES = [(re.compile(pattern), text) for pattern, text in REWRITES]
 AFTER_WRAPPERS = [(re.compile(pattern), text) for pattern, text in AFTER_WRAPPERS]
-THOUSANDS = re.compile(
-    r"(?<![\d.,])\d{1,3}(?:([, '])\d{3})(?:\1\d{3})*(?![\d/]|,\d)"
-)  # 1,000 or 1 000
+THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, '])\d{3})(?:\1\d{3})*(?![\d/]|,\d)")  # 1,000 or 1 000
 PARENTHESES = re.compile(r"(?:\(|(?=[A-J]\)))([^(),;]*)\)")  # (5), (B), B)
 
 
@@ -434,13 +386,9 @@ def normal(text: str) -> str:
 # --- Numbers and units --------------------------------------------------------------------------
 
 DIGITS = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?"
-NUMBER = re.compile(
-    rf"([-+]?) ?(?:(\d+) )?(-?{DIGITS})(?:/(-?{DIGITS}))?"
-)  # -2 | 2 3/4 | .5/3 | 3e8
+NUMBER = re.compile(rf"([-+]?) ?(?:(\d+) )?(-?{DIGITS})(?:/(-?{DIGITS}))?")  # -2 | 2 3/4 | .5/3 | 3e8
 FRACTION = re.compile(rf"\\frac\{{(-?{DIGITS})\}}\{{(-?{DIGITS})\}}$")
-POWER_OF_TEN = re.compile(
-    r"(?:(?<=\d) ?(?:\\times|\\cdot|\*|x) ?|(?<![\w.}]))10\^\{?([-+]?\d{1,3})\}?$"
-)
+POWER_OF_TEN = re.compile(r"(?:(?<=\d) ?(?:\\times|\\cdot|\*|x) ?|(?<![\w.}]))10\^\{?([-+]?\d{1,3})\}?$")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{?(\d+)\}?")
 UNITS = {  # each with its other names
     "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",
@@ -511,10 +459,7 @@ def unit_name(words: str, power: str, is_bare: bool) -> str | None:
     singular = [word.lower().removesuffix("s") for word in words]
     if not 0 < len(words) <= 4 or NOT_UNITS & {*words, *map(str.lower, words), *singular}:
         return None
-    if any(
-        NOT_A_UNIT.fullmatch(word) or any(unicodedata.numeric(c, 0) > 9 for c in word)
-        for word in words
-    ):
+    if any(NOT_A_UNIT.fullmatch(word) or any(unicodedata.numeric(c, 0) > 9 for c in word) for word in words):
         return None
     is_chinese = "一" <= words[0] <= "鿿"
     if words[0] not in "mshglLNJWVACF" and len(words[0]) == 1 and not is_chinese:
@@ -551,11 +496,7 @@ def split_unit(text: str) -> tuple[str, str]:
 def letter_unit(text: str, unit: str, other: str) -> tuple[str, str]:
     """An answer and its unit, also `12 m` where the other one's unit is meters. Else m is a variable."""
     match = re.fullmatch(r"(.*[\d}]) ?([a-zL])(?:\^([23]))?", text) if other and not unit else None
-    return (
-        (match[1], other)
-        if match and UNITS.get(match[2].lower(), "") + (match[3] or "") == other
-        else (text, unit)
-    )
+    return (match[1], other) if match and UNITS.get(match[2].lower(), "") + (match[3] or "") == other else (text, unit)
 
 
 # --- Are two answers the same? ------------------------------------------------------------------
@@ -583,9 +524,7 @@ def kind_of(text: str) -> str:
     if value(split_unit(text)[0]) is not None:
         return "number"
     letters = re.sub(FUNCTIONS, " ", LATEX.sub(" ", text))
-    words = [
-        word for word in re.findall("[a-zA-Z]{2,}", letters) if re.search("[aeiouAEIOU]", word)
-    ]
+    words = [word for word in re.findall("[a-zA-Z]{2,}", letters) if re.search("[aeiouAEIOU]", word)]
     only_letters = re.fullmatch(r"[a-zA-Z '\-]+", text)
     is_text = any(len(word) > 3 or only_letters for word in words) or ":" in text
     return "text" if is_text else "expression"
@@ -690,9 +629,7 @@ def same(gold: str, answer: str) -> bool:
     values = [value(gold), value(answer)]
     units = {gold_unit, answer_unit} - {""}
     if units in ({"$", "cent"}, {"€", "cent"}) and None not in values:
-        return values[0] * (gold_unit == "cent" or 100) == values[1] * (
-            answer_unit == "cent" or 100
-        )
+        return values[0] * (gold_unit == "cent" or 100) == values[1] * (answer_unit == "cent" or 100)
     if len(units) > 1 and units not in ALIKE:
         return False
     if None not in values or gold == answer:
@@ -711,9 +648,7 @@ def comparable(gold: str, answer: str) -> bool:
     if any(closing_brace(f"{{{text}}}", 0) != len(text) + 1 for text in (gold, answer)):
         return False
     related = [bool(RELATION.search(text)) for text in (gold, answer)]
-    if ("=" in gold) != ("=" in answer) or (
-        related[0] != related[1] and not re.search(r"[(\[]", both)
-    ):
+    if ("=" in gold) != ("=" in answer) or (related[0] != related[1] and not re.search(r"[(\[]", both)):
         return False
     if "=" in gold and NUMBERS.fullmatch(gold):  # math-verify calls all of these equal
         parts = [text.split("=") for text in (gold, answer)]
@@ -728,9 +663,7 @@ def same_answer(gold: str, answer: str) -> bool:
     """Are two final answers the same: as numbers, as mathematics, or letter by letter?"""
     texts = [normal(gold), normal(answer)]
     if RANGE.fullmatch(split_unit(texts[0][:MAX_LENGTH])[0]) and not re.search(r"\s[-−–—]\s", gold):
-        golds, answers = [
-            re.split(r"(?<=[\d%])([-/])", text.replace(" to ", "-")) for text in texts
-        ]
+        golds, answers = [re.split(r"(?<=[\d%])([-/])", text.replace(" to ", "-")) for text in texts]
         return len(golds) == len(answers) and all(map(same, golds, answers))
     return same(*texts)
 

@@ -126,7 +126,7 @@ def test_without_math_verify_there_is_one_sentence(tmp_path, monkeypatch):
         ("72", "\\boxed{72", 0, 0),  # cut off
         ("72", "so\n#### 72", 1, 0),
         ("72", "\\boxed{72} #### 71", 1, 0),  # boxes before ####
-        ("72", "the answer is 72", 0, 0),
+        ("72", "72 is what it is", 0, 0),
         ("72", "<answer>72", 0, 0),
     ],
 )
