@@ -204,7 +204,7 @@ BETWEEN = re.compile(  # $\boxed{1}$ and $\boxed{2}$ | \boxed{1} \quad \text{or}
 MARK = re.compile(
     r"####|\banswer(?:\s+is)?[\s*]*[:：]|^[#*\s]*(?:the\s+)?(?:final\s+)?answer[\s*]*$", re.IGNORECASE | re.MULTILINE
 )
-WEAK_MARK = re.compile(r"\banswer\s+is\b(?:\s+(?:therefore|thus|then|simply|just)\b,?)?", re.IGNORECASE)  # counts where there is no other
+WEAK_MARK = re.compile(r"\banswer\s+is\b(?:\s+(?:therefore|thus|then|simply|just)\b,?)?", re.IGNORECASE)  # if there is no MARK
 DISPLAY = re.compile(r"(?:\$\$|\\\[)(.+?)(?:\$\$|\\\])", re.DOTALL)
 SENTENCE = re.compile(r"[A-Z][^.]* is (?=[-\d$\\(])")  # the largest n is 34
 NEXT_SENTENCE = re.compile(  # The answer is 12. I hope it is correct.
