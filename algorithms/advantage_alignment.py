@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """Advantage Alignment: self-play of two who are neither opponents nor a team, in games that reward
 each of them in every round. Piche et al., arXiv 2511.19405. Also MARSHAL's advantages, 2510.15414.

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """AMPO: where a model fails, solutions of teachers replace some of its answers. The solutions are
 those that the model follows best. Yuan et al., More Than One Teacher, arXiv 2510.02227.

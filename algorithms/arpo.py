@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """ARPO: GRPO for agents that use tools, with episodes that branch. Only some begin from the prompt;
 the others branch off after a tool's result, more often where it made the model less sure. Dong et

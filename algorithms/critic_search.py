@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """CriticSearch: GRPO for agents that search and answer. After an episode, a critic that knows the
 right answer judges each of its searches. Zhang et al., arXiv 2511.12159. This is a reconstruction:

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """DipLLM: a joint action as a sequence of unit orders, learned from a search that stays near an
 anchor. Xu et al., DipLLM: Fine-Tuning LLM for Strategic Decision-making in Diplomacy, 2506.09655.

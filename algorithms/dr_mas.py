@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """Dr. MAS: GRPO for a team of agents. Every call of an agent is compared with the calls of the same
 agent in the group, not with all episodes of the group. Feng et al., arXiv 2602.08847.

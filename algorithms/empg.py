@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """EMPG: GRPO for agents that act in several turns. Turns in which the model was sure count more,
 unsure ones less, and a turn gets a bonus that is larger the surer the model is in the next one.

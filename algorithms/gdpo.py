@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """GDPO: GRPO for several rewards. Each reward is compared with its group by itself before they are
 added, so that none drowns the others by its size. Liu et al., arXiv 2601.05242.

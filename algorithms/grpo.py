@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """GRPO: policy gradients for language models. Every prompt gets a group of answers, and an answer
 is compared with the mean reward of its group. Shao et al., DeepSeekMath, arXiv 2402.03300.

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """HPT: supervised fine-tuning on questions that the model cannot solve, reinforcement learning on
 the others. Lv et al., Towards a Unified View of LLM Post-Training, arXiv 2509.04419.

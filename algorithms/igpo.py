@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """IGPO: GRPO for agents that search and answer. Each turn is rewarded by how much it raises the
 log-probability of the right answer, and the last turn by the score of the answer. Wang et al.,

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """Learning from pairwise preferences without a reward: INPO, MNPO, Nash-MP and SPO look for the
 Nash policy, which no other policy beats. Zhang et al., arXiv 2407.00617; Wu et al., arXiv

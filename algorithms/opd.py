@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """OPD: on-policy distillation. The student writes, and at every token of its own text it is pulled
 towards a teacher, another model, on the tokens that the teacher finds likeliest there. Fu et al.,

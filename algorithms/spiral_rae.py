@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """SPIRAL: self-play on zero-sum text games. One policy plays both roles and learns from who wins.
 Each role of each game has a baseline of its own, RAE. Liu et al., arXiv 2506.24119.

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.0", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """Unlikeliness reward and RepExp: GRPO in which unusual answers earn more. GRPO raises what a model
 already finds likely: one sample is right more often, but with 64 samples a problem, fewer problems
