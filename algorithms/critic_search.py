@@ -803,13 +803,11 @@ def check_flags(args: Args) -> None:
     if "" in getattr(args, "stop", ()):
         sys.exit("--stop: an empty text would end every turn")
     for name in ("task_config", "game_options", "chat_template_kwargs"):
-        flag = f"--{name.replace('_', '-')}"
+        text = getattr(args, name, "{}")
         try:
-            settings = json.loads(getattr(args, name, "{}"))
-        except ValueError as error:
-            sys.exit(f"{flag}: expected JSON, found {error}")
-        if not isinstance(settings, dict):
-            sys.exit(f"{flag}: expected JSON in braces, found {settings}")
+            dict(**json.loads(text))
+        except (ValueError, TypeError):
+            sys.exit(f"--{name.replace('_', '-')}: expected JSON in braces, found {text}")
     for name in ("task", "task_config"):
         is_given = getattr(args, name, None) != getattr(Args, name, None)
         if is_given and args.env != "reasoning_gym" and not args.resume:
@@ -941,24 +939,20 @@ def load_task(args: Args):
         task.train_rows = task.rows  # nothing has to be held out
     else:
         problems = task.evaluation_problems(args.eval_problems)
-    names = [name.rpartition(":")[2] for name in args.reward]
-    if len(set(names)) < len(names):
-        sys.exit(f"--reward: functions need different names, found {names}")
     if args.reward:
-        task.reward_functions = {}
-        for name, place in zip(names, args.reward):
-            task.reward_functions[name] = from_file("--reward", place, "problem", "completion")
+        names = [name.rpartition(":")[2] for name in args.reward]
+        functions = [from_file("--reward", name, "problem", "completion") for name in args.reward]
+        task.reward_functions = dict(zip(names, functions))
         task.reward_weights = ()
+        if len(task.reward_functions) < len(names):
+            sys.exit(f"--reward: functions need different names, found {names}")
     ones = (1.0,) * len(task.reward_functions)
     task.reward_weights = args.reward_weights or getattr(task, "reward_weights", ()) or ones
     finite = [weight for weight in task.reward_weights if math.isfinite(weight)]
     if not len(finite) == len(task.reward_weights) == len(task.reward_functions):
         sys.exit(f"--reward-weights: expected one for each name of {list(task.reward_functions)}")
     if not problems or (args.dataset and not getattr(task, "train_rows", True)):
-        sys.exit(
-            "--dataset: too few problems to train on, or to evaluate (see --eval-dataset and "
-            "--eval-problems)"
-        )
+        sys.exit("--dataset: too few problems to train on, or to evaluate (see --eval-dataset)")
     if getattr(task, "train_rows", None) and os.environ.get("RANK", "0") == "0":
         print(f"{len(task.train_rows)} problems to train on, {len(problems)} to evaluate")
     return task, problems
@@ -970,8 +964,7 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     if args.system_prompt:
         others = [message for message in messages if message["role"] != "system"]
         messages = [{"role": "system", "content": args.system_prompt}] + others
-    settings = json.loads(args.chat_template_kwargs)
-    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    settings = json.loads(args.chat_template_kwargs) | {"add_generation_prompt": True}
     try:
         return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
     except Exception as error:  # whatever the code of a template raises
@@ -1121,10 +1114,11 @@ def model_path(args: Args) -> str:
 def load_model(args: Args):
     """The policy in float32, in evaluation mode (no dropout), and its tokenizer."""
     path = model_path(args)
+    flag = f"--model-name-or-path {path}"
     kinds = {"args.json": "a run", ".metadata": "a checkpoint", "adapter_config.json": "an adapter"}
     for file, kind in kinds.items():
         if Path(path, file).exists() and not Path(path, "config.json").exists():
-            sys.exit(f"--model-name-or-path {path}: {kind}; the trained model is in RUN/final")
+            sys.exit(f"{flag}: {kind}; the trained model is in RUN/final")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -1136,30 +1130,25 @@ def load_model(args: Args):
         reason = " ".join(str(error).split())
         if "header" in reason:
             reason += "; is a file cut off, or a pointer of Git LFS?"
-        sys.exit(f"--model-name-or-path {path}: cannot be loaded ({reason:.400})")
+        sys.exit(f"{flag}: cannot be loaded ({reason:.400})")
     missing = dict(model.named_parameters()).keys() & found["missing_keys"]
     if missing:
-        sys.exit(
-            f"--model-name-or-path {path}: without weights for {min(missing)}; is it complete?"
-        )
+        sys.exit(f"{flag}: without weights for {min(missing)}; is it complete?")
     if not tokenizer.encode("a"):
-        sys.exit(f"--model-name-or-path {path}: has no tokenizer")
+        sys.exit(f"{flag}: has no tokenizer")
     for stop in getattr(args, "stop", ()):
         ids = tokenizer.encode(stop, add_special_tokens=False)
         if stop.strip() not in tokenizer.decode(ids, skip_special_tokens=True):
             sys.exit(f"--stop {stop!r}: the tokenizer loses it, perhaps as a special token")
     if tokenizer.chat_template is None:
-        sys.exit(
-            f"--model-name-or-path {path}: has no chat template; use an instruct model, or give "
-            "--chat-template-path"
-        )
+        sys.exit(f"{flag}: has no chat template; use an instruct model, or --chat-template-path")
     refuse_unsupported(model)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     ends = [*turn_end(tokenizer, args), tokenizer.eos_token_id, *ends]
     ends = [*dict.fromkeys(end for end in ends if end is not None)]
     if not ends:
-        sys.exit(f"--model-name-or-path {path}: has no token that ends a turn")
+        sys.exit(f"{flag}: has no token that ends a turn")
     model.generation_config.eos_token_id = ends
     tokenizer.eos_token_id = ends[0]  # ends demonstrations, too
     longest = longest_text(model)
@@ -1170,10 +1159,7 @@ def load_model(args: Args):
 
 
 def turn_end(tokenizer, args: Args) -> list[int]:
-    """The token that the chat template puts behind an assistant's text, if there is one.
-
-    In base models the token that ends a text is often another.
-    """
+    """The token that ends a turn in the chat template; the tokenizer's own end may differ."""
     roles = ["system"] * bool(args.system_prompt) + ["user", "assistant"]
     chat = [{"role": role, "content": f"Xyzzy {role}"} for role in roles]
     settings = json.loads(args.chat_template_kwargs) | {"tokenize": False}
@@ -1193,21 +1179,15 @@ def turn_end(tokenizer, args: Args) -> list[int]:
 
 
 def refuse_unsupported(model) -> None:
-    """Exit if the configuration has layers that an attention mask cannot express.
-
-    check_model finds what the configuration does not tell.
-    """
+    """Exit if a mask cannot express layers of the configuration; check_model finds other cases."""
     config = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or [])
-    layers -= {"full_attention", "sliding_attention"}
-    reasons = [f"has layers of type {kind}" for kind in sorted(layers)]
-    for limit in ("window_size", "keep_window_size", "attention_chunk_size"):
-        if getattr(config, limit, None):
-            reasons.append(f"limits attention by {limit}")
-    if model._is_stateful:
-        reasons.append("is recurrent")
-    if reasons:
-        sys.exit(f"{type(model).__name__}: not supported, because it {' and '.join(reasons)}")
+    found = set(getattr(config, "layer_types", None) or [])
+    found -= {"full_attention", "sliding_attention"}
+    limits = ("window_size", "keep_window_size", "attention_chunk_size")
+    found |= {limit for limit in limits if getattr(config, limit, None)}
+    if found or model._is_stateful:
+        kinds = ", ".join(sorted(found)) or "recurrent layers"
+        sys.exit(f"{type(model).__name__}: not supported, because it has {kinds}")
 
 
 def longest_text(model) -> float:
@@ -1636,12 +1616,11 @@ class Decoder:
             step = None  # frees the graph before the next one
             self.allocate(places, width)
             step = recorded(self)
-            crowded = True
-            while t < steps and self.first + t <= width and crowded:
+            while t < steps and self.first + t <= width:
                 step()
                 t += 1
-                if t % look_every == 0:
-                    crowded = int(self.live(t).sum()) > few * len(self.rows)
+                if t % look_every == 0 and int(self.live(t).sum()) <= few * len(self.rows):
+                    break
             places = self.live(t).nonzero()[:, 0]
             self.rows = self.rows[places]
 
@@ -1662,11 +1641,9 @@ class Decoder:
     def step(self) -> None:
         """Read the last token of each row, and write the next one.
 
-        On a GPU this and all that it calls (write, attention_masks, sample_tokens and
-        Buffers.update) is recorded once and replayed. So it must not take a value from the device
-        into Python, as branches and shapes would, nor use a Python value that changes from step to
-        step. It changes tensors in place; one that adds up over the steps, as count does, has to be
-        put back in `recorded`.
+        On a GPU this and all that it calls is recorded once and replayed, so it must not take a
+        value from the device into Python, nor use a Python value that changes from step to step.
+        Tensors change in place; one that adds up, as count does, is put back in `recorded`.
         """
         last = self.count - 1
         self.column.copy_(last + self.first)
@@ -1728,12 +1705,9 @@ class Buffers(StaticLayer):
 
     def __init__(self, layer, rows: Tensor, width: int, column: Tensor):
         super().__init__(max_cache_len=width)
-        self.keys = layer.keys.index_select(0, rows)
-        self.values = layer.values.index_select(0, rows)
-        added = width - self.keys.size(2)
-        if added > 0:  # columns of zeros, as what is masked must be finite
-            self.keys = F.pad(self.keys, (0, 0, 0, added))
-            self.values = F.pad(self.values, (0, 0, 0, added))
+        added = (0, 0, 0, width - layer.keys.size(2))  # zeros, as what is masked must be finite
+        self.keys = F.pad(layer.keys.index_select(0, rows), added)
+        self.values = F.pad(layer.values.index_select(0, rows), added)
         self.cumulative_length = column
         self.is_initialized = True
 
@@ -2365,16 +2339,10 @@ def parse_args() -> Args:
     return args
 
 
-def stop_soon(*_) -> None:
-    """At SIGTERM: end with a checkpoint after this step. More of them, which torchrun and the
-    scheduler may both send, change nothing."""
-    STOP.set()
-
-
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack what a model writes
     args = parse_args()
-    if args.max_steps > 0:
-        signal.signal(signal.SIGTERM, stop_soon)
+    if args.max_steps > 0:  # a second SIGTERM, of torchrun or of the scheduler, changes nothing
+        signal.signal(signal.SIGTERM, lambda *_: STOP.set())
     with one_sentence_for_a_full_disk():
         train(args)

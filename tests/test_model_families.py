@@ -103,7 +103,7 @@ REFUSED_BY_CONFIGURATION = {
     "lfm3": "conv",
 }
 REFUSED_BY_CONFIGURATION |= dict.fromkeys(["falcon_h1", "zamba2"], "hybrid")
-REFUSED_BY_CONFIGURATION |= dict.fromkeys(["rwkv", "xlstm"], "is recurrent")
+REFUSED_BY_CONFIGURATION |= dict.fromkeys(["rwkv", "xlstm"], "recurrent layers")
 LINEAR = "mamba2 qwen3_next qwen3_5_text jamba bamba granitemoehybrid nemotron_h minimax recurrent_gemma"
 REFUSED_BY_CONFIGURATION |= dict.fromkeys(LINEAR.split(), "linear_attention")
 

@@ -15,7 +15,7 @@ Decoder Buffers recorded recording_stream over_temperature packed_length tokens_
 sample_tokens VllmSampler repack_head random_seed token_logprobs micro_batches sampling_metrics
 add_adapters adapters_off shard copy_model whole_weights refresh
 checkpoints trained_state save_checkpoint load_checkpoint save_final checksums open_run log report parse_args
-join_repeated one_sentence_for_a_full_disk stop_soon is_due scheduled_rate log_answers open_board
+join_repeated one_sentence_for_a_full_disk is_due scheduled_rate log_answers open_board
 """
 ONE_TURN = "load_problems logprob_gaps Completion read_prompts generate complete Packed pack log_completions"
 AGENTS = "group_advantages JsonLines read_file read_rows epoch_order score"  # not in igpo.py, or with a text of its own there
@@ -53,7 +53,6 @@ check_flags gather from_file load_model turn_end encode refuse_unsupported longe
 add_methods recompute_layers compile_layers over_temperature tokens_at_once warn_of_slow_bfloat16 token_logprobs
 add_adapters adapters_off copy_model whole_weights checkpoints trained_state save_checkpoint load_checkpoint save_final
 checksums open_run log parse_args join_repeated one_sentence_for_a_full_disk is_due scheduled_rate log_answers open_board
-stop_soon
 """  # what dipllm.py has in common with the others: it samples nothing, so the rest is not there
 TEACHERS = "load_problems log_completions"  # problems are those that the shipped model cannot solve
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log is_due parse_args"
