@@ -465,10 +465,9 @@ def test_what_does_not_go_is_one_sentence(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("RANK")
     unlikeliness.check_method(Args(num_generations=2))
     assert capsys.readouterr().out.startswith("--num-generations 2: the std hides what")
-    found = refusal(unlikeliness, monkeypatch, "--shuffle-bonus")
-    assert found == "--shuffle-bonus: not used by --method unlikeliness"
-    found = refusal(unlikeliness, monkeypatch, *rep_exp, "--rank-penalty", "0.5")
-    assert found == "--rank-penalty: not used by --method rep_exp"
+    for values in ({"shuffle_bonus": True}, {"method": "rep_exp", "rank_penalty": 0.5}):
+        with pytest.raises(SystemExit, match="^--(shuffle-bonus|rank-penalty): not used by --method"):
+            unlikeliness.check_method(Args(**values))
     unlikeliness.check_method(Args(method="none", rank_penalty=0.5, shuffle_bonus=True))
     tools = ("--env", "tool_calls", "--model-name-or-path", str(ROOT / "envs" / "tiny_lm" / "tool_calls"), "--output-dir", tmp_path / "b")
     found = refusal(unlikeliness, monkeypatch, *tools)
