@@ -3,8 +3,8 @@
 # dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """Unlikeliness reward and RepExp: GRPO in which unusual answers earn more. GRPO raises what a model
-already finds likely: one sample is right more often, but with 64 samples a problem, fewer problems
-get a right one than before training. Two remedies, chosen by --method:
+already finds likely: one sample is right more often, but in some settings fewer problems than
+before training get a right one among 64 samples. Two remedies, chosen by --method:
 
     unlikeliness   r = R * (1 - 0.25 * rank / G), rank 0 is the rarest answer of its group by its
                    mean log-probability before the update. He et al., arXiv 2506.02355
@@ -16,20 +16,21 @@ get a right one than before training. Two remedies, chosen by --method:
 Then r takes the place of the reward R in GRPO's advantages. The method is unlikeliness_rewards,
 leverage_bonus (which state_bonuses calls) and add_bonus; shaped_rewards chooses in step 2 of train.
 
-Differs from grpo.py: step 2 of train; pass@k for several k in evaluations; and uplift, which says
-for each rank what share of the right answers a step made likelier, where it had a gradient.
+Differs from grpo.py: step 2 of train; pass@k for several k in evaluations; and uplift: of the right
+answers with a nonzero advantage, the share that a step made likelier, by rank.
 
 Differs from the papers and their code:
 1. Only the first reward function is shaped; its values above 0 are right answers. Values below 0
-   are refused, because a penalty factor would raise them.
+   are refused: a penalty raises them, and RepExp knows groups with none right by their sum of 0.
 2. Unlikeliness: equal answers share a rank, where the code ranks them at random. The paper's
    formula is `--rank-form paper`.
-3. Groups that are all right keep their rewards with unlikeliness, whose code drops them, and get
-   their bonuses with RepExp, as in its code: `--solved-groups` changes that. In mixed groups a
-   bonus of 0.01 changes advantages by a per cent or two.
+3. Groups that are all right keep their rewards with unlikeliness, whose code drops them. With
+   RepExp they get bonuses, as in its code. There the std cancels the weight: such groups train at
+   full strength on bonuses alone. `--solved-groups plain` or another `--scale-rewards` avoids it.
+   In mixed groups a weight of 0.01 changes advantages by about a per cent.
 4. RepExp projects to G / 2 dimensions. With G - 1 and more, as released (32 for 8 answers), all
-   bonuses are nearly 1 - 1 / G; train/rep_exp/spread shows it. The state of an
-   answer is the mean of those that predict its tokens, one place earlier than in the code.
+   bonuses are nearly 1 - 1 / G; train/rep_exp/spread shows it. The state of an answer is the mean
+   of those that predict its tokens, one place earlier than in the code.
 
     python algorithms/unlikeliness.py                        # tiny model, CPU, offline
     python algorithms/unlikeliness.py --method rep_exp --num-generations-eval 64
@@ -160,14 +161,14 @@ class Args:
     method: Literal["unlikeliness", "rep_exp", "none"] = "unlikeliness"
     """which answers earn more: rare ones, or those with unusual hidden states; none is GRPO"""
     rank_penalty: float = 0.25
-    """unlikeliness: the likeliest answer loses this share of its reward, times (G - 1) / G"""
+    """unlikeliness: the likeliest answer loses this share of its reward (code: times 1 - 1 / G)"""
     rank_form: Literal["code", "paper"] = "code"
-    """unlikeliness: code ranks by the mean log-probability, paper by the sum; their factors differ
-    by the penalty / G, see unlikeliness_rewards"""
+    """code ranks by the mean log-probability, paper by the sum, in uplift too; paper takes the
+    penalty / G more from all right answers, see unlikeliness_rewards"""
     bonus_weight: float = 0.01
     """rep_exp: weight of the bonus"""
     bonus_kind: Literal["leverage", "leave_one_out"] = "leverage"
-    """rep_exp: bonus below 1, or below G - 1, see leverage_bonus"""
+    """rep_exp: h, or h / (1 - h), which leaves the answer itself out of the covariance"""
     bonus_dim: int | None = None
     """rep_exp: D, size of projected hidden states; None is G / 2. From G - 1 on all bonuses of a
     group are nearly the same"""
@@ -176,7 +177,7 @@ class Args:
     shuffle_bonus: bool = False
     """rep_exp: give the bonuses of a group to its answers at random (a control)"""
     solved_groups: Literal["plain", "shaped"] | None = None
-    """groups that are all right: plain keeps their equal rewards, so they teach nothing; shaped
+    """groups that are all right: plain keeps their rewards, which teach nothing if equal; shaped
     lets them teach rarity alone. None is plain for unlikeliness, shaped for rep_exp, as released"""
     advantage: Literal["group", "none"] = "group"
     """group is GRPO; the control, none, uses the bare reward"""
@@ -272,13 +273,11 @@ def unlikeliness_rewards(
     G), rank 0 is the likeliest, and mean_logprobs are to be sums. Equal ones share their mean rank.
     """
     logprobs = mean_logprobs.view(-1, num_generations)  # (P,G)
-    if form == "paper":
-        logprobs = -logprobs
     less = (logprobs[:, None, :] < logprobs[:, :, None]).sum(-1)
     equal = (logprobs[:, None, :] == logprobs[:, :, None]).sum(-1) - 1
     ranks = (less + equal / 2).flatten()  # (B,)
-    if form == "paper":  # in which rank 0 is the likeliest
-        ranks = num_generations - ranks
+    if form == "paper":  # G - rank from the likeliest = 1 + rank from the least likely
+        ranks = ranks + 1
     return rewards * (1 - beta * ranks / num_generations)
 
 
@@ -291,7 +290,7 @@ def leverage_bonus(hidden: Tensor, lamb: float = 0.01, kind: str = "leverage") -
     x = hidden.double()
     x = x - x.mean(-2, keepdim=True)
     # Where lamb is tiny beside the states, an inverse loses its digits; singular values do not.
-    u, s, _ = torch.linalg.svd(x, full_matrices=False)  # (...,G,K), (...,K), K = min(G,D)
+    u, s, _ = torch.linalg.svd(x, full_matrices=False)  # (...,G,M), (...,M), M = min(G,D)
     shares = s.square() / (s.square() + lamb)
     h = (u.square() * shares[..., None, :]).sum(-1)
     return h / (1 - h) if kind == "leave_one_out" else h
@@ -306,7 +305,7 @@ def add_bonus(
 ) -> Tensor:
     """Rewards with bonuses, but where they are off. (B,), (B,) -> (B,)
 
-    off: in groups with none_right, some_right or all_right, or for the wrong answers of any group.
+    off names groups (none_right, some_right, all_right) or answers (wrong) that get no bonus.
     """
     groups = rewards.view(-1, num_generations)
     none_right = (groups.sum(1, keepdim=True) == 0).expand_as(groups)
@@ -319,15 +318,15 @@ def add_bonus(
     return rewards + weight * used.flatten()
 
 
-def sparse_projection(width: int, size: int, generator: torch.Generator) -> Tensor:
-    """A random matrix that keeps squared lengths in the mean. -> (width, size)
+def sparse_projection(width: int, dim: int, generator: torch.Generator) -> Tensor:
+    """A random matrix that keeps squared lengths in the mean. -> (width, dim)
 
     A share 1 / sqrt(width) of its entries is not 0 (Li et al., 2006), as in the code of RepExp.
     """
     density = 1 / math.sqrt(width)
-    signs = 2.0 * torch.randint(2, (width, size), generator=generator) - 1
-    kept = torch.rand(width, size, generator=generator) < density
-    return signs * kept / math.sqrt(density * size)
+    signs = 2.0 * torch.randint(2, (width, dim), generator=generator) - 1
+    kept = torch.rand(width, dim, generator=generator) < density
+    return signs * kept / math.sqrt(density * dim)
 
 
 def shaped_rewards(rewards: Tensor, logprobs: Tensor, bonuses: Tensor, args: Args) -> Tensor:
@@ -339,7 +338,8 @@ def shaped_rewards(rewards: Tensor, logprobs: Tensor, bonuses: Tensor, args: Arg
         shaped = unlikeliness_rewards(rewards, logprobs, size, args.rank_penalty, args.rank_form)
     else:
         shaped = add_bonus(rewards, bonuses, size, args.bonus_weight)
-    if args.solved_groups == "shaped" or (args.method == "rep_exp" and not args.solved_groups):
+    default = "shaped" if args.method == "rep_exp" else "plain"
+    if (args.solved_groups or default) == "shaped":
         return shaped
     solved = (rewards.view(-1, size) > 0).all(1).repeat_interleave(size)
     return torch.where(solved, rewards, shaped)
@@ -351,7 +351,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def uplift(logprobs_before: Tensor, logprobs_after: Tensor, correct: Tensor) -> Tensor:
-    """Share of right answers that became likelier, by rank; NaN where none is right. (P,G) -> (G,)
+    """Share of right answers that became likelier, by rank; NaN where none counts. (P,G) -> (G,)
 
     Rank 0 is the likeliest answer of its group before the update.
     """
@@ -467,9 +467,9 @@ def train(args: Args) -> dict[str, float]:
     if not args.reward:
         check_tags(tokenizer, task.prompt(eval_problems[0]))
     shaped_name = next(iter(task.reward_functions))
-    weight = task.reward_weights[0]
-    if args.method != "none" and weight <= 0:
-        words = f"shapes the reward {shaped_name}, whose weight is {weight:g}"
+    first_weight = task.reward_weights[0]
+    if args.max_steps > 0 and args.method != "none" and first_weight <= 0:
+        words = f"shapes the reward {shaped_name}, whose weight is {first_weight:g}"
         advice = "give --reward-weights, the first above 0, or --method none"
         sys.exit(f"--method {args.method}: {words}; {advice}")
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
@@ -504,6 +504,7 @@ def train(args: Args) -> dict[str, float]:
         print(f"{run_dir}: {args.num_prompts_per_step} x {args.num_generations} on {device}")
 
     scores = {}
+    rank_by_learner = args.method == "unlikeliness" and (args.vllm or args.bf16)  # sampler rounds
     refresh(sampler, model)
     while True:
         step = progress["step"]
@@ -533,30 +534,20 @@ def train(args: Args) -> dict[str, float]:
 
         # 2. shape the first function's rewards by --method, then compare each completion with its
         # group; B counts the completions of all processes
-        logs_uplift = is_due(args.eval_steps, step + 1, args)
-        inexact = args.method == "unlikeliness" and (args.vllm or args.bf16)  # in the sampler
-        own_logprobs = answer_logprobs(model, completions, logs_uplift or inexact, args)
-        own_bonuses = [0.0] * len(completions)
+        rank_logprobs = answer_logprobs(model, completions, rank_by_learner, args)  # (B,)
+        bonuses = torch.zeros(len(rank_logprobs))  # (B,)
         if args.method == "rep_exp":
-            own_bonuses = state_bonuses(reference, completions, step, indices, args)
-        table = []
-        for c, logprob, bonus in zip(completions, own_logprobs, own_bonuses):
-            table.append((c.rewards, len(c.ids), c.ended, sum(c.logprobs), logprob, bonus))
-        rewards, lengths, ended, logprobs, sums, bonuses = zip(*gather(table))
+            bonuses = state_bonuses(reference, completions, step, indices, args)
+        table = gather([(c.rewards, len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
+        rewards, lengths, ended, logprobs = zip(*table)
         rewards = torch.tensor(rewards)  # (B,K)
         plain = rewards[:, 0]
         if args.method != "none" and plain.min() < 0:
-            words = "needs rewards from 0, of which those above 0 are right"
-            sys.exit(
-                f"reward function {shaped_name}: {plain.min():g}; --method {args.method} {words}"
-            )
-        before = torch.tensor(sums, dtype=torch.float64)  # (B,)
-        if args.rank_form == "code":
-            before = before / torch.tensor(lengths)
-        shaped = shaped_rewards(plain, before, torch.tensor(bonuses), args)
-        weights = torch.tensor(task.reward_weights)
-        totals = (rewards * weights).sum(1)  # (B,) as logged
-        paid = totals + weights[0] * (shaped - plain)
+            words = f"--method {args.method} needs rewards from 0; those above 0 are right"
+            sys.exit(f"reward function {shaped_name}: returned {plain.min():g}; {words}")
+        shaped = shaped_rewards(plain, rank_logprobs, bonuses, args)
+        totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,), as logged
+        paid = totals + first_weight * (shaped - plain)
         advantages = paid
         if args.advantage == "group":
             advantages = group_advantages(paid, args.num_generations, args.scale_rewards)
@@ -567,17 +558,17 @@ def train(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = rate
         if args.vllm:
             sampler.sleep()
+        logs_uplift = is_due(args.eval_steps, step + 1, args)
+        if logs_uplift:
+            before = answer_logprobs(model, completions, True, args)
         metrics = update(model, reference, optimizer, completions, own_advantages, args)
         if logs_uplift:
-            after = gather(answer_logprobs(model, completions, True, args))
-            after = torch.tensor(after, dtype=torch.float64)
-            if args.rank_form == "code":
-                after = after / torch.tensor(lengths)
-            learned = (plain > 0) & (advantages != 0)  # else the step had no gradient for it
+            after = answer_logprobs(model, completions, True, args)
+            learned = (plain > 0) & (advantages != 0)  # also those that are pushed down
             tables = [column.view(-1, size) for column in (before, after, learned)]
-            for rank_of_answer, share in enumerate(uplift(*tables).tolist()):
-                if math.isfinite(share):  # some answer of this rank was right
-                    metrics[f"uplift/{rank_of_answer}"] = share
+            for rank_of_answer, fraction in enumerate(uplift(*tables).tolist()):
+                if math.isfinite(fraction):  # some answer of this rank counts
+                    metrics[f"uplift/{rank_of_answer}"] = fraction
         refresh(sampler, model)
 
         # 4. log and save
@@ -600,8 +591,8 @@ def train(args: Args) -> dict[str, float]:
             "seconds/step": time.perf_counter() - began,
         }
         if args.method == "rep_exp":
-            spread = torch.tensor(bonuses).view(-1, args.num_generations).std(1).mean()
-            metrics["rep_exp/spread"] = spread.item()
+            h = bonuses.view(-1, size)  # (P,G)
+            metrics |= {"rep_exp/mean": h.mean().item(), "rep_exp/spread": h.std(1).mean().item()}
         if rank == 0:
             log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
             log_completions(run_dir, step, completions, own_advantages, tokenizer, task, args)
@@ -627,15 +618,21 @@ def train(args: Args) -> dict[str, float]:
 
 
 def check_method(args: Args) -> None:
-    """Exit where --method cannot work, or would change nothing."""
+    """Exit where --method cannot work, or does not use a flag; print where it changes nothing."""
+    bonus = "bonus_weight bonus_kind bonus_dim bonus_lambda shuffle_bonus"
+    unused = {"unlikeliness": bonus, "rep_exp": "rank_penalty"}  # none is a control of both
+    for name in unused.get(args.method, "").split():
+        if getattr(args, name) != getattr(Args, name):
+            sys.exit(f"--{name.replace('_', '-')}: not used by --method {args.method}")
     size, flag = args.num_generations, "--num-generations"
     if args.method == "rep_exp" and size < 3:
         sys.exit(f"{flag}: at least 3 with --method rep_exp, as two bonuses are equal")
     if args.method == "unlikeliness" and size < 2:
         sys.exit(f"{flag}: at least 2 with --method unlikeliness, as one answer has no rank")
     by_std = args.advantage == "group" and args.scale_rewards == "group"
-    if args.method == "unlikeliness" and size == 2 and by_std and args.solved_groups != "shaped":
-        print(f"{flag} 2: the std hides what the one right answer of two earns; 3 or more do not")
+    only_mixed = args.method == "unlikeliness" and args.solved_groups != "shaped"
+    if size == 2 and only_mixed and by_std and os.environ.get("RANK", "0") == "0":
+        print(f"{flag} 2: the std hides what one right answer of two earns; take 3 or more")
     if args.bonus_lambda == 0:
         sys.exit("--bonus-lambda: must be above 0")
     if args.rank_penalty > 1:
@@ -643,16 +640,19 @@ def check_method(args: Args) -> None:
 
 
 @torch.no_grad()
-def answer_logprobs(model, completions, recompute: bool, args: Args) -> list[float]:
-    """Sum of an answer's log-probabilities; the same number for equal answers to a prompt."""
-    sums = [sum(c.logprobs) for c in completions]
+def answer_logprobs(model, completions, recompute: bool, args: Args) -> Tensor:
+    """Log-probability of each answer of all processes, for ranks: by --rank-form its mean over
+    tokens or its sum. Equal answers to a prompt get the same number. -> (B,), in float64"""
+    logprobs = torch.tensor([sum(c.logprobs) for c in completions], dtype=torch.float64)
     if recompute:  # with the learner, in place of those of the sampler
-        table = torch.zeros(len(sums), dtype=torch.float64, device=model.device)
-        for batch in micro_batches(completions, list(range(len(sums))), args, model.device):
+        logprobs = torch.zeros_like(logprobs, device=model.device)
+        for batch in micro_batches(completions, list(range(len(completions))), args, model.device):
             values = model.token_logprobs(batch, args).double()
-            table.index_add_(0, batch.completion_index, values)
-        sums = table.tolist()
-    return [sums[row] for row in first_of_equals(completions)]
+            logprobs.index_add_(0, batch.completion_index, values)
+    if args.rank_form == "code":
+        logprobs = logprobs.cpu() / torch.tensor([len(c.ids) for c in completions])
+    logprobs = logprobs[first_of_equals(completions)]
+    return torch.tensor(gather(logprobs.tolist()), dtype=torch.float64)
 
 
 def first_of_equals(completions) -> list[int]:
@@ -663,9 +663,9 @@ def first_of_equals(completions) -> list[int]:
 
 
 @torch.no_grad()
-def state_bonuses(reference, completions, step: int, indices, args: Args) -> list[float]:
-    """The bonus of each answer of this process by the hidden states of the initial model, in a
-    projection that is new in every step and the same for all prompts of a step."""
+def state_bonuses(reference, completions, step: int, indices, args: Args) -> Tensor:
+    """The bonus of each answer of all processes by the hidden states of the initial model, in a
+    projection that is new in every step and the same for all prompts of a step. -> (B,)"""
     rows = list(range(len(completions)))
     width = reference.config.get_text_config().hidden_size
     means = torch.zeros(len(rows), width, device=reference.device)  # (B,H)
@@ -676,15 +676,15 @@ def state_bonuses(reference, completions, step: int, indices, args: Args) -> lis
     means = means.cpu() / torch.tensor([[len(c.ids)] for c in completions])
     means = means[first_of_equals(completions)]
     generator = torch.Generator().manual_seed(random_seed("projection", args.seed, step))
-    size = args.bonus_dim or args.num_generations // 2
-    projected = means @ sparse_projection(width, size, generator)  # (B,D)
-    groups = projected.view(-1, args.num_generations, size)  # (P,G,D)
+    dim = args.bonus_dim or args.num_generations // 2
+    projected = means @ sparse_projection(width, dim, generator)  # (B,D)
+    groups = projected.view(-1, args.num_generations, dim)  # (P,G,D)
     bonuses = leverage_bonus(groups, args.bonus_lambda, args.bonus_kind).float()  # (P,G)
     if args.shuffle_bonus:
         for row, index in zip(bonuses, indices):
             generator.manual_seed(random_seed("shuffle", args.seed, index))
             row[:] = row[torch.randperm(len(row), generator=generator)]
-    return bonuses.flatten().tolist()
+    return torch.tensor(gather(bonuses.flatten().tolist()))
 
 
 def update(model, reference, optimizer, completions, advantages: Tensor, args: Args) -> dict:

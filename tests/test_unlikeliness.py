@@ -11,7 +11,7 @@ import torch
 import transformers
 from language_runs import kill_and_resume, numbers, train, two_processes_equal_one
 from processes import ROOT
-from run_folders import assert_tags_of_pages, refusal, tags
+from run_folders import assert_tags_of_pages, command, refusal, tags
 
 from algorithms import grpo, unlikeliness
 from algorithms.unlikeliness import (
@@ -255,6 +255,7 @@ def test_metrics(whole):
     assert all(map(math.isfinite, found.values()))
     assert_tags_of_pages(tags(whole[1]), "unlikeliness", "grpo")
     assert found[1, "train/rep_exp/spread"] > 0.01
+    assert found[1, "train/rep_exp/mean"] == pytest.approx(0.5, abs=0.05), "D / G"
     scores = [found[2, f"eval/pass_at_{k}"] for k in (1, 8)]
     assert scores[0] == pytest.approx(found[2, "eval/mean_at_12"]) and scores[0] <= scores[1]
 
@@ -294,8 +295,8 @@ def test_ranks_are_of_the_learner_before_the_update(monkeypatch, tmp_path):
     original = unlikeliness.update
 
     def spy(model, reference, optimizer, completions, advantages, args):
-        logprobs = unlikeliness.answer_logprobs(model, completions, True, args)
-        given.append((completions, torch.tensor(logprobs), advantages))
+        means = unlikeliness.answer_logprobs(model, completions, True, args)
+        given.append((completions, means, advantages))
         return original(model, reference, optimizer, completions, advantages, args)
 
     monkeypatch.setattr(unlikeliness, "update", spy)
@@ -307,9 +308,8 @@ def test_ranks_are_of_the_learner_before_the_update(monkeypatch, tmp_path):
     )
     task = SimpleNamespace(reward_weights=unlikeliness.load_task(Args())[0].reward_weights)
     shaped = 0
-    for completions, logprobs, advantages in given:
+    for completions, means, advantages in given:
         rewards = torch.tensor([c.rewards for c in completions])
-        means = logprobs / torch.tensor([len(c.ids) for c in completions])
         right = rewards[:, 0]
         factors = unlikeliness_rewards(torch.ones(64), means, 8, 0.9)
         solved = right.view(-1, 8).bool().all(1).repeat_interleave(8)
@@ -331,7 +331,7 @@ def test_a_step_is_as_computed_anew(rank_form, monkeypatch, tmp_path):
     original = unlikeliness.update
 
     def likelihoods(model, completions, args):
-        sums = unlikeliness.answer_logprobs(model, completions, True, args)
+        sums = unlikeliness.answer_logprobs(model, completions, True, replace(args, rank_form="paper")).tolist()
         return [total / (len(c.ids) if rank_form == "code" else 1) for total, c in zip(sums, completions)]
 
     def spy(model, reference, optimizer, completions, advantages, args):
@@ -368,6 +368,22 @@ def test_a_step_is_as_computed_anew(rank_form, monkeypatch, tmp_path):
 
 
 @pytest.mark.quick
+def test_ranks_do_not_depend_on_evaluations(monkeypatch, tmp_path):
+    """Steps before an evaluation recompute log-probabilities for uplift: ranks remain those of the sampler."""
+    original = unlikeliness.answer_logprobs
+
+    def turned_by_the_learner(model, completions, recompute, args):
+        return original(model, completions, recompute, args) * (-1 if recompute else 1)
+
+    monkeypatch.setattr(unlikeliness, "answer_logprobs", turned_by_the_learner)
+    with language_runs.spy(unlikeliness) as given:
+        for eval_steps in (0, 1):
+            values = SMALL | {"num_prompts_per_step": 8, "eval_steps": eval_steps, "rank_penalty": 0.9}
+            train(unlikeliness, tmp_path / str(eval_steps), **values)
+    assert torch.equal(given[0][4], given[1][4]) and len(given[0][4].unique()) > 2
+
+
+@pytest.mark.quick
 def test_bonuses_are_of_the_mean_states_that_predict_an_answer():
     """Those of Transformers, projected anew in each step; then leave-one-out by its definition."""
     args = Args(method="rep_exp", num_generations=4, bonus_dim=3, bonus_lambda=2.0, bonus_kind="leave_one_out")
@@ -392,9 +408,9 @@ def test_bonuses_are_of_the_mean_states_that_predict_an_answer():
                 others = torch.cat([states[:row], states[row + 1 :]])
                 inverse = torch.linalg.inv(2.0 * torch.eye(3) + others.mT @ others)
                 expected.append((states[row] @ inverse @ states[row]).item())
-        found = unlikeliness.state_bonuses(model, answers, step, [0, 1], args)
+        found = unlikeliness.state_bonuses(model, answers, step, [0, 1], args).tolist()
         assert found == pytest.approx(expected, rel=1e-4)
-    mixed = unlikeliness.state_bonuses(model, answers, 7, [0, 1], replace(args, shuffle_bonus=True))
+    mixed = unlikeliness.state_bonuses(model, answers, 7, [0, 1], replace(args, shuffle_bonus=True)).tolist()
     for group in (slice(0, 4), slice(4, 8)):
         assert sorted(mixed[group]) == sorted(found[group]) and mixed[group] != found[group]
 
@@ -429,17 +445,9 @@ def test_the_bonus_is_of_the_initial_model(lora_rank, monkeypatch, tmp_path):
 
 def test_what_does_not_go_is_one_sentence(monkeypatch, tmp_path, capsys):
     (tmp_path / "own.py").write_text("def fine(problem, completion):\n    return -1.0\n")
-    found = refusal(
-        unlikeliness,
-        monkeypatch,
-        "--reward",
-        f"{tmp_path}/own.py:fine",
-        "--eval-steps",
-        "0",
-        "--output-dir",
-        tmp_path / "run",
-    )
-    assert found.startswith("reward function fine: -1; --method unlikeliness needs rewards from 0")
+    own = ("--reward", f"{tmp_path}/own.py:fine", "--eval-steps", "0", "--output-dir", tmp_path / "run")
+    found = refusal(unlikeliness, monkeypatch, *own)
+    assert found.startswith("reward function fine: returned -1; --method unlikeliness needs rewards from 0")
     rep_exp = ("--method", "rep_exp")
     found = refusal(unlikeliness, monkeypatch, *rep_exp, "--bonus-dim", "0", "--output-dir", tmp_path / "a")
     assert found.startswith("--bonus-dim 0: expected a finite number from 1")
@@ -451,14 +459,23 @@ def test_what_does_not_go_is_one_sentence(monkeypatch, tmp_path, capsys):
         capsys.readouterr()
         unlikeliness.check_method(Args(num_generations=2, **values))
         assert not capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1")
+    unlikeliness.check_method(Args(num_generations=2))
+    assert not capsys.readouterr().out
+    monkeypatch.delenv("RANK")
     unlikeliness.check_method(Args(num_generations=2))
     assert capsys.readouterr().out.startswith("--num-generations 2: the std hides what")
+    for values in ({"shuffle_bonus": True}, {"method": "rep_exp", "rank_penalty": 0.5}):
+        with pytest.raises(SystemExit, match="^--(shuffle-bonus|rank-penalty): not used by --method"):
+            unlikeliness.check_method(Args(**values))
+    unlikeliness.check_method(Args(method="none", rank_penalty=0.5, shuffle_bonus=True))
     tools = ("--env", "tool_calls", "--model-name-or-path", str(ROOT / "envs" / "tiny_lm" / "tool_calls"), "--output-dir", tmp_path / "b")
     found = refusal(unlikeliness, monkeypatch, *tools)
     advice = "give --reward-weights, the first above 0, or --method none"
     assert found == f"--method unlikeliness: shapes the reward exact, whose weight is 0; {advice}"
-    found = refusal(unlikeliness, monkeypatch, *tools, "--max-steps", "0", "--reward-weights", "-1", *"1 1 1".split())
+    found = refusal(unlikeliness, monkeypatch, *tools, "--reward-weights", "-1", *"1 1 1".split())
     assert found == f"--method unlikeliness: shapes the reward exact, whose weight is -1; {advice}"
+    command(unlikeliness, monkeypatch, *tools, "--max-steps", "0", "--eval-steps", "0")  # shapes nothing
 
 
 def test_answers_that_are_equal_share_what_rounding_makes_of_them():
