@@ -20,7 +20,7 @@ the same tokenizer.
 
 Differs from the paper and its code:
 1. The mean is that of eq. 8, over a prompt's tokens; the authors' code takes a micro-batch's.
-2. Sampling is not truncated: `--top-p` is 1, the paper's 0.9. Neither corrects the loss for it.
+2. `--top-p` is 1, the paper's 0.9. As there, the loss does not correct for truncated sampling.
 3. In agents the mask of special tokens also looks at what tools wrote; here there are no tools.
 
     python algorithms/opd.py                                # tiny models, CPU, offline
@@ -584,7 +584,7 @@ def load_teacher(model, tokenizer, prompt: list[int], args: Args):
         if other.get_vocab() != tokenizer.get_vocab():
             sys.exit(f"its tokenizer is not that of the student, {model_path(args)}")
         check_model(teacher.to(model.device), prompt, args)
-    except SystemExit as error:
+    except SystemExit as error:  # say whose it is
         sys.exit(f"--teacher {path}: {str(error).removeprefix(f'--model-name-or-path {path}: ')}")
     for weight in teacher.parameters():  # in place: a copy would leave this one in memory
         weight.requires_grad = False
