@@ -6,9 +6,9 @@
 towards a teacher, another model, on the tokens that the teacher finds likeliest there. Fu et al.,
 Revisiting On-Policy Distillation, arXiv 2603.25562, who call it local support matching.
 
-    S                  the K likeliest next tokens of the teacher after the student's text so far
-    p, q               student and teacher, each renormalised inside S
-    loss of one token  sum over S of p * log(p / q)
+    support            the K likeliest next tokens of the teacher after the student's text so far
+    p, q               student and teacher, each renormalised inside the support
+    loss of one token  sum over the support of p * log(p / q)
 
 The method is topk_terms, called in token_logprobs, and first_occurrence_mask. Its control is
 `--divergence sampled`, the usual OPD: a policy gradient whose advantage is the teacher's minus the
@@ -19,10 +19,8 @@ and advantages, and rewards are only logged. Teacher and student may be of any t
 the same tokenizer.
 
 Differs from the paper and its code:
-1. A sum over tokens is divided by the tokens of a prompt's completions, as in eq. 8. The code
-   divides by the tokens of a micro-batch; `--loss-type token` divides by those of the step.
-2. Sampling is not truncated by default. The paper uses `--top-p 0.9`, which, as there, changes what
-   is sampled and nothing else.
+1. The mean is that of eq. 8, over a prompt's tokens; the authors' code takes a micro-batch's.
+2. `--top-p` is 1, the paper's 0.9. As there, the loss does not correct for truncated sampling.
 3. In agents the mask of special tokens also looks at what tools wrote; here there are no tools.
 
     python algorithms/opd.py                                # tiny models, CPU, offline
@@ -33,7 +31,7 @@ teacher that is the initial model takes no second copy then.
 
 Letters in shapes: P prompts, G completions of each, B in all (of this process, if not said
 otherwise), S prompt tokens, T completion tokens, V vocabulary, H hidden size, K reward functions,
-or tokens of a support; R packed rows of L tokens, N predicted tokens; A rows that are decoded, W
+in topk_terms tokens; R packed rows of L tokens, N predicted tokens; A rows that are decoded, W
 columns of their cache.
 """
 
@@ -90,6 +88,7 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
 PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+MAX_LOG_RATIO = 5  # bound of --clip-log-ratio
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env task task_config dataset eval_dataset reward max_prompt_length system_prompt"
 FIXED += " chat_template_path chat_template_kwargs model_name_or_path num_prompts_per_step"
@@ -149,23 +148,23 @@ class Args:
     temperature: float = 1.0
     """sampling temperature, also of both models in the loss"""
     top_p: float = 1.0
-    """sample from the likeliest tokens with this probability together (paper: 0.9)"""
+    """sample, in evaluations too, the likeliest tokens of this probability (paper: 0.9)"""
     # method
     teacher: str | None = None
-    """Hugging Face model or folder with the student's tokenizer; for the tiny model of countdown,
-    None is that model after GRPO"""
+    """Hugging Face model, or folder such as RUN/final of grpo.py, with the student's tokenizer; for
+    the tiny model of countdown, None is that model after GRPO"""
     divergence: Literal["top_k", "full", "sampled"] = "top_k"
     """what is compared with the teacher: some tokens, the whole vocabulary, or the token that was
     written (the control)"""
     support: Literal["teacher", "student"] = "teacher"
-    """top_k: whose likeliest tokens are compared"""
+    """for --divergence top_k, as the next three: whose likeliest tokens are compared"""
     top_k: int = 32
     """K, how many of them"""
     renormalize: bool = True
-    """top_k: both models' probabilities add up to 1 inside the support; without it training pays
-    for probability that leaves the support, and collapses"""
+    """both models' probabilities add up to 1 inside the support; without it training pays for
+    probability that leaves the support, and collapses"""
     tail: bool = False
-    """top_k: also count the written token where it is outside the support"""
+    """also count the written token where it is outside the support"""
     clip_log_ratio: bool = False
     """bound each log(p / q) by 5"""
     masked_tokens: tuple[str, ...] = ()
@@ -174,7 +173,7 @@ class Args:
     loss_type: Literal["prompt", "token"] = "prompt"
     """mean over the tokens of a prompt's completions, then over prompts; or over all tokens"""
     epsilon: float = 0.2
-    """sampled: clip range of the probability ratio, from the second step of a batch on"""
+    """for --divergence sampled: clip range of the ratio, from the second step of a batch on"""
     num_iterations: int = 1
     """times that each batch of completions is trained on"""
     num_minibatches: int = 1
@@ -265,11 +264,11 @@ def topk_terms(
 ) -> tuple[Tensor, Tensor]:
     """Reverse KL of the student from the teacher on K tokens, eq. 6 to 8, and the tail of EMA-PG.
 
-    sampled_ids (...) are the tokens that were written. source says whose K likeliest tokens are the
-    support; K = V is the KL of the whole vocabulary. With tail, a written token outside the support
-    joins it; without renormalisation (EMA-PG) it is a term of its own, the tail, whose gradient is
-    that of a policy. Else the tail is 0. Gradients flow through the student's logits. The teacher's
-    logits have none. (...,V) -> (...), (...)
+    sampled_ids (...) are the written tokens. source says whose K likeliest tokens are the support;
+    K = V is the KL of the whole vocabulary. With tail, a written token outside the support joins it
+    (normalize), or is the second value, a policy gradient (not normalize), which is 0 in all other
+    cases. The mean gradient of both is that of KL + P(support): p = q does not minimise them. The
+    teacher's logits get no gradient. (...,V) -> (...), (...)
     """
     written = sampled_ids[..., None]
     ranked = teacher_logits if source == "teacher" else student_logits.detach()
@@ -278,26 +277,24 @@ def topk_terms(
     inside = torch.ones_like(support, dtype=torch.bool)
     if tail and normalize:
         support = torch.cat([support, written], -1)
-        inside = torch.cat([inside, outside], -1)
-    if not normalize:
-        student_logits = student_logits.log_softmax(-1)
-        teacher_logits = teacher_logits.log_softmax(-1)
-    p = student_logits.gather(-1, support)
-    q = teacher_logits.gather(-1, support)
+        inside = torch.cat([inside, outside], -1)  # a token of the support does not count twice
     if normalize:
-        p = p.masked_fill(~inside, -math.inf).log_softmax(-1)
-        q = q.masked_fill(~inside, -math.inf).log_softmax(-1)
-    ratios = (p - q).masked_fill(~inside, 0.0)
-    if clip_log_ratio:
-        ratios = ratios.clamp(-5, 5)
-    losses = (p.exp() * ratios).sum(-1)
+        log_p = student_logits.gather(-1, support).masked_fill(~inside, -math.inf).log_softmax(-1)
+        log_q = teacher_logits.gather(-1, support).masked_fill(~inside, -math.inf).log_softmax(-1)
+    else:
+        student_logprobs = student_logits.log_softmax(-1)
+        teacher_logprobs = teacher_logits.log_softmax(-1)
+        log_p = student_logprobs.gather(-1, support)
+        log_q = teacher_logprobs.gather(-1, support)
+    bound = MAX_LOG_RATIO if clip_log_ratio else math.inf
+    log_ratios = (log_p - log_q).masked_fill(~inside, 0.0).clamp(-bound, bound)
+    losses = (log_p.exp() * log_ratios).sum(-1)
     tails = torch.zeros_like(losses)
     if tail and not normalize:
-        p = student_logits.gather(-1, written)
-        ratio = (p - teacher_logits.gather(-1, written)).detach()
-        if clip_log_ratio:
-            ratio = ratio.clamp(-5, 5)
-        tails = (outside * (p - p.detach()).exp() * ratio)[..., 0]
+        written_logprob = student_logprobs.gather(-1, written)
+        log_ratio = (written_logprob - teacher_logprobs.gather(-1, written)).detach()
+        ratio = (written_logprob - written_logprob.detach()).exp()  # 1, with a gradient
+        tails = (outside * ratio * log_ratio.clamp(-bound, bound))[..., 0]
     return losses, tails
 
 
@@ -314,8 +311,8 @@ def sampled_advantages(
     old_logprobs: Tensor, teacher_logprobs: Tensor, clip_log_ratio: bool = False
 ) -> Tensor:
     """How much likelier the teacher finds the written tokens, eq. 5. (N,), (N,) -> (N,)"""
-    advantages = teacher_logprobs - old_logprobs
-    return advantages.clamp(-5, 5) if clip_log_ratio else advantages
+    bound = MAX_LOG_RATIO if clip_log_ratio else math.inf
+    return (teacher_logprobs - old_logprobs).clamp(-bound, bound)
 
 
 def policy_loss(
@@ -335,16 +332,16 @@ def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: flo
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap)
 
 
-def token_weights(lengths: Tensor, loss_type: str, num_generations: int, totals: list) -> Tensor:
+def token_weights(lengths: Tensor, loss_type: str, num_generations: int, counts: list) -> Tensor:
     """Weight of each completion's tokens: the loss of a step is the weighted sum over all tokens.
 
-    lengths (B,) counts the tokens of completions of this process, totals those of all processes;
-    the G completions of a prompt are neighbours. (B,) -> (B,)
+    lengths (B,) are tokens that count, in completions of this process; counts are those of all. The
+    G completions of a prompt are neighbours. (B,) -> (B,)
     """
     if loss_type == "token":
-        return torch.full(lengths.shape, 1 / max(1, sum(totals)))
+        return torch.full(lengths.shape, 1 / max(1, sum(counts)))
     groups = lengths.view(-1, num_generations).sum(1).clamp(min=1)  # (P,), eq. 8
-    return (num_generations / (len(totals) * groups)).repeat_interleave(num_generations)
+    return (num_generations / (len(counts) * groups)).repeat_interleave(num_generations)
 
 
 # --- Training -----------------------------------------------------------------------------------
@@ -370,7 +367,7 @@ def train(args: Args) -> dict[str, float]:
     if not args.reward:
         check_tags(tokenizer, task.prompt(eval_problems[0]))
     check_model(model, encode(tokenizer, task, eval_problems[0], args), args)
-    if args.max_steps > 0:
+    if args.max_steps > 0:  # before adapters: with LoRA the model itself may be the teacher
         prompt = encode(tokenizer, task, eval_problems[0], args)
         teacher = load_teacher(model, tokenizer, prompt, args)
     if args.lora_rank:
@@ -385,7 +382,7 @@ def train(args: Args) -> dict[str, float]:
         recompute_layers(model)
     if args.fsdp:
         shard(model, args)
-        register_fsdp_forward_method(model, "hidden_states")
+        register_fsdp_forward_method(model, "hidden_states")  # for a model that is its own teacher
     if args.vllm:  # after adapters and sharding, when the weights take less memory
         sampler = VllmSampler(model, args)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -493,8 +490,8 @@ def update(model, teacher, tokenizer, optimizer, completions, args: Args) -> dic
     groups = [row // args.num_generations for row in range(len(completions))]
     for part in range(args.num_minibatches):  # the same parts on any number of processes
         rows = [row for row, group in enumerate(groups) if group % args.num_minibatches == part]
-        totals = gather(lengths[rows].tolist())
-        weights[rows] = token_weights(lengths[rows], args.loss_type, args.num_generations, totals)
+        counts = gather(lengths[rows].tolist())
+        weights[rows] = token_weights(lengths[rows], args.loss_type, args.num_generations, counts)
         minibatches.append(micro_batches(completions, rows, args, device))
     weights = weights.to(device)
 
@@ -502,7 +499,7 @@ def update(model, teacher, tokenizer, optimizer, completions, args: Args) -> dic
     # Only a term of the written token alone is an estimate that depends on the sampler.
     by_written = args.divergence == "sampled" or (args.tail and not args.renormalize)
     cap = args.importance_sampling_cap if by_written and (args.vllm or args.bf16) else 0.0
-    sums = torch.zeros(3, device=device)  # loss, divergence, log(p / q) of the written tokens
+    sums = torch.zeros(3, device=device)  # loss, divergence, written tokens' log(student / teacher)
     log_ratios = []  # log(p_learner / p_sampler) of each token
     if args.num_minibatches > 1:  # log-probabilities before the first step
         with torch.no_grad():
@@ -517,15 +514,14 @@ def update(model, teacher, tokenizer, optimizer, completions, args: Args) -> dic
                 with torch.no_grad(), initial:
                     batch.teacher_hidden = teacher.hidden_states(batch, args)
                 batch.counted = torch.ones_like(batch.targets, dtype=torch.bool)
-                if masked_ids:
+                if masked_ids and len(batch.targets):
                     order = batch.completion_index.unique_consecutive().tolist()
-                    masks = [counted[number] for number in order]
-                    batch.counted = torch.cat([*masks, counted[0][:0]]).to(device)
+                    batch.counted = torch.cat([counted[number] for number in order]).to(device)
             values = model.token_logprobs(batch, args, teacher)  # (N,4)
-            logprobs, taught, losses, tails = values.unbind(1)  # of student and teacher; divergence
-            taught = taught.detach()
-            sums[1] += ((losses + tails).detach() * batch.counted).sum()
-            sums[2] += ((logprobs.detach() - taught) * batch.counted).sum()
+            logprobs, teacher_logprobs, support_losses, written_losses = values.unbind(1)
+            teacher_logprobs = teacher_logprobs.detach()
+            sums[1] += ((support_losses + written_losses).detach() * batch.counted).sum()
+            sums[2] += ((logprobs.detach() - teacher_logprobs) * batch.counted).sum()
             if iteration == 0:
                 old = batch.old_logprobs
                 if old is None:  # no step has been taken yet
@@ -533,14 +529,13 @@ def update(model, teacher, tokenizer, optimizer, completions, args: Args) -> dic
                 log_ratios.append(old - batch.sampled_logprobs)
                 if cap > 0:
                     batch.correction = sampling_correction(old, batch.sampled_logprobs, cap)
-            if args.divergence == "sampled":
+            if args.divergence == "sampled":  # then support_losses are 0
                 old = batch.old_logprobs
-                advantages = sampled_advantages(old, taught, args.clip_log_ratio)
-                # it, too, is a term of the written token alone
-                tails = policy_loss(logprobs, old, advantages, args.epsilon)
+                advantages = sampled_advantages(old, teacher_logprobs, args.clip_log_ratio)
+                written_losses = policy_loss(logprobs, old, advantages, args.epsilon)
             if batch.correction is not None:
-                tails = tails * batch.correction
-            losses = losses + tails
+                written_losses = written_losses * batch.correction
+            losses = support_losses + written_losses
             loss = (losses * weights[batch.completion_index] * batch.counted).sum()
             sums[0] += loss.detach()
             if args.fsdp:
@@ -570,7 +565,7 @@ def update(model, teacher, tokenizer, optimizer, completions, args: Args) -> dic
 
 
 def load_teacher(model, tokenizer, prompt: list[int], args: Args):
-    """The teacher, frozen; with LoRA the policy itself, if it begins as the teacher."""
+    """The teacher, frozen; with LoRA the policy itself, if training starts from the teacher."""
     path = args.teacher
     if path is None and args.model_name_or_path is None and args.env == "countdown":
         path = str(ROOT / "envs" / "tiny_lm" / "countdown_grpo")
@@ -579,21 +574,22 @@ def load_teacher(model, tokenizer, prompt: list[int], args: Args):
     unknown = set(args.masked_tokens) - set(tokenizer.get_vocab())
     if unknown:
         sys.exit(f"--masked-tokens {unknown.pop()}: not a token of the model")
-    if path == model_path(args) and os.environ.get("RANK", "0") == "0":
+    is_student = os.path.realpath(path) == os.path.realpath(model_path(args))
+    if is_student and os.environ.get("RANK", "0") == "0":
         print("--teacher: the student begins as this model, so it teaches nothing at first (KL 0)")
-    if args.lora_rank and path == model_path(args):
+    if is_student and args.lora_rank:
         return model
     try:
         teacher, other = load_model(replace(args, model_name_or_path=path))
-    except SystemExit as error:
-        sys.exit(str(error).replace("--model-name-or-path", "--teacher"))
-    if other.get_vocab() != tokenizer.get_vocab():
-        sys.exit(f"--teacher {path}: its tokenizer is not that of the student, {model_path(args)}")
-    check_model(teacher.to(model.device), prompt, args)
+        if other.get_vocab() != tokenizer.get_vocab():
+            sys.exit(f"its tokenizer is not that of the student, {model_path(args)}")
+        check_model(teacher.to(model.device), prompt, args)
+    except SystemExit as error:  # say whose it is
+        sys.exit(f"--teacher {path}: {str(error).removeprefix(f'--model-name-or-path {path}: ')}")
     for weight in teacher.parameters():  # in place: a copy would leave this one in memory
         weight.requires_grad = False
         weight.data = weight.data.bfloat16() if args.bf16 else weight.data
-    if args.fsdp:  # but its head stays whole: the backward pass, too, computes logits with it
+    if args.fsdp:  # all but the head, which the student's token_logprobs calls outside FSDP's hooks
         for layer in teacher.modules():
             if type(layer).__name__ in teacher._no_split_modules:
                 fully_shard(layer, reshard_after_forward=True)
@@ -680,8 +676,12 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit(f"--top-p {args.top_p}: expected a number above 0 and at most 1")
     if args.vllm and args.top_p < 1:
         sys.exit("--top-p: not with --vllm, whose log-probabilities it would change")
-    if args.divergence == "top_k" and args.top_k == 1 and args.renormalize and not args.tail:
-        sys.exit("--top-k 1: teaches nothing; take 2 or more, --tail or --no-renormalize")
+    kinds = dict.fromkeys(["support", "top_k", "renormalize", "tail"], "top_k")
+    for name, kind in (kinds | {"epsilon": "sampled"}).items():
+        if args.divergence != kind and getattr(args, name) != getattr(Args, name):
+            sys.exit(f"--{name.replace('_', '-')}: needs --divergence {kind}")
+    if args.top_k == 1 and args.renormalize and not args.tail:
+        sys.exit("--top-k 1: teaches nothing; take 2 or more, or --tail")
     if not args.model_name_or_path and not os.path.isdir(model_path(args)):
         if not os.path.isdir(ROOT / "envs"):
             sys.exit("no folder envs/ beside it: give --model-name-or-path, --dataset and --reward")
@@ -1779,7 +1779,7 @@ def token_logprobs(model, packed: Packed, args: Args, teacher=None) -> Tensor:
             taught = teacher.logits_from_hidden(inputs_embeds=teacher_hidden[None]).logits[0]
             size = min(taught.size(1), logits.size(1))  # models pad the vocabulary as they like
             taught = over_temperature(taught[:, :size].float(), args)
-            written = targets.clamp(max=size - 1)
+            written = targets.clamp(max=size - 1)  # the student hardly ever writes its padding
             teacher_logprobs = -F.cross_entropy(taught, written, reduction="none")
         losses = tails = torch.zeros_like(logprobs)
         if args.divergence != "sampled":

@@ -125,6 +125,20 @@ def test_the_whole_vocabulary_is_the_reverse_kl(source, tail, normalize):
     torch.testing.assert_close(ours.grad, plain.grad, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("source", ["teacher", "student"])
+def test_without_renormalisation_the_tail_leaves_a_pull_out_of_the_support(source):
+    """Over all written tokens the mean gradient is that of KL + P(support), so it is not 0 at p = q."""
+    for start in (STUDENT[0, 0], TEACHER[0, 0]):
+        logits, teacher = start.clone().requires_grad_(), TEACHER[0, 0]
+        flags = {"top_k": 4, "source": source, "normalize": False, "tail": True}
+        each = topk_losses(logits.expand(12, 12), teacher.expand(12, 12), torch.arange(12), **flags)
+        (ours,) = torch.autograd.grad((logits.softmax(0).detach() * each).sum(), logits)
+        p, support = logits.softmax(0), (teacher if source == "teacher" else logits).topk(4).indices
+        plain = (p * (p.log() - teacher.log_softmax(0))).sum() + p[support].sum()
+        torch.testing.assert_close(ours, *torch.autograd.grad(plain, logits), rtol=0, atol=1e-9)
+        assert ours.norm() > 1e-3
+
+
 def test_sampling_from_the_likeliest_tokens():
     logprobs = torch.tensor([[0.1, 0.5, 0.25, 0.15], [0.05, 0.05, 0.1, 0.8]]).log()
     kept = most_likely(logprobs, 0.7)
@@ -235,6 +249,8 @@ def test_gradient_is_that_of_one_completion_after_the_other(kind, monkeypatch):
     gradient, metrics = updated(model, teacher, batch, args)
     assert relative(gradient, expected) < 1e-5
     assert math.isfinite(metrics["opd/sampled_kl"])
+    make, empty = opd.micro_batches, [opd.pack([], [], "cpu")]  # FSDP has passes without tokens
+    monkeypatch.setattr(opd, "micro_batches", lambda *rest: make(*rest) + empty)
     other, _ = updated(
         model, teacher, batch, replace(args, micro_batch_size=None, micro_batch_tokens=5000)
     )
@@ -330,6 +346,17 @@ def test_one_teacher_stays_in_memory(bf16, monkeypatch):
         gc.enable()
     assert {w.dtype for w in teacher.parameters()} == {torch.bfloat16 if bf16 else torch.float32}
     assert not any(weight.requires_grad for weight in teacher.parameters())
+
+
+def test_errors_of_the_teacher_say_so(monkeypatch):
+    def check_model(model, *_):
+        raise SystemExit(f"{type(model).__name__}: not supported")
+
+    args = Args(max_completion_length=32)
+    model, tokenizer = opd.load_model(args)
+    monkeypatch.setattr(opd, "check_model", check_model)
+    with pytest.raises(SystemExit, match=r"^--teacher .*countdown_grpo: \w+: not supported"):
+        opd.load_teacher(model, tokenizer, [1, 2], args)
 
 
 @pytest.mark.parametrize("iterations", [1, 2])

@@ -1,6 +1,7 @@
 """OPD as people run it: it learns from its teacher, goes on after a kill, by two processes, with wrong teachers."""
 
 import math
+import os
 import shutil
 
 import language_runs
@@ -43,7 +44,7 @@ def test_two_processes_equal_one(kind, tmp_path):
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing(tmp_path, capsys):
-    values = SMALL | {"teacher": str(TINY / "countdown"), "max_steps": 1}
+    values = SMALL | {"teacher": os.path.relpath(TINY / "countdown"), "max_steps": 1}
     found = train(opd, tmp_path / "copy", **values)
     assert "--teacher: the student begins as this model" in capsys.readouterr().out
     assert found[1, "train/loss"] == 0 and found[1, "train/grad_norm"] < 1e-6
@@ -65,12 +66,15 @@ def test_wrong_teachers_and_flags(monkeypatch, tmp_path):
     assert "--masked-tokens x1y2: not a token" in refusal(opd, monkeypatch, "--masked-tokens", "x1y2")
     assert refusal(opd, monkeypatch, "--top-p", "0").startswith("--top-p 0")
     assert refusal(opd, monkeypatch, "--top-k", "0").startswith("--top-k 0")
-    assert refusal(opd, monkeypatch, "--top-k", "1") == "--top-k 1: teaches nothing; take 2 or more, --tail or --no-renormalize"
+    assert refusal(opd, monkeypatch, "--top-k", "1") == "--top-k 1: teaches nothing; take 2 or more, or --tail"
+    for words in (["full", "--tail"], ["full", "--no-renormalize"], ["sampled", "--top-k", "1"], ["sampled", "--support", "student"]):
+        assert refusal(opd, monkeypatch, "--divergence", *words).endswith(": needs --divergence top_k")
+    assert refusal(opd, monkeypatch, "--epsilon", "0.3") == "--epsilon: needs --divergence sampled"
     missing = refusal(opd, monkeypatch, "--teacher", tmp_path / "none")
     assert missing.startswith(f"--teacher {tmp_path / 'none'}: cannot be loaded")
 
 
-@pytest.mark.parametrize("values", [{"tail": True}, {"renormalize": False}, {"divergence": "sampled"}])
+@pytest.mark.parametrize("values", [{"tail": True}, {"renormalize": False}])
 def test_one_token_is_enough_where_it_teaches(values, tmp_path):
     assert train(opd, tmp_path, **SMALL, **values, top_k=1)[1, "train/grad_norm"] > 1e-3
 
