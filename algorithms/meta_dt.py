@@ -21,9 +21,9 @@ World Model Disentanglement, NeurIPS 2024, arXiv 2410.11448, after the authors' 
    from the policy's own earlier episodes on the task, so few-shot needs no demonstration.
 
 With --context none --prompt none this is a decision transformer, with --context none --prompt
-random Prompt-DT; with --context none alone, the world model only chooses the prompt. Two more arms
-ask what a context could give: --context episode (that of the prompt's episode, the same for all
-steps) and --context goal (the task itself is given).
+random --few-shot recorded Prompt-DT; with --context none alone, the world model only chooses the
+prompt. Two more arms ask what a context could give: --context episode (that of the prompt's
+episode, the same for all steps) and --context goal (the task itself is given).
 
 Differs from the authors' code:
 1. Inputs are on one scale: states standardized, actions divided by their largest size (as tanh
@@ -75,8 +75,10 @@ from transformers import GPT2Config, GPT2Model
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository root, for envs/
 
 SCALES = "state_mean state_std action_scale reward_scale return_scale task_mean task_std".split()
-BEST = 3  # own episodes with the highest returns, of which one gives the prompt
-NO_PROMPT = 0.1  # share of rows that are trained without prompt after the warm-up
+BEST = 3  # episodes with the highest returns, of which one gives the prompt
+NO_PROMPT = 0.1  # share of rows that see no earlier episode, also after --no-prompt-steps
+HIDDEN_DIM = 128  # of the world model (authors)
+NUM_TRANSITIONS = 128  # in a step of the world model (authors)
 ENVS = {
     "point_robot": ("envs.point_robot", "PointRobot"),
     "cheetah_velocity": ("envs.cheetah_velocity", "CheetahVelocity"),
@@ -101,8 +103,8 @@ class Args:
     """z of the running episode's last steps, the mean z of the prompt's episode, the task itself
     (an oracle), or zeros (a decision transformer)"""
     prompt: Literal["self_guided", "released", "random", "none"] = "self_guided"
-    """segment with the largest error of the world model (the paper), one drawn in proportion to its
-    error (the released code), any, or no prompt (zero-shot only, but for --context episode)"""
+    """segment after the first h steps: where the world model errs most (the paper), drawn by its
+    errors (the released code), any, or no prompt (zero-shot only, but for --context episode)"""
     world_model: Literal["reward", "state"] = "reward"
     """what tells tasks apart, and is predicted: the reward, or the next state"""
     horizon: int = 4
@@ -150,7 +152,7 @@ class Args:
     eval_episodes: int = 4
     """learners that meet each task in an evaluation; 0 disables evaluations"""
     eval_rounds: int = 5
-    """episodes of each of them with a prompt, after a first one without"""
+    """episodes with a prompt that each learner plays, after a first one without"""
     few_shot: Literal["own", "recorded"] = "own"
     """whose episodes give the prompt: the policy's own ones (the authors), or the task's best ones
     in the data, which real use would have to record (Prompt-DT's setting)"""
@@ -188,7 +190,7 @@ def prompt_start_probabilities(errors, horizon, prompt_length, max_ep_len, to_en
     length = torch.as_tensor(max_ep_len, device=errors.device)[..., None]
     errors = errors * (torch.arange(errors.shape[-1], device=errors.device) < length)
     if to_end:
-        sums = returns_to_go(errors)[..., horizon : horizon + num_starts]
+        sums = returns_to_go(errors)[..., horizon : horizon + num_starts]  # to the end
     else:
         sums = errors.unfold(-1, prompt_length, 1).sum(-1)[..., horizon:]
     # Too short for any: the first start, which make_prompt moves back.
@@ -345,20 +347,22 @@ class MetaDecisionTransformer(nn.Module):
         """-> actions (B,K,A), each from the tokens up to its own state.
 
         states (B,K,S), contexts (B,K,Z), actions (B,K,A), rtg (B,K,1), timesteps (B,K). prompt has
-        states, actions, rtg, timesteps of k steps, and a mask too if it likes. Steps whose mask is
-        0 are not seen by others.
+        states, actions, rtg, timesteps of k steps, and optionally a mask. Steps whose mask is 0 are
+        not seen by others.
         """
-        time = self.embed_timestep(timesteps)
-        seen = torch.cat([self.state_encoder(states), contexts], -1)
-        tokens = [self.embed_return(rtg), self.embed_state(seen), self.embed_action(actions)]
-        tokens = self.embed_ln(interleave(token + time for token in tokens))
+        step = self.embed_timestep(timesteps)
+        state_and_context = torch.cat([self.state_encoder(states), contexts], -1)
+        r = self.embed_return(rtg) + step
+        s = self.embed_state(state_and_context) + step
+        a = self.embed_action(actions) + step
+        tokens = self.embed_ln(interleave(r, s, a))
         mask = torch.ones_like(timesteps) if mask is None else mask
         if prompt is not None:
-            time = self.prompt_embed_timestep(prompt["timesteps"])
-            r = self.prompt_embed_return(prompt["rtg"]) + time
-            s = self.prompt_embed_state(prompt["states"]) + time
-            a = self.prompt_embed_action(prompt["actions"]) + time
-            tokens = torch.cat([interleave([r, s, a]), tokens], 1)  # it has no LayerNorm
+            step = self.prompt_embed_timestep(prompt["timesteps"])
+            r = self.prompt_embed_return(prompt["rtg"]) + step
+            s = self.prompt_embed_state(prompt["states"]) + step
+            a = self.prompt_embed_action(prompt["actions"]) + step
+            tokens = torch.cat([interleave(r, s, a), tokens], 1)  # no LayerNorm, as the authors
             prompt_mask = prompt.get("mask", torch.ones_like(prompt["timesteps"]))
             mask = torch.cat([prompt_mask.to(mask.dtype), mask], 1)
         attention = attention_mask(mask.repeat_interleave(3, 1), tokens.dtype)
@@ -367,17 +371,17 @@ class MetaDecisionTransformer(nn.Module):
         return self.predict_action(hidden[:, 1::3])
 
 
-def interleave(tokens) -> Tensor:
+def interleave(*tokens) -> Tensor:
     """(B,K,D) of each kind -> (B,3K,D), step by step."""
-    return torch.stack(list(tokens), 2).flatten(1, 2)
+    return torch.stack(tokens, 2).flatten(1, 2)
 
 
-def attention_mask(seen, dtype) -> Tensor:
-    """What is added to scores. Each token sees itself, and earlier ones that count. -> (B,1,L,L)"""
-    length = seen.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
-    itself = torch.eye(length, dtype=torch.bool, device=seen.device)
-    allowed = causal & (seen.bool()[:, None] | itself)
+def attention_mask(visible, dtype) -> Tensor:
+    """Added to scores: each token sees itself, and earlier visible ones. (B,L) -> (B,1,L,L)"""
+    length = visible.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=visible.device).tril()
+    itself = torch.eye(length, dtype=torch.bool, device=visible.device)
+    allowed = causal & (visible.bool()[:, None] | itself)
     return (~allowed[:, None]).to(dtype) * torch.finfo(dtype).min
 
 
@@ -393,21 +397,18 @@ def drop_causal_masks(module, state_dict, prefix, *_) -> None:
 
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    names = "horizon prompt_length window_length context_dim embed_dim num_layers batch_size"
-    lowest = dict.fromkeys(f"{names} log_steps".split(), 1)
-    names = "world_model_steps policy_steps no_prompt_steps warmup_steps eval_episodes eval_rounds"
-    lowest |= dict.fromkeys(names.split(), 0)
+    lowest = {"horizon": 1, "prompt_length": 1, "window_length": 1, "context_dim": 1}
+    lowest |= {"embed_dim": 1, "num_layers": 1, "batch_size": 1, "log_steps": 1, "eval_rounds": 0}
+    lowest |= {"world_model_steps": 0, "policy_steps": 0, "no_prompt_steps": 0, "warmup_steps": 0}
+    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 1 if args.evaluate else 0}
     device = setup(args, **lowest)
     check_flags(args)
     args.env_id = args.env_id or "point_robot"
     world_model_steps = count_world_model_steps(args)
-    if args.prompt != "none" and 0 < args.policy_steps <= args.no_prompt_steps:
-        print(
-            f"--no-prompt-steps {args.no_prompt_steps}: the run ends before it learns from prompts"
-        )
-    last_step = world_model_steps + up_to_multiple(args.policy_steps, args.log_steps)
+    policy_steps = up_to_multiple(args.policy_steps, args.log_steps)
+    last_step = world_model_steps + policy_steps
     make_env = load_env(args)
-    state = None  # what follows copies it to the device, but for Adam's number of steps
+    state = None  # on the CPU; load_state_dict copies it to the device, but for Adam's step counts
     if args.evaluate:
         state = load_evaluated(args)
     elif args.resume:
@@ -419,11 +420,11 @@ def train(args: Args) -> dict[str, float]:
     if args.evaluate:
         agent.load_state_dict(state["agent"])
         return evaluate(agent, data, make_env, args)
-    world_model = [*agent.encoder.parameters(), *agent.decoder.parameters()]
-    policy = [*agent.policy.parameters()]
-    optimizers = {
-        "world_model": torch.optim.Adam(world_model, 1e-3),
-        "policy": torch.optim.AdamW(policy, args.learning_rate, weight_decay=1e-4),
+    world_model_parameters = [*agent.encoder.parameters(), *agent.decoder.parameters()]
+    policy_parameters = agent.policy.parameters()
+    optimizers = {  # the numbers are the authors'
+        "world_model": torch.optim.Adam(world_model_parameters, 1e-3),
+        "policy": torch.optim.AdamW(policy_parameters, args.learning_rate, weight_decay=1e-4),
     }
     run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
     step = 0
@@ -438,6 +439,9 @@ def train(args: Args) -> dict[str, float]:
     print(f"{run_dir}: context {args.context}, prompt {args.prompt}, {counts}, {device}")
     if args.resume and step >= last_step:
         print(f"{run_dir}: has {step} steps already; a larger --policy-steps goes on")
+    if args.prompt != "none" and 0 < policy_steps <= args.no_prompt_steps:
+        flag = f"--no-prompt-steps {args.no_prompt_steps}"
+        print(f"{flag}: the run ends before it learns from prompts")
 
     scores = {}
     while True:
@@ -457,7 +461,7 @@ def train(args: Args) -> dict[str, float]:
             if i < world_model_steps:
                 losses = update_world_model(agent, optimizers["world_model"], data.train, args)
 
-            # 2. freeze it, and let it look at all episodes once: contexts, and errors for prompts
+            # 2. no optimizer touches it any more: contexts of all episodes, errors for prompts
             else:
                 if data.train.contexts is None:
                     agent.encode(data.train)
@@ -499,10 +503,10 @@ def looks_back(args: Args) -> bool:
 
 
 def update_world_model(agent, optimizer, episodes, args):
-    """One gradient step with 128 transitions and the steps before them. -> metrics"""
+    """One gradient step with B transitions and the steps before them. -> metrics"""
     device = episodes.lengths.device
-    rows = torch.randint(len(episodes.lengths), (128,), device=device)
-    now = (torch.rand(128, device=device) * episodes.lengths[rows]).long()
+    rows = torch.randint(len(episodes.lengths), (NUM_TRANSITIONS,), device=device)
+    now = (torch.rand(NUM_TRANSITIONS, device=device) * episodes.lengths[rows]).long()
     earlier = now[:, None] + torch.arange(-args.horizon, 0, device=device)  # (B,h)
     exists = earlier >= 0
     at = rows[:, None], earlier.clamp(min=0)
@@ -530,21 +534,21 @@ def update_policy(agent, optimizer, data, policy_step, args):
     starts = (torch.rand(len(rows), device=device) * (latest + 1)).long()
     window = segments(episodes, rows, starts, K)
 
-    # another episode of the same task
+    # any other episode of the same task: go 1 to count - 1 places on, in a circle
     count = data.counts[rows]
     shift = 1 + (torch.rand(len(rows), device=device) * (count - 1)).long()
     others = data.firsts[rows] + (rows - data.firsts[rows] + shift) % count
-    seen = torch.rand(len(rows), device=device) >= NO_PROMPT
+    has_prompt = torch.rand(len(rows), device=device) >= NO_PROMPT
     prompt = None
     if args.prompt != "none" and policy_step >= args.no_prompt_steps:
         prompt = make_prompt(episodes, others, args)
-        prompt["mask"] &= seen[:, None]
+        prompt["mask"] &= has_prompt[:, None]
 
     # what the policy knows of the task
     if args.context == "running":
         contexts = window["contexts"]
     elif args.context == "episode":
-        contexts = episodes.mean_contexts[others] * seen[:, None]
+        contexts = episodes.mean_contexts[others] * has_prompt[:, None]
     elif args.context == "goal":
         contexts = agent.goal_contexts(episodes.tasks[rows])
     else:
@@ -570,13 +574,13 @@ def make_prompt(episodes, rows, args) -> dict[str, Tensor]:
     if args.prompt == "random":
         errors = torch.ones_like(errors)
     lengths = episodes.lengths[rows]
-    shares = prompt_start_probabilities(errors, args.horizon, args.prompt_length, lengths)
+    probabilities = prompt_start_probabilities(errors, args.horizon, args.prompt_length, lengths)
     if args.prompt == "self_guided":
-        starts = shares.argmax(-1)
+        choice = probabilities.argmax(-1)
     else:
-        starts = shares.multinomial(1)[:, 0]
+        choice = probabilities.multinomial(1)[:, 0]
     # where an episode is too short for these starts, its last k steps, or all of it
-    starts = torch.minimum(args.horizon + starts, (lengths - args.prompt_length).clamp(min=0))
+    starts = torch.minimum(args.horizon + choice, (lengths - args.prompt_length).clamp(min=0))
     return segments(episodes, rows, starts, args.prompt_length)
 
 
@@ -590,10 +594,10 @@ def evaluate(agent, data, make_env, args) -> dict[str, float]:
         return {}
     agent.eval()
     scores = {}
-    if uses_world_model(args):
-        for part, episodes in (("new", data.new), ("train", data.train)):
-            if episodes.contexts is None:
-                agent.encode(episodes)
+    for part, episodes in (("new", data.new), ("train", data.train)):
+        if episodes.contexts is None:
+            agent.encode(episodes)
+        if uses_world_model(args):
             error = episodes.errors[episodes.mask].mean() * agent.error_unit
             scores[f"eval/{part}/world_model_error"] = error.item()
     if make_env is not None:
@@ -602,23 +606,21 @@ def evaluate(agent, data, make_env, args) -> dict[str, float]:
         targets = data.targets.repeat(args.eval_episodes)  # (N,)
         envs = make_env(tasks.cpu().numpy())
         columns = torch.arange(len(tasks), device=tasks.device)
-        if args.few_shot == "recorded":
-            agent.encode(data.new)
-            agent.encode(data.train)
-            recorded = join([data.train, data.new])
         own = play(agent, envs, tasks, targets, None, None, data, args)
         rounds = [own.returns]
         for _ in range(args.eval_rounds if looks_back(args) else 0):
             if args.few_shot == "own":
                 best = torch.stack(rounds).topk(min(BEST, len(rounds)), 0).indices  # (best,N)
-                best, pool = best * len(tasks) + columns, own
+                pool = own
+                candidates = best * len(tasks) + columns  # round r of robot n is row r * N + n
             else:
-                best, pool = data.best.repeat(1, args.eval_episodes), recorded
-            drawn = torch.randint(len(best), columns.shape, device=columns.device)
-            rows = best[drawn, columns]
+                pool = join([data.train, data.new])
+                candidates = data.best.repeat(1, args.eval_episodes)  # (best,N)
+            drawn = torch.randint(len(candidates), columns.shape, device=columns.device)
+            rows = candidates[drawn, columns]
             prompt = make_prompt(pool, rows, args) if args.prompt != "none" else None
-            seen = pool.mean_contexts[rows]
-            new = play(agent, envs, tasks, targets, prompt, seen, data, args, len(rounds))
+            contexts = pool.mean_contexts[rows]
+            new = play(agent, envs, tasks, targets, prompt, contexts, data, args, len(rounds))
             rounds.append(new.returns)
             own = join([own, new])
         returns = torch.stack(rounds).view(len(rounds), args.eval_episodes, -1).mean(1)  # of tasks
@@ -645,7 +647,7 @@ def play(agent, envs, tasks, targets, prompt, other_contexts, data, args, turn=0
     other_contexts (N,Z) or None, those of the prompts' episodes; each turn has a seed of its own
     """
     device = tasks.device
-    N, T, K = len(tasks), data.num_steps, args.window_length
+    N, T, K = len(tasks), data.train.states.shape[1], args.window_length
     observations = envs.reset(random_seed(args.seed, "episodes", turn) % 2**31)
     states = torch.zeros(N, T + 1, observations.shape[1], device=device)
     states[:, 0] = agent.normalize(observations)
@@ -659,9 +661,9 @@ def play(agent, envs, tasks, targets, prompt, other_contexts, data, args, turn=0
     if args.context == "episode" and other_contexts is not None:
         contexts += other_contexts[:, None]
     timesteps = torch.arange(T, device=device).expand(N, T)
-    running = np.full(N, True)
+    unfinished = np.full(N, True)
     lengths = np.zeros(N, np.int64)
-    for t in range(T):
+    for t in range(data.num_steps):
         if args.context == "running":
             earlier = slice(max(0, t - args.horizon), t)
             # zeros in place of steps before the first
@@ -675,13 +677,13 @@ def play(agent, envs, tasks, targets, prompt, other_contexts, data, args, turn=0
         actions[:, t] = chosen  # zeros stood there, in a token after the one that was read
         observations, reward, dones = envs.step((chosen * agent.action_scale).cpu().numpy())
         check_finite(args.env_id, observations=observations, rewards=reward)
-        reward = torch.as_tensor(reward * running).float().to(device)
+        reward = torch.as_tensor(reward * unfinished).float().to(device)
         states[:, t + 1] = agent.normalize(observations)
         rewards[:, t] = reward / agent.reward_scale
         wanted[:, t + 1, 0] = wanted[:, t, 0] - reward / agent.return_scale
-        lengths += running
-        running &= ~np.asarray(dones, bool)
-        if not running.any():
+        lengths += unfinished
+        unfinished &= ~np.asarray(dones, bool)
+        if not unfinished.any():
             break
     gained = rewards * agent.reward_scale
     episodes = Episodes(
@@ -761,14 +763,12 @@ class Agent(nn.Module):
         self.horizon = args.horizon
         state_dim, action_dim = data.train.states.shape[-1], data.train.actions.shape[-1]
         sizes = state_dim, action_dim, args.context_dim
-        self.encoder = ContextEncoder(*sizes, 128)
-        self.decoder = (RewardDecoder if self.predicts_reward else StateDecoder)(*sizes, 128)
+        decoder = RewardDecoder if self.predicts_reward else StateDecoder
+        T = data.train.states.shape[1]
+        self.encoder = ContextEncoder(*sizes, HIDDEN_DIM)
+        self.decoder = decoder(*sizes, HIDDEN_DIM)
         self.policy = MetaDecisionTransformer(
-            *sizes,
-            args.embed_dim,
-            data.num_steps,
-            n_layer=args.num_layers,
-            dropout=args.dropout,
+            *sizes, args.embed_dim, T, n_layer=args.num_layers, dropout=args.dropout
         )
         for name, values in data.scales.items():
             self.register_buffer(name, values.clone())
@@ -828,7 +828,7 @@ class Data:
     firsts: Tensor  # (E,), the first episode of the same task, in train
     counts: Tensor  # (E,), how many episodes that task has
     best: Tensor  # (best,tasks), episodes with the highest returns, those of new tasks after train
-    num_steps: int  # T
+    num_steps: int  # of the longest episode; T, unless the run of --evaluate knows longer ones
     scales: dict[str, Tensor]  # see Agent
 
 
@@ -846,7 +846,7 @@ def load_data(args: Args, device: torch.device, trained: dict[str, Tensor] | Non
             check_file(part, name, file, files["train"][0], args)
     tasks = {part: [file for _, file in named] for part, named in files.items()}
     every = tasks["train"] + tasks["new"]
-    T = max(int(np.diff(episode_ends(file), prepend=-1).max()) for file in every)
+    T = num_steps = max(int(np.diff(episode_ends(file), prepend=-1).max()) for file in every)
 
     train = {name: np.concatenate([file[name] for file in tasks["train"]]) for name in COLUMNS[:3]}
     parameters = np.float32([file["task"] for file in every])
@@ -873,9 +873,9 @@ def load_data(args: Args, device: torch.device, trained: dict[str, Tensor] | Non
         targets = [args.target_return] * len(every)
     counts = torch.tensor([len(values) for values in returns])
     firsts = counts.cumsum(0) - counts
-    num_best = min(BEST, int(counts.min()))
-    best = [np.argsort(values)[::-1][:num_best] + int(i) for values, i in zip(returns, firsts)]
-    counts, firsts = counts[: len(tasks["train"])], firsts[: len(tasks["train"])]
+    best = [np.argsort(values)[::-1][:BEST] + int(i) for values, i in zip(returns, firsts)]
+    best = [np.resize(rows, BEST) for rows in best]  # fewer episodes are repeated
+    train_counts, train_firsts = counts[: len(tasks["train"])], firsts[: len(tasks["train"])]
     return Data(
         train=to_episodes(tasks["train"], scales, T, device),
         new=to_episodes(tasks["new"], scales, T, device),
@@ -883,10 +883,10 @@ def load_data(args: Args, device: torch.device, trained: dict[str, Tensor] | Non
         num_new=len(tasks["new"]),
         tasks=torch.from_numpy(parameters).to(device),
         targets=torch.tensor(targets, dtype=torch.float32, device=device),
-        firsts=firsts.repeat_interleave(counts).to(device),
-        counts=counts.repeat_interleave(counts).to(device),
+        firsts=train_firsts.repeat_interleave(train_counts).to(device),
+        counts=train_counts.repeat_interleave(train_counts).to(device),
         best=torch.tensor(np.stack(best, 1), device=device),
-        num_steps=T,
+        num_steps=num_steps,
         scales=scales,
     )
 
@@ -921,6 +921,8 @@ def check_flags(args: Args) -> None:
     if args.data is not None and args.env_id is None:
         names = ", ".join(ENVS)
         sys.exit(f"--data {args.data}: needs --env-id {names}, FILE.py:Class, or none")
+    if args.data is None and args.env_id == "cheetah_velocity":
+        sys.exit("--env-id cheetah_velocity: needs --data, the default data are Point-Robot's")
     starts = not (args.evaluate or args.resume)
     if args.few_shot == "recorded" and not looks_back(args) and starts:
         sys.exit("--few-shot recorded: no effect with --prompt none; take --few-shot own")
@@ -946,6 +948,10 @@ def load_evaluated(args: Args) -> dict:
             f"{args.evaluate}: stopped at step {state['step']}, before the policy's first step; "
             f"go on with --resume {args.evaluate}"
         )
+    num_policy_steps = state["step"] - count_world_model_steps(saved)
+    if args.prompt != "none" and 0 < num_policy_steps <= saved.no_prompt_steps:
+        flag = f"--no-prompt-steps {saved.no_prompt_steps}"
+        sys.exit(f"{args.evaluate}: has not learned from prompts ({flag}); take --prompt none")
     return state
 
 
@@ -987,13 +993,13 @@ def check_file(part: str, name: str, file: dict, compared: tuple[str, dict], arg
     for key, dimensions in zip(COLUMNS, (2, 2, 1, 2, 1, 1)):
         values = file[key] = np.asarray(file[key])
         if values.dtype.kind not in "fiub" or not np.isfinite(values.astype(np.float64)).all():
-            sys.exit(f"{name}: {key} are not all finite numbers")
+            sys.exit(f"{name}: the numbers of {key} are not all finite")
         if values.ndim != dimensions:
             advice = "a file has the steps of all its episodes in one row, (steps,...)"
             if key == "task":
                 advice = "a single number has the shape (1,)"
             sys.exit(
-                f"{name}: {key} have the shape {values.shape}, expected {dimensions} dimensions; "
+                f"{name}: the shape of {key} is {values.shape}, expected {dimensions} dimensions; "
                 f"{advice}"
             )
         if key != "task" and len(values) != len(file["observations"]):
@@ -1002,25 +1008,20 @@ def check_file(part: str, name: str, file: dict, compared: tuple[str, dict], arg
         if values.shape[1:] != first[key].shape[1:] or (
             key == "task" and values.shape != first[key].shape
         ):
-            sys.exit(
-                f"{name}: {key} are {values.shape}, in {first_name} they are {first[key].shape}"
-            )
+            shapes = f"{values.shape}, in {first_name} it is {first[key].shape}"
+            sys.exit(f"{name}: the shape of {key} is {shapes}")
     file["dones"] = file["dones"].astype(bool)
     if file["observations"].shape != file["next_observations"].shape:
         sys.exit(f"{name}: observations and next_observations differ in their shapes")
     if len(file["dones"]) == 0 or not file["dones"][-1]:
-        sys.exit(
-            f"{name}: its last step is not done; mark the end of every episode, cut off or not"
-        )
+        sys.exit(f"{name}: its last step is not done; mark the end of every episode")
     if part == "train" and looks_back(args) and file["dones"].sum() < 2:
         sys.exit(f"{name}: one episode only; a prompt needs another one of the task")
     inside = ~file["dones"][:-1]
     if not np.allclose(
         file["next_observations"][:-1][inside], file["observations"][1:][inside], atol=1e-4
     ):
-        sys.exit(
-            f"{name}: next_observations are not the observations of the next step, but for dones"
-        )
+        sys.exit(f"{name}: next_observations must be the next step's observations, except at dones")
     if args.context == "goal" and file["task"].size > args.context_dim:
         sys.exit(
             f"{name}: task has {file['task'].size} numbers, above --context-dim {args.context_dim}"
@@ -1093,32 +1094,28 @@ def check_env(args: Args, make_env, data: Data) -> None:
     S, A = data.train.states.shape[-1], data.train.actions.shape[-1]
     check_call(args, make_env, "CLASS(tasks)")
     envs = make_env(tasks)
+    start = f"--env-id {args.env_id}: for 2 tasks"
     check_call(args, getattr(envs, "reset", None), "reset(seed)")
     check_call(args, getattr(envs, "step", None), "step(actions)")
     first = envs.reset(0)
     shape = getattr(first, "shape", type(first).__name__)
     if shape != (2, S):
         sys.exit(
-            f"--env-id {args.env_id}: for 2 tasks reset gives {shape}, the data ask for {(2, S)}, "
+            f"{start} reset gives {shape}, the data ask for {(2, S)}, "
             "an array of observations; --env-id none trains without an environment"
         )
+    check_finite(args.env_id, observations=first)
     result = envs.step(np.zeros((2, A), np.float32))
     if not isinstance(result, tuple) or len(result) != 3:
         sys.exit(f"--env-id {args.env_id}: step gives no (observations, rewards, dones)")
     found = [np.shape(values) for values in result]
     if found != [(2, S), (2,), (2,)]:
-        sys.exit(
-            f"--env-id {args.env_id}: for 2 tasks step gives {found}, "
-            f"expected {[(2, S), (2,), (2,)]}"
-        )
+        sys.exit(f"{start} step gives {found}, expected {[(2, S), (2,), (2,)]}")
     check_finite(args.env_id, observations=result[0], rewards=result[1])
     if hasattr(envs, "best_returns"):
         best = envs.best_returns()
         if np.shape(best) != (2,):
-            sys.exit(
-                f"--env-id {args.env_id}: for 2 tasks best_returns gives {np.shape(best)}, "
-                "expected (2,)"
-            )
+            sys.exit(f"{start} best_returns gives {np.shape(best)}, expected (2,)")
         check_finite(args.env_id, best_returns=best)
 
 
@@ -1250,13 +1247,15 @@ def up_to_multiple(count: int, size: int) -> int:
 
 
 def report(step: int, last_step: int, metrics: dict[str, float]) -> None:
-    """Print a summary of under 80 columns."""
+    """Print a summary of under 80 columns; once the policy trains, with the time that is left."""
     ((name, loss),) = [(k, v) for k, v in metrics.items() if k.endswith("_loss")]
     speed = metrics["charts/SPS"]
     left = round((last_step - step) / speed)
     name = name.removeprefix("losses/").replace("_", " ")
     line = f"step {step:>7,}/{last_step:,}  {name} {loss:.5f}  {speed:6,.1f} steps/s"
-    print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+    if name == "policy loss":  # the world model's steps are quicker
+        line += f"  {left // 60:.0f}:{left % 60:02.0f} left"
+    print(line, flush=True)
 
 
 @contextmanager

@@ -874,7 +874,7 @@ COLUMNS = {  # of tables: what a score is called, its factor, its digits
     "greedy_success": ("won in the end, likeliest actions, %", 100, 0),
     "new_few_shot_return": ("few-shot return on new tasks", 1, 1),
     "new_zero_shot_return": ("zero-shot return on new tasks", 1, 1),
-    "new_optimal_return": ("the best return there", 1, 1),
+    "new_optimal_return": ("the best return on new tasks", 1, 1),
     "train_few_shot_return": ("few-shot return on training tasks", 1, 1),
 }
 TABLES = {
@@ -1322,7 +1322,7 @@ TABLES = {
             "episode": "context of another episode (`--context episode`), at 1e-3",
             "goal": "the goal itself (`--context goal`), at 1e-3",
         },
-        "new_few_shot_return new_zero_shot_return train_few_shot_return new_optimal_return".split(),
+        "new_few_shot_return new_zero_shot_return new_optimal_return train_few_shot_return".split(),
         seeds=5,
     ),
     "arac_weight": Table(

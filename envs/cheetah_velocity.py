@@ -113,7 +113,8 @@ def main(
     agents = [load_policy(run) for run in runs]
     random = np.random.default_rng(seed)
     each = -(-2 * num_episodes // len(runs))
-    parts = [record(agent, each, seed + i) for i, agent in enumerate(agents)]
+    # gymnasium seeds the episodes of a policy with seed, seed + 1, ...: no two start alike
+    parts = [record(agent, each, seed + i * each) for i, agent in enumerate(agents)]
     pool = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     velocities = pool.pop("velocities")
     dones = np.zeros((num_episodes, NUM_STEPS), bool)

@@ -38,6 +38,7 @@ def test_command_and_its_files(whole, flags):
     run_dir, output = whole
     progress = [line for line in output.splitlines() if line.startswith("step")]
     assert len(progress) == 10 and max(map(len, progress)) <= 80
+    assert [line.endswith(" left") for line in progress] == [False] * 4 + [True] * 6
     metrics = results(run_dir)
     assert [step for step, name in metrics if name == "losses/world_model_loss"] == [5, 10, 15, 20]
     assert [step for step, name in metrics if name == "losses/policy_loss"] == [25, 30, 35, 40, 45, 50]
@@ -134,6 +135,15 @@ class Wide(Levers):
         return np.zeros((len(self.tasks), 3))
 
 
+class Lost(Levers):
+    def reset(self, seed):
+        return super().reset(seed) * np.nan
+
+    def step(self, actions):
+        super().reset(0)
+        return super().step(np.zeros_like(self.height))
+
+
 class Gymnasium(Levers):
     def reset(self, *, seed=None, options=None):
         return super().reset(seed), {}
@@ -205,7 +215,7 @@ def test_own_data_and_environment(own, tmp_path, monkeypatch):
 
 SENTENCES = {"Broken": "step gives no (observations", "Wide": "reset gives (2, 3)", "No": "no function", "Info": "reset gives tuple"}
 SENTENCES |= {"Gymnasium": "the call reset(seed) must", "Alone": "the call CLASS(tasks) must", "Two": "the call step(actions) must"}
-SENTENCES |= {"Best": "best_returns gives (), expected (2,)"}
+SENTENCES |= {"Best": "best_returns gives (), expected (2,)", "Lost": "its observations are not finite"}
 
 
 @pytest.mark.parametrize("name", SENTENCES)
@@ -223,7 +233,10 @@ def test_what_cannot_be_run(whole, flags, tmp_path, monkeypatch):
     assert "--context goal: cannot change" in refusal(meta_dt, monkeypatch, "--resume", whole[0], "--context", "goal")
     assert "holds a run" in refusal(meta_dt, monkeypatch, *as_flags(flags), "--output-dir", whole[0])
     assert "expected point_robot" in refusal(meta_dt, monkeypatch, "--env-id", "ant")
-    assert "--horizon 0: must be" in refusal(meta_dt, monkeypatch, "--horizon", 0)
+    assert "--env-id cheetah_velocity: needs --data" in refusal(meta_dt, monkeypatch, "--env-id", "cheetah_velocity")
+    for flag, value in (("horizon", 0), ("save-steps", -1), ("eval-steps", -1)):
+        assert f"--{flag} {value}: must be" in refusal(meta_dt, monkeypatch, f"--{flag}", value)
+    assert "--eval-episodes 0: must be" in refusal(meta_dt, monkeypatch, "--evaluate", whole[0], "--eval-episodes", 0)
     values = as_flags(flags | {"learning_rate": 1e30})
     assert "not finite" in refusal(meta_dt, monkeypatch, *values, "--output-dir", tmp_path)
     words = as_flags(flags | {"env_id": "cheetah_velocity"})
@@ -248,6 +261,8 @@ def test_prompts_that_a_run_can_be_scored_with(whole, flags, tmp_path, monkeypat
         train(meta_dt, run_dir, **flags | {"context": context, "prompt": prompt, "policy_steps": 5})
         sentence = f"--prompt {other}: cannot change with --evaluate, the run began with {prompt}"
         assert sentence in refusal(meta_dt, monkeypatch, "--evaluate", run_dir, "--prompt", other)
+        if prompt != "none":
+            assert "has not learned from prompts (--no-prompt-steps 10)" in refusal(meta_dt, monkeypatch, "--evaluate", run_dir)
         command(meta_dt, monkeypatch, "--evaluate", run_dir, "--prompt", "none")
 
 
@@ -261,7 +276,7 @@ def test_a_run_without_a_policy_is_not_scored(flags, tmp_path, monkeypatch):
 
 
 def test_scores_on_data_of_other_sizes(whole, tmp_path, monkeypatch):
-    """Shorter episodes are padded; longer ones and other tasks are refused."""
+    """Shorter episodes are padded, and played as short; longer ones and other tasks are refused."""
     data = {"long": make_data(1, 2, 1, 2), "wide": make_data(1, 2, 1, 2)}
     for length in (8, 25):
         monkeypatch.setattr(point_robot, "NUM_STEPS", length)
@@ -270,7 +285,12 @@ def test_scores_on_data_of_other_sizes(whole, tmp_path, monkeypatch):
         file["actions"] = file["actions"][:, :1]
     for name, files in data.items():
         save_data(files, tmp_path / name)
-    command(meta_dt, monkeypatch, "--evaluate", whole[0], "--data", tmp_path / "short")
+    played = []
+    play = meta_dt.play
+    with monkeypatch.context() as patch:
+        patch.setattr(meta_dt, "play", lambda *given: played.append(play(*given)) or played[-1])
+        command(meta_dt, patch, "--evaluate", whole[0], "--data", tmp_path / "short")
+    assert len(played) == 3 and all((episodes.lengths == 8).all() for episodes in played)
     for name, sentence in (("long", "up to 25 steps, the run knows at most 20"), ("wide", "actions of 1 numbers, the run has learned from 2")):
         assert sentence in refusal(meta_dt, monkeypatch, "--evaluate", whole[0], "--data", tmp_path / name)
 
@@ -289,8 +309,11 @@ def test_no_evaluations(flags, tmp_path, capsys):
     values = flags | {"policy_steps": 5, "world_model_steps": 5, "save_steps": 0}
     found = train(meta_dt, tmp_path / "run", **values | {"eval_episodes": 0})
     assert not [tag for _, tag in found if "eval/" in tag]
+    assert "--no-prompt-steps 10: the run ends before" in capsys.readouterr().out
+    values |= {"policy_steps": 8, "no_prompt_steps": 9}  # 10 steps, in multiples of 5
     train(meta_dt, tmp_path / "none", **values | {"context": "none", "prompt": "random", "env_id": "none"})
-    assert "\n\n" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\n\n" not in shown and "the run ends before" not in shown
 
 
 def test_learning(flags, tmp_path):
@@ -302,11 +325,15 @@ def test_learning(flags, tmp_path):
     assert found[step, "eval/train/zero_shot_return"] > -8
 
 
-def test_cheetah_data_and_run(tmp_path):
-    """From a saved policy to a run. Rewards are those of gymnasium's own numbers, at each task's target."""
+def test_cheetah_data_and_run(tmp_path, monkeypatch):
+    """From saved policies to a run. Episodes start apart. Rewards are those of gymnasium's own numbers, at each task's target."""
     ppo = {"num_envs": 2, "num_steps": 64, "num_minibatches": 2, "total_timesteps": 128}
     train(unimodal_poisson, tmp_path / "ppo", **ppo | {"eval_episodes": 0})
-    cheetah_velocity.main([str(tmp_path / "ppo")], str(tmp_path / "data"), num_train=2, num_new=1, num_episodes=2)
+    parts = []
+    record = cheetah_velocity.record
+    monkeypatch.setattr(cheetah_velocity, "record", lambda *given: parts.append(record(*given)) or parts[-1])
+    cheetah_velocity.main([str(tmp_path / "ppo")] * 2, str(tmp_path / "data"), num_train=2, num_new=1, num_episodes=2)
+    assert len(np.unique(np.concatenate([part["observations"][:, 0] for part in parts]), axis=0)) == 4
     file = dict(np.load(tmp_path / "data" / "train" / "001.npz"))
     assert file["observations"].shape == (400, 17) and np.flatnonzero(file["dones"]).tolist() == [199, 399]
     for folder, sentence in ((tmp_path / "data", "no args.json"), (tmp_path / "other", "not a run of unimodal_poisson"), (tmp_path / "early", "no checkpoint")):
