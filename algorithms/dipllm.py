@@ -5,15 +5,16 @@
 """DipLLM: a joint action as a sequence of unit orders, learned from a search that stays near an
 anchor. Xu et al., DipLLM: Fine-Tuning LLM for Strategic Decision-making in Diplomacy, 2506.09655.
 
-    search    Q(a)  payoff of a joint order a = (a1, .., aD) against the opponent of piKL-Hedge
-    backup    Q_d(a1 .. ad) = lamb * log E exp(Q_{d+1} / lamb), with the anchor's next order
+    search    Q(a)  payoff of a = (a1, .., aD) against the opponent's average policy in piKL-Hedge
+    backup    Q_D = Q; Q_d(a1 .. ad) = lamb * log E exp(Q_{d+1} / lamb), over the anchor's a{d+1}
     label     pi_d = anchor_d * exp(Q_d / lamb) / Z; their product is anchor * exp(Q / lamb) / Z
     loss      cross-entropy between the label and the model, for each unit and the orders before it
 
 One query asks for one unit's order; its prompt has the orders before it, and only legal orders are
-scored. The method is pikl_hedge and unit_policies, called in plan, and unit_loss, called in update.
+scored. The method is pikl_hedge and soft_backup, the step of unit_policies and, for candidates, of
+by_prefix, all called in plan; make_labels; and unit_loss, called in update.
 
-Differs from the supervised rows of hpt.py:
+Differs from supervised fine-tuning:
 1. A row is a query with all its legal orders. The probability of an order is that of its text,
    divided by the sum over the legal ones; nothing is sampled from the model, so there is no vLLM.
 2. Labels are distributions. They come from self-play of the search on boards as text.
@@ -23,15 +24,15 @@ A reconstruction: the paper's equations were not at hand, and its code has neith
 weights by Q. It differs from what is known of them:
 1. The backup above is the one whose product is the joint policy; the paper's Q_d may be another.
 2. `--label weighted` draws joint orders from the anchor and weighs them by exp((Q - V) / lamb),
-   where notes on the paper have exp(Q_d) of each unit; without a cap on weights both are fitted by
-   the same policy. `argmax` is what the released pipeline makes, one joint order.
+   where notes on the paper have exp(Q_d) of each unit. Without a cap on weights its optimum is that
+   of `soft`. `argmax` is what the released pipeline makes, one joint order.
 3. The search looks one turn ahead, at the score after it. The game is Blotto, not Diplomacy.
 
     python algorithms/dipllm.py                                # tiny model, CPU, offline
     torchrun --nproc_per_node 8 algorithms/dipllm.py ...
 
-Your own board: `--env FILE.py:Class`, a class with the methods of Blotto in envs/blotto.py.
-`--lora-rank 16` trains adapters.
+Your own board: `--env FILE.py:Class`, a class with reset, legal_orders, prompt, after, play and
+done, as Blotto in envs/blotto.py. `--lora-rank 16` trains adapters.
 
 Letters in shapes: D units, A orders of one, J joint orders (Jx and Jy of the two players), R
 queries of a pass, L tokens of a query with all its orders, N predicted tokens, H hidden size.
@@ -59,7 +60,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Literal
@@ -98,8 +99,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 @dataclass
 class Args:
-    temperature = 1.0  # no flag: labels are distributions
-    max_completion_length = -math.inf  # no flag: check_model counts the tokens of orders
+    temperature = 1.0  # no flag: over_temperature, which is shared, reads it
+    max_completion_length = -math.inf  # no flag: load_model reads it, but check_model counts orders
     # model, board
     model_name_or_path: str | None = None
     """Hugging Face causal language model to train; None is a tiny model that knows other games"""
@@ -120,7 +121,8 @@ class Args:
     """settings of the chat template as JSON, such as '{"enable_thinking": false}'"""
     # search and self-play
     anchor: Literal["model", "uniform"] = "model"
-    """the policy that the search stays near: the initial model's, or all legal orders alike"""
+    """the policy that the search stays near: all legal orders alike, or that of the model in
+    --model-name-or-path, even if it is RUN/final; with --resume RUN, the run's"""
     anchor_temperature: float | None = None
     """the initial model's log-probabilities of legal orders are divided by this; None is 10 for the
     tiny model, which has never seen an order, and 1 for others"""
@@ -133,7 +135,7 @@ class Args:
     num_games_per_step: int = 4
     """games of self-play in one step, over all processes"""
     explore_eps: float = 0.05
-    """probability with which a unit of self-play gets a random legal order"""
+    """probability with which a unit of self-play gets any of the searched orders"""
     max_joint_orders: int = 256
     """a player with more joint orders than this searches among candidates, drawn from the anchor"""
     num_samples: int = 250
@@ -167,7 +169,7 @@ class Args:
     max_steps: int = 60
     """training steps, one batch of games each; 0 only evaluates"""
     seed: int = 1
-    """seed of boards, of self-play and of labels; evaluations have fixed seeds"""
+    """seed of boards (of evaluations, too, but for --num-boards 0), of self-play and of labels"""
     # memory and speed; these change results by rounding only
     micro_batch_tokens: int | None = None
     """most tokens in one forward pass, prompts and padding counted; None is 16384 on a GPU and 1024
@@ -184,8 +186,8 @@ class Args:
     eval_steps: int = 15
     """steps between evaluations; 0 disables them"""
     eval_games: int = 8
-    """games of self-play from which the positions of an evaluation come, on one board after the
-    other; with more --num-boards the last ones are not evaluated"""
+    """games of self-play whose positions are evaluated, on one board after the other. Games of a
+    board begin alike, so its first position counts for each. Boards past this number are unused"""
     save_steps: int = 25
     """steps between checkpoints; 0 disables them, but for one at SIGTERM"""
     export_steps: int = 0
@@ -223,7 +225,7 @@ def pikl_hedge(
     log_x, log_y = anchor_x.log(), anchor_y.log()
     x, y = anchor_x, anchor_y
     sum_x, sum_y = x.clone(), y.clone()
-    for t in range(1, steps):  # t iterates are behind
+    for t in range(1, steps):  # the next iterate answers the mean of t
         utility_x = payoff @ sum_y / t
         utility_y = -(sum_x @ payoff) / t
         sharpness = 1 / (lamb + 1 / (eta * t))
@@ -234,32 +236,35 @@ def pikl_hedge(
     return x, y, sum_x / steps, sum_y / steps
 
 
+def soft_backup(values: Tensor, anchor: Tensor, lamb: float) -> tuple[Tensor, Tensor]:
+    """A unit's policy, and what the orders before it are worth. (..,A) twice -> (..,A), (..,)"""
+    scores = anchor.log() + values / lamb
+    return scores.softmax(-1), lamb * scores.logsumexp(-1)
+
+
 def unit_policies(
     q: Tensor, anchors, lamb: float, backup: str = "soft"
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Q and policy of each unit, given the orders of the units before it.
 
-    q (A^D,) belongs to joint orders in lexicographic order. anchors has for each unit its policy
-    (A,), or one for each prefix of orders, (A,..,A,A); A may differ between units. Returns two
-    lists of D tables (A,), (A,A), ... With the soft backup, the product of the policies is
-    anchor * exp(q / lamb) / Z; `mean` takes a mean over later units, and its product is another.
+    q (A1*..*AD,) belongs to joint orders in lexicographic order. anchors has for each unit its
+    policy (Ad,), or one for each prefix of orders, (A1,..,Ad). Returns two lists of D tables (A1,),
+    (A1,A2), ... With the soft backup, the product of the policies is anchor * exp(q / lamb) / Z;
+    `mean` takes a mean over later units, and its product is another.
     """
     values = q.view([anchor.size(-1) for anchor in anchors])
     unit_q = []
     policies = []
     for anchor in reversed(list(anchors)):
-        scores = anchor.log() + values / lamb
         unit_q.insert(0, values)
-        policies.insert(0, scores.softmax(-1))
-        if backup == "soft":
-            values = lamb * scores.logsumexp(-1)
-        else:
-            values = (anchor * values).sum(-1)
+        policy, soft_values = soft_backup(values, anchor, lamb)
+        policies.insert(0, policy)
+        values = soft_values if backup == "soft" else (anchor * values).sum(-1)
     return unit_q, policies
 
 
 def joint_policy(policies) -> Tensor:
-    """The product of unit policies, as unit_policies takes and returns them. -> (A^D,)"""
+    """The product of unit policies, as unit_policies takes and returns them. -> (J,)"""
     joint = policies[0]
     for policy in policies[1:]:
         joint = joint[..., None] * policy
@@ -290,8 +295,8 @@ def exploitability(payoff: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def order_logprobs(token_logprobs: Tensor, packed: Packed) -> Tensor:
     """Log-probability of each legal order of a query among the legal ones. (N,) -> (R,A)
 
-    An order's text has the sum of its tokens. In a query with fewer orders the rest has about -1e9,
-    which is a probability of 0.
+    An order's text has the sum of its tokens, see Packed. Orders that a query lacks get about -1e9,
+    a probability of 0.
     """
     sums = token_logprobs.new_zeros(sum(packed.num_orders))
     sums = sums.index_add(0, packed.order_index, token_logprobs)
@@ -317,11 +322,11 @@ class Seat:
     options: dict[tuple, list[str]]  # the legal orders of the next unit, A of them
     prompts: dict[tuple, list[int]]  # token ids
     tree: set[tuple] = field(default_factory=set)  # candidates and all their prefixes
-    anchors: dict[tuple, Tensor] = field(default_factory=dict)  # (A,) probabilities
-    policies: dict[tuple, Tensor] = field(default_factory=dict)  # (A,) what search makes of them
-    anchor: Tensor | None = None  # (J,)
+    unit_anchors: dict[tuple, Tensor] = field(default_factory=dict)  # (A,) probabilities
+    unit_policies: dict[tuple, Tensor] = field(default_factory=dict)  # (A,) of the search
+    anchor: Tensor | None = None  # (J,) probabilities
     q: Tensor | None = None  # (J,)
-    policy: Tensor | None = None  # (J,)
+    policy: Tensor | None = None  # (J,) of the search
 
 
 @dataclass
@@ -353,11 +358,11 @@ def ask(tokenizer, board, player: int, prefix: tuple[str, ...], args: Args) -> l
     task = SimpleNamespace(prompt=partial(board.prompt, player))  # what encode wants
     ids = encode(tokenizer, task, prefix, args)
     if len(ids) > args.max_prompt_length:
-        sys.exit(f"--max-prompt-length: a prompt has {len(ids)} tokens")
+        sys.exit(f"--max-prompt-length {args.max_prompt_length}: a prompt has {len(ids)} tokens")
     return ids
 
 
-def probability(tables: dict[tuple, Tensor], seat: Seat) -> Tensor:
+def joint_probabilities(tables: dict[tuple, Tensor], seat: Seat) -> Tensor:
     """Of each candidate among the candidates: the product over its units, divided by the sum of
     all products. -> (J,)"""
     numbers = {(): 1.0}  # of a joint order or a prefix
@@ -373,9 +378,10 @@ def plan(position: Position, args: Args) -> None:
     """Search: fills in Q and the policies of both seats, whose anchors are known."""
     first, second = position.seats
     for seat in position.seats:
-        seat.anchor = probability(seat.anchors, seat)
-        if not has_all(seat):  # with q 0, by_prefix returns the anchor itself, of candidates alone
-            seat.anchors = by_prefix(replace(seat, q=0 * seat.anchor), args.lamb)
+        seat.anchor = joint_probabilities(seat.unit_anchors, seat)
+        # With Q = 0 the backup is the anchor, given that the joint order is a candidate.
+        if not has_all(seat):
+            seat.unit_anchors = by_prefix(replace(seat, q=0 * seat.anchor), args.lamb)
     _, _, x, y = pikl_hedge(
         position.payoff, first.anchor, second.anchor, args.lamb, args.eta, args.search_steps
     )
@@ -383,40 +389,36 @@ def plan(position: Position, args: Args) -> None:
     second.q = -(x @ position.payoff)
     for seat in position.seats:
         seat.policy = (seat.anchor.log() + seat.q / args.lamb).softmax(0)
-        seat.policies = by_prefix(seat, args.lamb)
+        seat.unit_policies = by_prefix(seat, args.lamb)
 
 
 def has_all(seat: Seat) -> bool:
     """Whether the candidates are all joint orders."""
-    widths = {len(prefix): len(orders) for prefix, orders in seat.options.items()}  # of each unit
+    widths = {len(prefix): len(orders) for prefix, orders in seat.options.items()}  # by unit
     return len(seat.candidates) == math.prod(widths.values())
 
 
 def by_prefix(seat: Seat, lamb: float) -> dict[tuple, Tensor]:
     """The policy of each unit after each prefix, by soft backups. Where some joint orders are no
     candidates, a legal order that leads to none of them gets 0."""
-    levels = [
-        [p for p in seat.options if len(p) == unit] for unit in range(len(seat.candidates[0]))
-    ]
-    widths = [len(seat.options[level[0]]) for level in levels]
+    prefixes = sorted(seat.options, key=len)
     if has_all(seat):  # q is a full table
         anchors = []
-        for unit, level in enumerate(levels):
-            table = torch.stack([seat.anchors[prefix] for prefix in level])
-            anchors.append(table.view(widths[: unit + 1]))
+        shape = ()
+        for _, level in groupby(prefixes, key=len):
+            table = torch.stack([seat.unit_anchors[prefix] for prefix in level]).view(*shape, -1)
+            shape = table.shape
+            anchors.append(table)
         _, tables = unit_policies(seat.q, anchors, lamb)
-        found = {}
-        for level, table in zip(levels, tables):
-            found |= zip(level, table.view(len(level), -1))
-        return found
+        rows = [row for table in tables for row in table.view(-1, table.size(-1))]
+        return dict(zip(prefixes, rows))
     values = dict(zip(seat.candidates, seat.q.tolist()))
     found = {}
-    for prefix in sorted(seat.options, key=len, reverse=True):
+    for prefix in reversed(prefixes):
         longer = [(*prefix, order) for order in seat.options[prefix]]
         next_values = as_tensor([values.get(orders, -math.inf) for orders in longer])
-        scores = seat.anchors[prefix].log() + next_values / lamb
-        found[prefix] = scores.softmax(0)
-        values[prefix] = (lamb * scores.logsumexp(0)).item()
+        found[prefix], value = soft_backup(next_values, seat.unit_anchors[prefix], lamb)
+        values[prefix] = value.item()
     return found
 
 
@@ -435,45 +437,39 @@ def draw(tables, seat: Seat, generator: random.Random, epsilon: float = 0.0) -> 
 
 
 def make_labels(seat: Seat, args: Args, generator: random.Random) -> dict[tuple, Tensor]:
-    """What the model learns at each prefix, (A,): each of --num-plays joint orders adds a label,
-    divided by their number, at every prefix on its way.
+    """What the model learns at each prefix, (A,): each of --num-plays joint orders (of one, with
+    argmax) adds a label, divided by their number, at every prefix on its way.
 
     soft and anchor follow joint orders drawn from the policy that they teach, so that the expected
     loss is the cross-entropy of the joint policies.
     """
-    drawn = []
-    for _ in range(args.num_plays):
-        if args.label == "argmax":
-            drawn.append(seat.candidates[seat.policy.argmax()])
-        else:
-            tables = seat.policies if args.label == "soft" else seat.anchors
-            drawn.append(draw(tables, seat, generator))
-    value = state_value(seat.q, seat.anchor, args.lamb)
-    weights = order_weights(seat.q, value, args.lamb)  # (J,)
-    if args.weight_cap > 0:
-        weights = weights.clamp(max=args.weight_cap)
+    tables = seat.unit_policies if args.label == "soft" else seat.unit_anchors
+    if args.label == "argmax":
+        drawn = [seat.candidates[seat.policy.argmax()]]
+    else:
+        drawn = [draw(tables, seat, generator) for _ in range(args.num_plays)]
+    weights = dict.fromkeys(drawn, 1.0)
+    if args.label == "weighted":
+        value = state_value(seat.q, seat.anchor, args.lamb)
+        capped = order_weights(seat.q, value, args.lamb).clamp(max=args.weight_cap or math.inf)
+        weights = dict(zip(seat.candidates, capped.tolist()))
     labels = {}
     for orders in drawn:
-        weight = 1.0
-        if args.label == "weighted":
-            weight = weights[seat.candidates.index(orders)]
         for unit, order in enumerate(orders):
             prefix = orders[:unit]
-            if args.label == "soft":
-                label = seat.policies[prefix]
-            elif args.label == "anchor":
-                label = seat.anchors[prefix]
+            if args.label in ("soft", "anchor"):
+                label = tables[prefix]
             else:
                 label = as_tensor([0.0] * len(seat.options[prefix]))
-                label[seat.options[prefix].index(order)] = weight
+                label[seat.options[prefix].index(order)] = weights[orders]
             labels[prefix] = labels.get(prefix, 0) + label / len(drawn)
     return labels
 
 
 def collect(
-    model, tokenizer, seeds: list[str], board_seeds: list[str], args: Args
+    anchor, tokenizer, seeds: list[str], board_seeds: list[str], args: Args
 ) -> list[Position]:
-    """Play games to their ends by search, and return all positions. model is the anchor.
+    """Play games to their ends by search, and return all positions. anchor is a model, or None.
 
     A game's board depends on one seed, and its orders on another.
     """
@@ -489,19 +485,19 @@ def collect(
         for board, generator, seed in games:
             listed = []
             for player in (0, 1):
-                listed.append(candidates(model, tokenizer, board, player, generator, args))
+                listed.append(list_candidates(anchor, tokenizer, board, player, generator, args))
             payoff = [[payoff_of(board, (x, y)) for y in listed[1]] for x in listed[0]]
             seats = [new_seat(listed[p], p, board, tokenizer, args) for p in (0, 1)]
             met.append(Position(as_tensor(payoff), seats, f"{seed} turn {turn}"))
         seats = [seat for position in met for seat in position.seats]
-        tables = model_policies(model, tokenizer, seats, args, args.anchor_temperature)
-        for seat, anchors in zip(seats, tables):
-            seat.anchors = anchors
+        tables = model_policies(anchor, tokenizer, seats, args, args.anchor_temperature)
+        for seat, table in zip(seats, tables):
+            seat.unit_anchors = table
         for position, (board, generator, _) in zip(met, games):
             plan(position, args)
             chosen = []
             for seat in position.seats:
-                chosen.append(draw(seat.policies, seat, generator, args.explore_eps))
+                chosen.append(draw(seat.unit_policies, seat, generator, args.explore_eps))
             board.play(tuple(chosen))
         positions += met
         games = [game for game in games if not game[0].done]
@@ -515,20 +511,20 @@ def payoff_of(board, orders: tuple) -> float:
     return mine - theirs
 
 
-def candidates(model, tokenizer, board, player: int, generator, args: Args) -> list[tuple]:
+def list_candidates(anchor, tokenizer, board, player: int, generator, args: Args) -> list[tuple]:
     """The joint orders that search looks at: all, or the most frequent of some drawn from the
     anchor."""
     legal = board.legal_orders(player)
     if math.prod(map(len, legal)) <= args.max_joint_orders:
         return list(product(*legal))
     drawn = [()] * args.num_samples
-    for orders in legal:
+    for options in legal:  # of one unit
         different = list(dict.fromkeys(drawn))
-        prompts = {one: ask(tokenizer, board, player, one, args) for one in different}
-        seat = Seat([], dict.fromkeys(different, orders), prompts)  # of this unit alone
-        tables = model_policies(model, tokenizer, [seat], args, args.anchor_temperature)[0]
+        prompts = {prefix: ask(tokenizer, board, player, prefix, args) for prefix in different}
+        seat = Seat([], dict.fromkeys(different, options), prompts)  # of this unit alone
+        (tables,) = model_policies(anchor, tokenizer, [seat], args, args.anchor_temperature)
         weights = {prefix: table.tolist() for prefix, table in tables.items()}
-        drawn = [(*one, *generator.choices(orders, weights[one])) for one in drawn]
+        drawn = [(*prefix, *generator.choices(options, weights[prefix])) for prefix in drawn]
     kept = [orders for orders, _ in Counter(drawn).most_common(args.num_candidates)]
     # In the order of product(*legal): if all are kept, by_prefix reads their Q as a full table.
     return sorted(kept, key=lambda joint: [texts.index(o) for texts, o in zip(legal, joint)])
@@ -731,13 +727,14 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict]]:
     """Scores of the model's joint policy, the product over its units, and of the search and the
     anchor beside it: means over the positions of all processes. Exact; with candidates in place of
-    all joint orders, among them. Also returns the likeliest orders, for log_answers."""
+    all joint orders, among them. Also returns the likeliest joint orders for log_answers, in whose
+    words they are turns, and their Q is the reward."""
     seats = [seat for position in positions for seat in position.seats]
     tables = iter(model_policies(model, tokenizer, seats, args))
     rows = []
     answers = []
     for position in positions:
-        joint = [probability(next(tables), seat) for seat in position.seats]
+        joint = [joint_probabilities(next(tables), seat) for seat in position.seats]
         searched = [seat.policy for seat in position.seats]
         anchors = [seat.anchor for seat in position.seats]
         row = {}
@@ -827,8 +824,10 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     for name in ("lamb", "eta", "anchor_temperature"):
         if getattr(args, name) == 0:
             sys.exit(f"--{name.replace('_', '-')}: must be above 0")
-    if args.anchor == "uniform" and args.anchor_temperature is not None and not args.resume:
+    if args.anchor == "uniform" and args.anchor_temperature is not None:
         sys.exit("--anchor-temperature: is of --anchor model; the uniform one has none")
+    if args.weight_cap != Args.weight_cap and args.label != "weighted" and not args.resume:
+        sys.exit("--weight-cap: needs --label weighted")
     if args.explore_eps > 1:
         sys.exit(f"--explore-eps {args.explore_eps}: a probability is at most 1")
     transformers.utils.logging.disable_progress_bar()

@@ -10,8 +10,8 @@ The fields A, B, C lie on a ring and have different values. A unit holds ("H") o
 neighbouring field ("- B"). Who has more units on a field takes it; if both have as many, it stays
 with its owner. A field counts as many supply centres as its value.
 
-This is the form that dipllm.py wants of a board: a class of yours with the same methods,
-`dipllm.py --env FILE.py:Class`, is played in its place. No dependencies.
+This is the form that dipllm.py wants of a board: a class of yours with reset, legal_orders, prompt,
+after, play and done is played in its place, `dipllm.py --env FILE.py:Class`. No dependencies.
 """
 
 import random

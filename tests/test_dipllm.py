@@ -215,30 +215,34 @@ def test_soft_labels_have_the_largest_objective(seed):
 
 
 @pytest.mark.parametrize("number", [27, 26, 9, 1])
-def test_policies_of_units_are_shares_of_the_joint_policy(number):
-    """Of all candidates, and of some: legal orders that lead to none of them keep their part of the anchor."""
+def test_policies_of_units_are_shares_of_the_joint_policy(number, monkeypatch):
+    """Of all candidates, and of some: legal orders that lead to none of them get 0."""
     whole = board_search(3, 0.2).seats[0]
     torch.manual_seed(number)
     anchors = {prefix: torch.rand(len(orders)).double().softmax(0) for prefix, orders in whole.options.items()}
     kept = sorted(torch.randperm(27)[:number].tolist())
     candidates = [whole.candidates[i] for i in kept]
     prefixes = {candidate[:unit] for candidate in candidates for unit in range(3)}
-    seat = replace(whole, candidates=candidates, tree={*candidates, *prefixes}, q=whole.q[kept], anchors=anchors)
+    seat = replace(whole, candidates=candidates, tree={*candidates, *prefixes}, q=whole.q[kept], unit_anchors=anchors)
     seat.options = {prefix: orders for prefix, orders in whole.options.items() if prefix in prefixes}
     anchor = []  # of a candidate, the product of what each unit does
     for orders in candidates:
         steps = [anchors[orders[:unit]][whole.options[orders[:unit]].index(orders[unit])] for unit in range(3)]
         anchor.append(math.prod(steps))
     anchor = torch.stack(anchor)
-    close(dipllm.probability(anchors, seat), (anchor / anchor.sum()).tolist())
+    close(dipllm.joint_probabilities(anchors, seat), (anchor / anchor.sum()).tolist())
     joint = (anchor.log() + seat.q / 0.2).softmax(0)
     policies = dipllm.by_prefix(seat, 0.2)
     for prefix, orders in seat.options.items():
         below = [sum(p for p, c in zip(joint, candidates) if c[: len(prefix) + 1] == (*prefix, order)) for order in orders]
         close(policies[prefix], [float(mass / sum(below)) for mass in below])
-    close(dipllm.probability(policies, seat), joint.tolist())
+    close(dipllm.joint_probabilities(policies, seat), joint.tolist())
     generator = random.Random(0)
     assert {dipllm.draw(policies, seat, generator, 0.5) for _ in range(300)} <= set(candidates)
+    soft_backup = dipllm.soft_backup
+    monkeypatch.setattr(dipllm, "soft_backup", lambda values, anchor, lamb: soft_backup(values, anchor, 2 * lamb))
+    for prefix, table in dipllm.by_prefix(seat, 0.1).items():  # one function, for boards of any size
+        close(table, policies[prefix].tolist(), 1e-12)
 
 
 def labels(kind: str, plays: int, **more) -> tuple[Seat, dict]:
@@ -258,7 +262,7 @@ def test_labels():
             float(other == order) for other in seat.options[best[:unit]]
         ]
     seat, found = labels("soft", 3)
-    close(found[()], seat.policies[()].tolist())
+    close(found[()], seat.unit_policies[()].tolist())
     assert sum(label.sum() for label in found.values()) == pytest.approx(3), (
         "a share of 1 for each unit"
     )
@@ -274,7 +278,7 @@ def test_the_expected_label_is_the_policy_of_the_search(kind):
         if found[prefix].sum() > 0.05:
             close(
                 found[prefix] / found[prefix].sum(),
-                seat.policies[prefix].tolist(),
+                seat.unit_policies[prefix].tolist(),
                 1e-9 if kind == "soft" else 0.06,
             )
     assert found[()].sum() == pytest.approx(1, abs=0.1), "weights have a mean of 1 under the anchor"
@@ -294,10 +298,10 @@ def test_candidates_that_are_all_joint_orders_keep_their_order(loaded):
     args = replace(args, game_options=options, max_joint_orders=8, num_samples=400, num_candidates=9, search_steps=50)
     for seat in dipllm.collect(model, tokenizer, ["1"], ["1"], args)[0].seats:
         assert seat.candidates == list(itertools.product(*[seat.options[prefix] for prefix in [(), ("H",)]]))
-        close(dipllm.probability(seat.policies, seat), seat.policy.tolist(), 1e-12)
+        close(dipllm.joint_probabilities(seat.unit_policies, seat), seat.policy.tolist(), 1e-12)
         expected = 0.0
         for (first, second), q in zip(seat.candidates, seat.q.tolist()):
-            one, two = seat.policies[()], seat.policies[(first,)]
+            one, two = seat.unit_policies[()], seat.unit_policies[(first,)]
             expected += one[seat.options[()].index(first)] * two[seat.options[(first,)].index(second)] * q
         close(expected, (seat.policy @ seat.q).item(), 1e-12)
 
@@ -325,7 +329,7 @@ def test_weights_are_capped():
     weights = ((seat.q - state_value(seat.q, seat.anchor, 0.2)) / 0.2).exp()
     assert weights.min() < 0.5 < weights.max()
     generator = random.Random(0)
-    drawn = [seat.candidates.index(dipllm.draw(seat.anchors, seat, generator)) for _ in range(200)]
+    drawn = [seat.candidates.index(dipllm.draw(seat.unit_anchors, seat, generator)) for _ in range(200)]
     assert found[()].sum() == pytest.approx(weights[drawn].mean().item())
     assert capped[()].sum() == pytest.approx(weights[drawn].clamp(max=0.5).mean().item())
 

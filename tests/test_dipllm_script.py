@@ -161,8 +161,9 @@ FLAGS = {
     ("--game-options", "[]"): "--game-options: expected JSON in braces",
     ("--lamb", "0"): "--lamb: must be above 0",
     ("--explore-eps", "2"): "--explore-eps 2.0: a probability is at most 1",
+    ("--weight-cap", "5"): "--weight-cap: needs --label weighted",
     ("--num-plays", "0"): "--num-plays 0: expected a finite number from 1",
-    ("--max-prompt-length", "20"): "--max-prompt-length: a prompt has 6",
+    ("--max-prompt-length", "20"): "--max-prompt-length 20: a prompt has 6",
     ("--max-prompt-length", "2047"): "--max-prompt-length: with an order up to 2051 tokens, more than",
     ("--max-prompt-length", "3000"): "--max-prompt-length: with an order up to 3004 tokens, more than",
     ("--anchor", "uniform", "--anchor-temperature", "5"): "--anchor-temperature: is of --anchor model",
@@ -261,9 +262,9 @@ def test_candidates_are_among_the_joint_orders(tmp_path):
     model, tokenizer = dipllm.load_model(args)
     board = dipllm.new_board(args)
     board.reset(dipllm.random.Random(1))
-    every = dipllm.candidates(model, tokenizer, board, 0, None, args)
+    every = dipllm.list_candidates(model, tokenizer, board, 0, None, args)
     assert len(every) == 9
-    some = dipllm.candidates(
+    some = dipllm.list_candidates(
         model,
         tokenizer,
         board,
@@ -276,7 +277,7 @@ def test_candidates_are_among_the_joint_orders(tmp_path):
         model, tokenizer, ["1"], ["1"], dipllm.replace(args, max_joint_orders=8, eta=10.0)
     )
     for seat in position.seats:
-        torch.testing.assert_close(dipllm.probability(seat.policies, seat), seat.policy)
+        torch.testing.assert_close(dipllm.joint_probabilities(seat.unit_policies, seat), seat.policy)
         torch.testing.assert_close(seat.policy.sum(), torch.tensor(1.0, dtype=torch.float64))
 
 
