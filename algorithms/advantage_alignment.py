@@ -29,7 +29,7 @@ Differs from the paper:
 1. The other player is always the present policy, never an earlier one (agent buffer of the code).
 2. There is no entropy bonus, and answers are not restricted by a regular expression.
 3. beta is --alignment-beta here, since --beta weighs the KL penalty in all language scripts. It is
-   1 by default; the paper's is 0.5 in the prisoner's dilemma.
+   1 by default; the paper's is 0.5 in the prisoner's dilemma. The gamma in c[t] is their code's.
 4. A prompt of the prisoner's dilemma shows one round (all: '{"ipd": {"history": 10}}').
 
     python algorithms/advantage_alignment.py                   # tiny model, CPU, offline
@@ -94,6 +94,7 @@ sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
 PACKED_LENGTH = 4096  # turns with one prompt that are longer are split over several packed rows
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
+SHORT_TURN = 11  # tokens up to which a turn gets all of MARSHAL's length reward
 GAMES_SHOWN = 4  # games of each step that are written to completions.jsonl
 # Flags that cannot change when a run is resumed.
 FIXED = "seed games game_options max_prompt_length system_prompt"
@@ -144,13 +145,13 @@ class Args:
     alignment_beta: float = 1.0
     """weight of the term with the other player's advantage"""
     gamma: float = 0.9
-    """discount of a round; MARSHAL has none"""
+    """discount of a round; MARSHAL does not discount"""
     exclude_now: bool = True
     """own past without the present round (the released configuration)"""
     illegal_cost: float = 1.0
     """subtracted from the scaled reward of a turn that names no legal action"""
     length_reward: float = 0.0
-    """most that a short turn gets in addition, see length_reward (MARSHAL: 0.5)"""
+    """most that a short turn gets in addition, legal or not, see length_reward (MARSHAL: 0.5)"""
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
     """how the losses of tokens are averaged, see token_weights"""
     epsilon: float = 0.2
@@ -212,7 +213,7 @@ class Args:
     """players that the policy meets: self, random, and in ipd defect, cooperate, tit_for_tat; a
     game without one leaves it out"""
     eval_games: int = 64
-    """games of an evaluation against each opponent, half of them in each role"""
+    """games of an evaluation against each opponent, half of them in each role; 0 plays none"""
     eval_samples: int = 128
     """ipd: samples in each of five situations, from which the policy is read out; 0 skips this"""
     save_steps: int = 25
@@ -239,7 +240,7 @@ class Result:
     points: list[list[float]]  # (T,2) as the game gives them
     turns: list[tuple[int, int, int]]  # round, player and tokens of what the policy wrote
     illegal: int  # turns of the policy without a legal action
-    cut: int  # turns that it did not have, because the prompt was too long
+    cut: int  # turns that it did not have, because a prompt was too long
 
 
 def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
@@ -253,8 +254,8 @@ def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
 
 
 def leave_one_out(returns: Tensor) -> Tensor:
-    """Minus the mean of the same round in other games; one game stays as it is. (N,T) -> (N,T)"""
-    others = (returns.sum(0) - returns) / max(1, len(returns) - 1)
+    """Returns minus their mean in the other games, round by round. (N,T) -> (N,T)"""
+    others = (returns.sum(0) - returns) / max(1, len(returns) - 1)  # 0 for a single game
     return returns - others
 
 
@@ -278,11 +279,11 @@ def alignment_credits(
 
     own, other (N,T): advantages of two players in the same rounds of N games. -> (N,T)
     weight[t] is the sum of gamma^(t-k) * own[k] over k <= t; with exclude_now over k < t, times one
-    more gamma, as in the authors' code (dereckpiche/AdAlignLLM at e0ea985). Its other options are
-    off here, and stand in its order. Of weights: discount_t adds (gamma^t - 1) * own[t], sign keeps
-    the sign, by_time divides by t + 1, first_one sets the first to 1. Of the result: mean_at_step
-    subtracts the mean over games, whiten makes mean 0 and standard deviation 1 of all, and
-    whiten_at_step of each round. discount_time multiplies by gamma^t.
+    more gamma. The options below are of the authors' code (dereckpiche/AdAlignLLM at e0ea985), off
+    in this script, and kept for tests against it; they act in this order. Of weights: discount_t
+    adds (gamma^t - 1) * own[t], sign keeps the sign, by_time divides by t + 1, first_one sets the
+    first to 1. Of the result: mean_at_step subtracts the mean over games, whiten makes mean 0 and
+    standard deviation 1 of all, whiten_at_step of each round, discount_time multiplies by gamma^t.
     """
     weights = torch.zeros_like(own)
     past = torch.zeros_like(own[:, 0])  # over k < t
@@ -293,7 +294,7 @@ def alignment_credits(
     if discount_t:
         weights = weights + (gamma**times - 1) * own
     if exclude_now:
-        weights = gamma * weights
+        weights = gamma * weights  # one more, as in the authors' code
     if sign:
         weights = weights.sign()
     if by_time:
@@ -327,10 +328,10 @@ def marshal_advantages(
 
     A row of turn_rewards is what one role got in one game after each of its turns; roles and games
     say which. form "paper" sums up what is still to come, and subtracts the mean of these sums over
-    all turns of the same role (by_role) and kind of game. form "released" is the order of the
+    all turns of the same kind of game and (by_role) role. form "released" is the order of the
     paper's code (thu-nics/MARS at 5979f75), and the last four settings are its own: rewards of
     single turns are normalised and whitened over tokens (tokens: of each turn) and then summed;
-    then the mean of a role's different sums is subtracted, and all is whitened over tokens.
+    the mean of a role's different sums, in all games, is subtracted, and all is whitened again.
     """
     pools = list(zip(games, roles)) if by_role else games
     if form == "paper":
@@ -348,6 +349,30 @@ def marshal_advantages(
         with_prompts = rows + [[0.0]] * len(rows)
         rows = normalised(with_prompts, roles + roles, advantage_norm, True)[: len(rows)]
     return whitened(rows, tokens) if whiten_advantages else rows
+
+
+def marshal_of_games(results: list[Result], form: str) -> list[Tensor]:
+    """MARSHAL's advantages (T,2) of games; 0 in rounds where a player does not write."""
+    rows = []  # number of the game, player, rounds in which it writes
+    turn_rewards = []
+    tokens = []
+    for number, result in enumerate(results):
+        for player in sorted({writer for _, writer, _ in result.turns}):
+            own = [turn for turn in result.turns if turn[1] == player]
+            rounds, _, counts = map(list, zip(*own))
+            rewards = [pair[player] for pair in result.rewards]
+            # Rewards up to its next turn belong to a turn; those before its first are left out.
+            ends = [*rounds[1:], len(rewards)]
+            rows.append((number, player, rounds))
+            turn_rewards.append([sum(rewards[a:b]) for a, b in zip(rounds, ends)])
+            tokens.append(counts)
+    roles = [player for _, player, _ in rows]
+    games = [results[number].name for number, _, _ in rows]
+    found = marshal_advantages(turn_rewards, roles, games, form, tokens=tokens)
+    advantages = [torch.zeros(len(result.rewards), 2).double() for result in results]
+    for (number, player, rounds), row in zip(rows, found):
+        advantages[number][rounds, player] = torch.tensor(row, dtype=torch.float64)
+    return advantages
 
 
 def rewards_to_go(rewards: list[float]) -> list[float]:
@@ -390,12 +415,10 @@ def whitened(rows: list[list[float]], tokens: list[list[int]] | None = None) -> 
 
 
 def game_advantages(results: list[Result], args: Args) -> list[Tensor]:
-    """Advantages (T,2) of every round and player, in the order of the games."""
-    if args.advantage == "marshal":
-        return marshal_of_games(results, "paper")
-    if args.advantage == "marshal_released":
-        return marshal_of_games(results, "released")
-    advantages = [None] * len(results)
+    """Credits (c, not A) of every round and player, (T,2), in the order of the games."""
+    if args.advantage.startswith("marshal"):
+        return marshal_of_games(results, "paper" if args.advantage == "marshal" else "released")
+    credits = [None] * len(results)
     for name in {result.name for result in results}:
         numbers = [number for number, result in enumerate(results) if result.name == name]
         rewards = [results[number].rewards for number in numbers]
@@ -408,21 +431,15 @@ def game_advantages(results: list[Result], args: Args) -> list[Tensor]:
         if args.advantage in ("alignment", "no_baseline"):
             settings = {"beta": args.alignment_beta, "gamma": args.gamma}
             settings["exclude_now"] = args.exclude_now
-            first, second = pair
-            pair = [
-                alignment_credits(first, second, **settings),
-                alignment_credits(second, first, **settings),
-            ]
-        for number, credits in zip(numbers, torch.stack(list(pair), 2)):  # (T,2)
-            advantages[number] = credits
-    return advantages
+            orders = (pair, (pair[1], pair[0]))  # own advantages, the other's
+            pair = [alignment_credits(own, other, **settings) for own, other in orders]
+        for number, of_game in zip(numbers, torch.stack(list(pair), 2)):  # (T,2)
+            credits[number] = of_game
+    return credits
 
 
-def length_reward(tokens: int, *, l_min: int = 11, l_max: int = 2048, alpha: float = 0.5) -> float:
-    """MARSHAL's reward of a short turn: alpha at l_min tokens, 0 at l_max.
-
-    It is alpha below l_min, too, where the paper's formula goes on rising.
-    """
+def length_reward(tokens: int, *, l_min=SHORT_TURN, l_max=2048, alpha=0.5) -> float:
+    """MARSHAL's reward of a short turn: alpha up to l_min tokens (theirs rises on), 0 at l_max."""
     return alpha * min(1.0, max(0.0, 1 - (tokens - l_min) / (l_max - l_min)))
 
 
@@ -498,9 +515,10 @@ def train(args: Args) -> dict[str, float]:
         args = replace(args, max_completion_length=1024 if args.model_name_or_path else 32)
     rank, world_size, device = setup(args)
     warn_of_slow_bfloat16(args, rank, device)
+    matches = first_matches(args)  # before the model, which takes longer
     model, tokenizer = load_model(args)
     model.to(device)
-    check_model(model, first_prompt(tokenizer, args), args)
+    check_model(model, first_prompt(tokenizer, matches, args), args)
     reference = None
     if args.beta > 0:
         reference = model if args.lora_rank else copy_model(model, torch.float32)
@@ -555,28 +573,28 @@ def train(args: Args) -> dict[str, float]:
         progress["num_games"] += args.num_games_per_step
         sampled = time.perf_counter()
 
-        # 2. credits of all rounds, from both players' rewards; all tokens that a player wrote in a
-        # round share its credit
+        # 2. credits of all rounds, from both players' rewards; all tokens of a turn share one
         results = gather([match.result() for match in matches])  # of all processes, in order
         check_rounds(results)
         if not any(result.turns for result in results):
             sys.exit("the policy had no turn: raise --max-prompt-length")
-        advantages = game_advantages(results, args)[rank * share : (rank + 1) * share]
+        credits = game_advantages(results, args)[rank * share : (rank + 1) * share]
         completions = []
-        own_advantages = []
-        for number, match, credits in zip(range(first, first + share), matches, advantages):
-            for turn, player, completion in match.turns:
-                completion.part = number // len(args.games) % args.num_minibatches
+        own_credits = []
+        for number, match, of_game in zip(range(first, first + share), matches, credits):
+            part = number // len(args.games) % args.num_minibatches  # each has all kinds of games
+            for round_number, player, completion in match.turns:
+                completion.part = part
                 completions.append(completion)
-                own_advantages.append(credits[turn, player].item())
-        own_advantages = torch.tensor(own_advantages)  # (B,)
+                own_credits.append(of_game[round_number, player].item())
+        own_credits = torch.tensor(own_credits)  # (B,)
 
         # 3. policy-gradient steps
         rate = scheduled_rate(step, args)
         optimizer.param_groups[0]["lr"] = rate
         if args.vllm:
             sampler.sleep()
-        metrics = update(model, reference, optimizer, completions, own_advantages, args)
+        metrics = update(model, reference, optimizer, completions, own_credits, args)
         refresh(sampler, model)
 
         # 4. log and save
@@ -585,7 +603,7 @@ def train(args: Args) -> dict[str, float]:
         lengths, ended, logprobs = zip(*table)
         progress["num_tokens"] += sum(lengths)
         metrics |= game_metrics(results)
-        spread = torch.tensor(gather(own_advantages.tolist()))
+        spread = torch.tensor(gather(own_credits.tolist()))
         metrics |= {
             "advantage_alignment/advantage_std": spread.std().item() if len(spread) > 1 else 0.0,
             "entropy": -sum(logprobs) / sum(lengths),  # an estimate
@@ -598,7 +616,7 @@ def train(args: Args) -> dict[str, float]:
         }
         if rank == 0:
             log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
-            log_games(run_dir, step, matches, advantages, tokenizer)
+            log_games(run_dir, step, matches, credits, tokenizer)
             report(step, metrics, results, args)
         stop = any(gather([STOP.is_set()]))
         if stop or is_due(args.save_steps, step, args):
@@ -709,33 +727,6 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
     return metrics
 
 
-def marshal_of_games(results: list[Result], form: str) -> list[Tensor]:
-    """MARSHAL's advantages (T,2) of games; 0 in rounds where a player does not write.
-
-    What a player gets before its next turn is a reward of its last one.
-    """
-    rows = []  # number of the game, player, rounds of its turns
-    turn_rewards = []
-    tokens = []
-    for number, result in enumerate(results):
-        for player in (0, 1):
-            own = [turn for turn in result.turns if turn[1] == player]
-            if own:
-                times = [time for time, _, _ in own]
-                rewards = [pair[player] for pair in result.rewards]
-                ends = [*times[1:], len(rewards)]
-                rows.append((number, player, times))
-                turn_rewards.append([sum(rewards[a:b]) for a, b in zip(times, ends)])
-                tokens.append([count for _, _, count in own])
-    roles = [player for _, player, _ in rows]
-    games = [results[number].name for number, _, _ in rows]
-    found = marshal_advantages(turn_rewards, roles, games, form, tokens=tokens)
-    advantages = [torch.zeros(len(result.rewards), 2).double() for result in results]
-    for (number, player, times), row in zip(rows, found):
-        advantages[number][times, player] = torch.tensor(row, dtype=torch.float64)
-    return advantages
-
-
 @dataclass(eq=False)
 class Match:
     """A game, who plays it, and what was written."""
@@ -750,11 +741,11 @@ class Match:
     points: list[list[float]] = field(default_factory=list)  # of each round, as the game gives them
     rewards: list[list[float]] = field(default_factory=list)  # scaled, with extras
     extras: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of this round: costs, bonuses
-    illegal: int = 0  # turns of the policy, and so is cut
-    cut: int = 0
+    illegal: int = 0  # turns of the policy without a legal action
+    cut: int = 0  # turns that it did not have, because a prompt was too long
 
     def prompt(self, player: int) -> list[dict]:
-        """Chat messages for a player who writes now."""
+        """Chat messages for a player who writes now. encode takes a match for its task."""
         return self.game.prompt(self.state, player)
 
     def scripted_action(self, player: int) -> str:
@@ -795,7 +786,7 @@ class Match:
 
     def result(self) -> Result:
         """What all processes need to know of the game."""
-        turns = [(turn, player, len(completion.ids)) for turn, player, completion in self.turns]
+        turns = [(number, player, len(completion.ids)) for number, player, completion in self.turns]
         return Result(self.name, self.rewards, self.points, turns, self.illegal, self.cut)
 
 
@@ -826,18 +817,17 @@ def training_match(number: int, args: Args) -> Match:
     return new_match(name, ("policy", "policy"), f"{args.seed} {number}", args)
 
 
-def first_prompt(tokenizer, args: Args) -> list[int]:
-    """The longest prompt at the start of games and read-outs. Exits if a game cannot be played."""
-    prompts = []
-    opponents = {"self"}
+def first_matches(args: Args) -> list[Match]:
+    """A match of each game. Exits if a game cannot be played, or has no such opponent."""
+    matches = []
+    options = json.loads(args.game_options)
     for name in args.games:
         try:
             if ".py:" in name and Path(ROOT, "envs", "checks.py").is_file():  # a game of one's own
                 from envs.checks import check_dilemma
 
-                options = json.loads(args.game_options).get(name, {})
-                check_dilemma(name, game_maker(name), options)
-            match = new_match(name, ("policy", "policy"), "", args)
+                check_dilemma(name, game_maker(name), options.get(name, {}))
+            matches.append(new_match(name, ("policy", "policy"), "", args))
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("envs"):
                 raise  # in a file of one's own
@@ -845,21 +835,29 @@ def first_prompt(tokenizer, args: Args) -> list[int]:
         except (TypeError, ValueError) as error:
             if ".py:" in name:
                 raise
-            sys.exit(f"--games: {error}")
-        opponents |= set(match.game.opponents())
+            sys.exit(f"{'--game-options' if name in options else '--games'}: {error}")
+    opponents = {"self"}.union(*(match.game.opponents() for match in matches))
+    if args.eval_opponents != Args.eval_opponents:  # only if named: the default lists those of ipd
+        for name in set(args.eval_opponents) - opponents:
+            sys.exit(f"--eval-opponents {name}: expected some of {', '.join(sorted(opponents))}")
+    return matches
+
+
+def first_prompt(tokenizer, matches: list[Match], args: Args) -> list[int]:
+    """The longest prompt at the start of games and read-outs. Exits if one is too long."""
+    prompts = []
+    for match in matches:
         asked = [match.state]
-        if name == "ipd" and args.eval_steps > 0 and args.eval_samples > 0:
+        if match.name == "ipd" and args.eval_steps > 0 and args.eval_samples > 0:
             asked += match.game.situations().values()  # in evaluate_ipd
         for state in asked:
             match.state = state
-            for player in match.game.movers(state):
-                prompts.append(encode(tokenizer, match, player, args))
-                if len(prompts[-1]) > args.max_prompt_length:
-                    sys.exit(f"--max-prompt-length: {name} needs {len(prompts[-1])} tokens or more")
-    if args.eval_opponents != Args.eval_opponents:  # of the default, a game may have self alone
-        for name in set(args.eval_opponents) - opponents:
-            sys.exit(f"--eval-opponents {name}: expected some of {', '.join(sorted(opponents))}")
-    return max(prompts, key=len)
+            movers = match.game.movers(state)
+            prompts += [encode(tokenizer, match, player, args) for player in movers]
+        longest = max(prompts, key=len)
+        if len(longest) > args.max_prompt_length:
+            sys.exit(f"--max-prompt-length: {match.name} needs {len(longest)} tokens or more")
+    return longest
 
 
 def play(sampler, tokenizer, matches: list[Match], args: Args) -> None:
@@ -882,24 +880,23 @@ def own_text(tokenizer, completion: Completion) -> str:
 def play_round(sampler, tokenizer, running: list[Match], args: Args) -> None:
     """All players write; only then are their actions carried out: nobody sees the other's."""
     actions = [["", ""] for _ in running]
-    asked = []  # (number of the match, player, prompt)
+    asked = []  # (number of the match, player)
+    prompts = []
+    seeds = []
     for number, match in enumerate(running):
         for player in match.game.movers(match.state):
             if match.players[player] == "policy":
                 prompt = encode(tokenizer, match, player, args)
                 if len(prompt) <= args.max_prompt_length:
-                    asked.append((number, player, prompt))
+                    asked.append((number, player))
+                    prompts.append(prompt)
+                    seeds.append(random_seed(match.seed, len(match.points), player))
                     continue
                 match.cut += 1
             actions[number][player] = match.scripted_action(player)
     if asked:
-        prompts = [prompt for _, _, prompt in asked]
-        seeds = []
-        for number, player, _ in asked:
-            match = running[number]
-            seeds.append(random_seed(match.seed, len(match.points), player))
         completions = generate(sampler, prompts, args, seeds)
-        for (number, player, _), completion in zip(asked, completions):
+        for (number, player), completion in zip(asked, completions):
             completion.text = own_text(tokenizer, completion)
             actions[number][player] = running[number].written_action(player, completion, args)
     for match, pair in zip(running, actions):
@@ -922,17 +919,14 @@ def game_metrics(results: list[Result]) -> dict[str, float]:
         payoffs = torch.tensor([game.points for game in games]).mean((0, 1)).tolist()  # of (N,T,2)
         cut = sum(game.cut for game in games)
         turns = sum(len(game.turns) for game in games)
-        metrics[f"advantage_alignment/{name}/payoff_0"] = payoffs[0]
-        metrics[f"advantage_alignment/{name}/payoff_1"] = payoffs[1]
-        illegal = sum(game.illegal for game in games)
-        metrics[f"advantage_alignment/{name}/illegal"] = illegal / max(1, turns)
-        metrics[f"advantage_alignment/{name}/cut"] = cut / (turns + cut)
+        illegal = sum(game.illegal for game in games) / max(1, turns)
+        found = {"payoff_0": payoffs[0], "payoff_1": payoffs[1], "illegal": illegal}
+        found["cut"] = cut / (turns + cut)
+        metrics |= {f"advantage_alignment/{name}/{tag}": value for tag, value in found.items()}
     return metrics
 
 
-def evaluate_ipd(
-    sampler, tokenizer, args: Args, step: int, rank: int, world_size: int
-) -> dict[str, float]:
+def evaluate_ipd(sampler, tokenizer, args: Args, step: int, rank: int, world_size: int) -> dict:
     """Read the policy out as five chances of [A], one for each situation, and its exact payoffs.
 
     A policy whose prompts show one round, as they do by default, has no other situations; of one
@@ -957,9 +951,9 @@ def evaluate_ipd(
 def evaluate(
     sampler, tokenizer, args: Args, rank: int, world_size: int
 ) -> tuple[dict[str, float], list[dict]]:
-    """Points a round of the policy against each opponent (payoff), and of the opponent (other).
+    """Points a round of the policy and of each opponent (other), and the share of illegal turns.
 
-    Also returns the games, for log_answers.
+    Turns with too long a prompt count as illegal. Also returns the games, for log_answers.
     """
     matches = []
     for name, opponent in product(dict.fromkeys(args.games), dict.fromkeys(args.eval_opponents)):
@@ -970,19 +964,22 @@ def evaluate(
             matches.append((opponent, new_match(name, players, f"evaluation {i}", args)))
     matches = matches[rank::world_size]
     play(sampler, tokenizer, [match for _, match in matches], args)
-    payoffs = []
+    found = []
     games = []
     for opponent, match in matches:
         player = match.players.index("policy")
         totals = torch.tensor(match.points).mean(0).tolist()
         payoff = mean(totals) if opponent == "self" else totals[player]
-        payoffs.append((f"eval/{match.name}/{opponent}/payoff", payoff))
+        tag = f"eval/{match.name}/{opponent}"
+        found.append((f"{tag}/payoff", payoff))
         if opponent != "self":
-            payoffs.append((f"eval/{match.name}/{opponent}/other", totals[1 - player]))
+            found.append((f"{tag}/other", totals[1 - player]))
+        by_chance = match.illegal + match.cut
+        found.append((f"{tag}/illegal", by_chance / max(1, len(match.turns) + match.cut)))
         prompt = f"{match.name}, the policy is player {player}, {opponent} the other:"
         games.append({"prompt": prompt, "turns": match.texts, "reward": payoff})
     values = {}
-    for tag, value in gather(payoffs):
+    for tag, value in gather(found):
         values.setdefault(tag, []).append(value)
     return {tag: mean(some) for tag, some in values.items()}, gather(games)
 
@@ -1043,12 +1040,14 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--fsdp: nothing to shard over; start with torchrun --nproc_per_node 2 or more")
     if args.gamma > 1:
         sys.exit(f"--gamma {args.gamma}: expected a number from 0 to 1")
-    changed = (args.alignment_beta, args.exclude_now) != (Args.alignment_beta, Args.exclude_now)
-    if changed and args.advantage not in ("alignment", "no_baseline") and not args.resume:
-        words = f"--advantage {args.advantage} does not use them"
-        sys.exit(f"--alignment-beta, --no-exclude-now: {words}")
-    if args.length_reward > 0 and args.max_completion_length <= 11:
-        sys.exit("--length-reward: is for turns of more than 11 tokens, --max-completion-length")
+    aligned = args.advantage in ("alignment", "no_baseline")
+    unused = [] if aligned else ["alignment_beta", "exclude_now"]
+    unused += ["gamma"] if args.advantage.startswith("marshal") else []
+    for name in unused:
+        if getattr(args, name) != getattr(Args, name) and not args.resume:
+            sys.exit(f"--{name.replace('_', '-')}: --advantage {args.advantage} does not use it")
+    if args.length_reward > 0 and args.max_completion_length <= SHORT_TURN:
+        sys.exit(f"--length-reward: needs --max-completion-length above {SHORT_TURN}")
     unknown = set(json.loads(args.game_options)) - set(args.games)
     if unknown:
         sys.exit(f"--game-options: {unknown.pop()} is not among the --games")
@@ -2129,11 +2128,12 @@ def log_answers(run_dir: str, step: int, answers: list[dict]) -> None:
 
 
 def report(step: int, metrics: dict, results: list[Result], args: Args) -> None:
-    """Print a summary of under 80 columns."""
+    """Print a summary of under 80 columns, with the payoff of each game."""
     left = round(metrics["seconds/step"] * (args.max_steps - step))
-    points = torch.cat([torch.tensor(result.points).flatten() for result in results])
+    tags = [f"advantage_alignment/{Path(name).name}/payoff" for name in dict.fromkeys(args.games)]
+    payoffs = [f"{(metrics[f'{tag}_0'] + metrics[f'{tag}_1']) / 2:.2f}" for tag in tags]
     turns = sum(len(result.turns) for result in results)
-    line = f"step {step:>4}/{args.max_steps}  payoff {points.mean():.2f}"
+    line = f"step {step:>4}/{args.max_steps}  payoff {' '.join(payoffs)}"
     line += f"  illegal {sum(result.illegal for result in results) / turns:.2f}"
     line += f"  length {metrics['completions/mean_length']:.0f}"
     line += f", {metrics['completions/clipped_ratio']:.0%} cut"

@@ -350,6 +350,8 @@ def check_dilemma(name: str, kind, options: dict) -> None:
         opponents = game.opponents()
         if not isinstance(opponents, dict) or not all(map(callable, opponents.values())):
             sys.exit(f"opponents: returned {opponents!r:.100}, expected a dictionary of functions")
+        if {"self", "policy"} & opponents.keys():
+            sys.exit("opponents: self and policy mean the policy; give that player another name")
         generator = random.Random(0)
         state = game.start(generator)
         if not isinstance(game.rounds, int) or game.rounds < 1:

@@ -28,7 +28,7 @@ import random
 from collections.abc import Callable
 from statistics import mean
 
-from envs.game import REQUEST, parse_action
+from envs.game import REQUEST, parse_action, spoken
 from envs.negotiation import Negotiation
 
 
@@ -47,8 +47,8 @@ class Dilemma:
         return 0, 1
 
     def parse(self, state, player: int, text: str) -> str | None:
-        """The legal action that a text names, read as envs/game.py does; None if there is none."""
-        return parse_action(text, self.legal_actions(state, player)) or None
+        """The legal action that a text names after its thoughts, read as envs/game.py does; None if there is none."""
+        return parse_action(spoken(text), self.legal_actions(state, player)) or None
 
     def prompt(self, state, player: int) -> list[dict]:
         """Chat messages for a player who writes now."""
@@ -75,7 +75,7 @@ class PrisonersDilemma(Dilemma):
 
     def __init__(self, *, rounds: int = 10, history: int = 1, payoffs=(3.0, 0.0, 5.0, 1.0)):
         whole = [isinstance(number, int) and number >= 1 for number in (rounds, history)]
-        if not all(whole) or len(payoffs) != 4:
+        if not all(whole) or not isinstance(payoffs, list | tuple) or len(payoffs) != 4:
             message = "rounds and history as whole numbers from 1, and four payoffs, of AA AB BA BB"
             raise ValueError(f"ipd needs {message}")
         self.rounds = rounds
@@ -115,18 +115,18 @@ class PrisonersDilemma(Dilemma):
         """A state for each situation of player 0, to read out a memory-one policy: start, AA, AB, BA, BB."""
         return {"start": []} | {pair: [pair] for pair in self.payoffs}
 
-
     def read_out(self, answers: list[tuple[str, str | None]]) -> dict[str, float]:
         """What answers to prompts of the five situations say of a policy: chances of [A] and exact payoffs.
 
-        answers: (situation, action); where the action is None, an illegal text, either is played. With a
-        longer history there are more situations, so that the payoffs do not follow from these.
+        answers: (situation, action); where the action is None, an illegal text, either is played, and illegal is
+        their share. With a longer history there are more situations, so that the payoffs do not follow from these.
         """
         found = {situation: [] for situation in self.situations()}
         for situation, action in answers:
             found[situation].append({"[A]": 1.0, "[B]": 0.0, None: 0.5}[action])
         policy = {situation: mean(chances) for situation, chances in found.items()}
         scores = {f"chance_of_A/{situation}": chance for situation, chance in policy.items()}
+        scores["illegal"] = mean(float(action is None) for _, action in answers)
         if self.history == 1:
             scores["exact/self"] = memory_one_payoffs(self, policy, policy)[0]
             scores["exact/defect"], scores["exact/defect_gets"] = memory_one_payoffs(self, policy, DEFECTS)
@@ -150,7 +150,8 @@ class Coins(Dilemma):
     def observation(self, state, player: int) -> str:
         owners, played = state
         owner = "yours" if owners[len(played)] == player else "theirs"
-        lines = ["Taking a coin brings 1 point. If they take yours, you lose 2; if you take theirs, they do."]
+        points = "Taking a coin brings 1 point, or half of it if both take it."
+        lines = [f"{points} If they take yours, you lose 2; if you take theirs, they do."]
         if played:
             last = "yours" if owners[len(played) - 1] == player else "theirs"
             own, other = played[-1][player], played[-1][1 - player]
@@ -191,7 +192,7 @@ class Split(Dilemma):
         return state[0].legal_actions()
 
     def parse(self, state, player: int, text: str) -> str | None:
-        message = state[0].parse(text)
+        message = state[0].parse(spoken(text))
         return message if message and copy.deepcopy(state[0]).play(message) else None
 
     def prompt(self, state, player: int) -> list[dict]:

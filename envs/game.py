@@ -27,6 +27,11 @@ import sys
 REQUEST = "Think inside <think> </think>, then give your action inside \\boxed{}."
 
 
+def spoken(text: str) -> str:
+    """A text without its thoughts, also without one that has no end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
 def boxed(text: str) -> str | None:
     """What the last \\boxed{} holds, without one \\text{} around it; None without a closed box."""
     start = text.rfind("\\boxed{")
@@ -45,9 +50,9 @@ def boxed(text: str) -> str | None:
 def parse_action(text: str, legal: list[str]) -> str | None:
     """The legal action that a text names, None if it names none, "" for an empty text.
 
-    As SPIRAL's `extract_action`: the last \\boxed{} counts, without a box the whole text. Five
-    words at most get square brackets if there are none, white space is collapsed, and what results
-    must be a legal action to the letter.
+    As SPIRAL's `extract_action`: the last \\boxed{} counts, even in a thought; without a box the
+    whole text. Five words at most get square brackets if there are none, white space is collapsed,
+    and what results must be a legal action to the letter.
     """
     if not text:
         return ""

@@ -4,7 +4,7 @@ import random
 import re
 
 from envs.control_tokens import CONTROL
-from envs.game import Game, boxed
+from envs.game import Game, boxed, spoken
 
 # What a message must not bring into the other player's prompt: tags of thoughts, control tokens of chat templates.
 MARKUP = re.compile(rf"</?think>|{CONTROL}", re.IGNORECASE)
@@ -60,7 +60,7 @@ class Negotiation(Game):
     def parse(self, text: str) -> str:
         """What the box holds, without a box all but the thoughts: they are not for the other player. No markup."""
         content = boxed(text)
-        message = text.rpartition("</think>")[2] if content is None else content
+        message = spoken(text) if content is None else content
         return " ".join(MARKUP.sub(" ", message).split())
 
     def play(self, message: str) -> bool:

@@ -22,7 +22,7 @@ import contextlib
 import random
 import re
 
-from envs.game import Game, boxed, parse_action
+from envs.game import Game, boxed, parse_action, spoken
 from envs.negotiation import MARKUP
 
 LISTED = re.compile(r"(?:available|valid) (?:moves|actions)(?: are)?:(.*)", re.IGNORECASE)
@@ -123,7 +123,7 @@ class TextArenaGame(Game):
         if listed:
             return parse_action(text, listed)
         content = boxed(text)
-        message = text.rpartition("</think>")[2] if content is None else content
+        message = spoken(text) if content is None else content
         return " ".join(MARKUP.sub(" ", message).split())
 
     def play(self, action: str) -> bool:

@@ -17,6 +17,7 @@ from algorithms.advantage_alignment import (
     alignment_credits,
     discounted_returns,
     evaluate,
+    first_matches,
     first_prompt,
     game_advantages,
     game_metrics,
@@ -264,6 +265,8 @@ def test_marshal_counts_rewards_between_own_turns():
     advantages = game_advantages(results, Args(advantage="marshal"))[0]
     assert advantages[:, 0].tolist() == [1.5, 0, -1.5, 0]  # of 15 and 12
     assert advantages[:, 1].tolist() == [0, 0, 0, 0]  # of 16 and 16
+    results[0].rewards[0][1] = 9  # before its first turn
+    assert torch.equal(game_advantages(results, Args(advantage="marshal"))[0], advantages)
 
 
 def test_marshal_as_released_is_given_the_tokens_of_each_turn():
@@ -307,9 +310,11 @@ def test_read_out_of_answers():
         found = ipd.read_out(answers)
         assert [found[f"exact/{name}"] for name in ("self", "defect", "defect_gets")] == pytest.approx(payoffs)
         chances = {f"chance_of_A/{situation}": chance for situation in DEFECTS}
+        chances["illegal"] = float(action is None)
         assert chances.items() <= found.items()
         assert make_game("ipd", history=2).read_out(answers) == chances, "more situations, so no payoffs"
-    assert ipd.read_out([*answers, ("AB", "[A]")])["chance_of_A/AB"] == 0.75
+    found = ipd.read_out([*answers, ("AB", "[A]")])
+    assert (found["chance_of_A/AB"], found["illegal"]) == (0.75, 5 / 6)
 
 
 def test_metrics_of_games():
@@ -326,18 +331,24 @@ def test_evaluation_tells_the_policy_from_the_other(monkeypatch):
         for match in matches:
             others = [3.0 if player == "policy" else 1.0 for player in match.players]
             match.points = [[4.0, 2.0] if match.players == ("policy", "policy") else others]
+            match.turns = [None] * match.players.count("policy")
+            match.illegal, match.cut = 1, len(match.turns)
 
     monkeypatch.setattr(advantage_alignment, "play", play)
     scores, _ = evaluate(None, None, Args(eval_games=2, eval_opponents=("self", "defect")), 0, 1)
-    assert scores == {"eval/ipd/self/payoff": 3, "eval/ipd/defect/payoff": 3, "eval/ipd/defect/other": 1}
+    assert scores == {
+        **{"eval/ipd/self/payoff": 3, "eval/ipd/self/illegal": 3 / 4},
+        **{"eval/ipd/defect/payoff": 3, "eval/ipd/defect/other": 1, "eval/ipd/defect/illegal": 1},
+    }
 
 
 def test_prompts_of_the_read_out_are_checked(monkeypatch):
     monkeypatch.setattr(advantage_alignment, "encode", lambda _, match, *rest: [0] * (60 if match.state else 10))
     args = Args(max_prompt_length=50)
     with pytest.raises(SystemExit, match="--max-prompt-length: ipd needs 60 tokens or more"):
-        first_prompt(None, args)
-    assert len(first_prompt(None, replace(args, eval_samples=0))) == 10
+        first_prompt(None, first_matches(args), args)
+    args = replace(args, eval_samples=0)
+    assert len(first_prompt(None, first_matches(args), args)) == 10
 
 
 def test_prisoners_see_the_last_round_from_their_side():
@@ -352,6 +363,12 @@ def test_prisoners_see_the_last_round_from_their_side():
     swapped = {"AA": "AA", "AB": "BA", "BA": "AB", "BB": "BB", "start": "start"}
     for name, state in ipd.situations().items():
         assert ipd.prompt(state, 0) == ipd.prompt(ipd.situations()[swapped[name]], 1)
+
+
+def test_the_prompt_of_coins_names_all_rewards():
+    coins = make_game("coins")
+    text = coins.prompt(coins.start(random.Random(0)), 0)[0]["content"]
+    assert "1 point, or half of it if both take it" in text and "you lose 2" in text
 
 
 @pytest.mark.parametrize(
@@ -375,6 +392,18 @@ def test_the_split_pays_both():
         action = split.parse(state, player, f"\\boxed{{{text}}}")
         state = split.play(state, [action, ""] if player == 0 else ["", action])
         assert split.rewards(state) == ([0, 0] if player == 0 else [100, 100])
+
+
+@pytest.mark.parametrize("name, action", [("ipd", "[A]"), ("split", "[Offer: 2 Wood -> 1 Gold]")])
+def test_thoughts_are_no_action(name, action):
+    """Nor is what a thought without an end holds, as of a turn that was cut off."""
+    game = make_game(name)
+    state = game.start(random.Random(0))
+    boxed = f"\\boxed{{{action}}}"
+    for text in (action, boxed, f"<think>so</think>{action}", f"<think>not [B]</think>{boxed}"):
+        assert game.parse(state, 0, text) == action
+    for text in (f"<think>{action}", f"<think>perhaps {boxed}, or", f"<think>{boxed}</think>", f"<think>a</think><think>{boxed}"):
+        assert game.parse(state, 0, text) is None
 
 
 def test_an_illegal_text_costs_something_and_a_random_action_is_played():

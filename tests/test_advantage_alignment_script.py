@@ -152,6 +152,10 @@ class ListsOpponents(Commons):
     def opponents(self):
         return ["random"]
 
+class NamedSelf(Commons):
+    def opponents(self):
+        return super().opponents() | {"self": self.random_action}
+
 class Late(Commons):
     calls = 0
 
@@ -176,6 +180,7 @@ MISTAKES = {
     "NoBrackets": "legal_actions: lists '1', which parse does not read",
     "NoScale": "scale: found 0, expected a number above 0",
     "ListsOpponents": "opponents: returned ['random'], expected a dictionary of functions",
+    "NamedSelf": "opponents: self and policy mean the policy",
     "Bare": "has no start, movers, prompt, legal_actions, parse, play, rewards, opponents, see envs/dilemma.py",
 }
 
@@ -202,16 +207,18 @@ def test_mistakes_in_a_game_of_ones_own_are_one_sentence(monkeypatch, tmp_path):
     "words, sentence",
     [
         ("--games chess", "--games: there is no game chess, expected one of ipd, coins, split"),
-        ("""--game-options '{"ipd":{"hands":3}}'""", "--games: ipd has no option hands"),
+        ("""--game-options '{"ipd":{"hands":3}}'""", "--game-options: ipd has no option hands"),
+        ("""--game-options '{"ipd":{"payoffs":3}}'""", "--game-options: ipd needs rounds and history as whole numbers"),
         ("--eval-opponents self stranger", "--eval-opponents stranger: expected some of cooperate"),
         ("--max-prompt-length 10", "--max-prompt-length: ipd needs"),
         ("--num-minibatches 129", "--num-games-per-step: at least one of each of --games in each of"),
-        ("--advantage naive --alignment-beta 0.5", "--alignment-beta, --no-exclude-now: --advantage naive does not"),
-        ("--advantage marshal --no-exclude-now", "--alignment-beta, --no-exclude-now: --advantage marshal does not"),
+        ("--advantage naive --alignment-beta 0.5", "--alignment-beta: --advantage naive does not use it"),
+        ("--advantage marshal --no-exclude-now", "--exclude-now: --advantage marshal does not use it"),
+        ("--advantage marshal_released --gamma 1", "--gamma: --advantage marshal_released does not use it"),
         ("--gamma 1.5", "--gamma 1.5: expected a number from 0 to 1"),
         ("--games coins --eval-opponents self defect", "--eval-opponents defect: expected some of random, self"),
-        ("""--game-options '{"ipd":{"rounds":2.5}}'""", "--games: ipd needs rounds and history as whole numbers"),
-        ("""--game-options '{"ipd":{"history":1.5}}'""", "--games: ipd needs rounds and history as whole numbers"),
+        ("""--game-options '{"ipd":{"rounds":2.5}}'""", "--game-options: ipd needs rounds and history as whole numbers"),
+        ("""--game-options '{"ipd":{"history":1.5}}'""", "--game-options: ipd needs rounds and history as whole numbers"),
         (
             f"""--games {COMMONS} --game-options '{{"{COMMONS}":{{"rounds":8}}}}'""",
             f"--game-options: {COMMONS} got an unexpected keyword argument 'rounds'",
@@ -222,6 +229,13 @@ def test_mistakes_in_a_game_of_ones_own_are_one_sentence(monkeypatch, tmp_path):
 def test_wrong_flags(words, sentence, monkeypatch, tmp_path):
     found = refusal(advantage_alignment, monkeypatch, *shlex.split(words), "--output-dir", tmp_path / "run")
     assert found.startswith(sentence)
+
+
+@pytest.mark.quick
+def test_games_are_looked_at_before_the_model(monkeypatch, tmp_path):
+    words = "--games chess --model-name-or-path none".split()
+    found = refusal(advantage_alignment, monkeypatch, *words, "--output-dir", tmp_path / "run")
+    assert found.startswith("--games: there is no game chess")
 
 
 @pytest.mark.quick

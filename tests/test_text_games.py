@@ -119,6 +119,13 @@ def test_what_players_see():
     assert "10 Wood worth 15 each and 10 Gold worth 5 each." in text and "Message 4 of 10." in text
 
 
+def test_a_thought_without_an_end_is_not_said():
+    """As of a turn that was cut off."""
+    game = play(begun("negotiation"), ["Hello [Offer: 1 Wood -> 2 Gold]", "<think>Yes.</think>Well <think>secret [Accept]"])
+    assert "Player 1: Well\n" in game.observation(0) and "secret" not in game.observation(0)
+    assert game.goods[0] == {"Wood": 10, "Gold": 10}
+
+
 def test_an_offer_is_seen_even_behind_long_talk():
     game = begun("negotiation")
     game.step("I give you 10 Gold for 1 Wood. " + "talk " * 50 + "[Offer: 1 Wood -> 10 Gold]")
@@ -290,5 +297,7 @@ def test_textarena_negotiation(textarena):
     text = game.prompt(1)[0]["content"]
     assert "\n[Player 0] Hello [Offer: 1 Wood -> 2 Ore]\n" in text and "secret" not in text
     assert "Requested items: 2 Ore" in text and "[Accept]" in game.legal_actions()
+    game.step("<think>secret [Accept]")  # cut off
+    assert "secret" not in game.prompt(0)[0]["content"]
     game.step("[Offer: 99 Wood -> 1 Ore]")  # there is no second try
-    assert (game.done, game.rewards, game.reason) == (True, [0.0, -1.0], "rejected")
+    assert (game.done, game.rewards, game.reason) == (True, [-1.0, 0.0], "rejected")
