@@ -86,7 +86,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 ROOT = Path(__file__).resolve().parents[1]  # the repository root
 sys.path.insert(0, str(ROOT))  # for envs/, imported where they are chosen
 
-PACKED_LENGTH = 4096  # a group that is longer is split over several packed rows
+ATTENTION_LENGTH = 3000  # tokens of a row at which attention costs as much as all else, about
 LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 # Flags that cannot change when a run is resumed. max_completion_length decides which rows stay.
 FIXED = "seed env dataset eval_dataset reward max_prompt_length max_completion_length"
@@ -1755,13 +1755,14 @@ def divide(completions, rows: list[int], args: Args, device) -> list[list[list[i
     for row in rows:
         groups.setdefault(tuple(completions[row].prompt), []).append(row)
     packed_rows = []
-    for group in groups.values():
-        # A long group takes several packed rows, each of which repeats the prompt.
+    for prompt, group in groups.items():
+        # A row repeats its prompt; attention takes the square of a row. This length costs least.
+        best = len(prompt) + math.sqrt(len(prompt) * (len(prompt) + ATTENTION_LENGTH))
         most = math.ceil(len(group) / math.ceil(len(group) / size))  # 10 as 5 + 5, if 8 fit
         packed_row = []
         for row in group:
             longer = packed_length(completions, [*packed_row, row])
-            if packed_row and (longer > min(limit, PACKED_LENGTH) or len(packed_row) == most):
+            if packed_row and (longer > min(limit, best) or len(packed_row) == most):
                 packed_rows.append(packed_row)
                 packed_row = []
             packed_row = [*packed_row, row]

@@ -395,7 +395,7 @@ def test_gradient_equals_that_of_the_loss_written_out(monkeypatch, models, episo
     """With packed rows that are split differently behind the two prompts, and logits in chunks."""
     args = replace(ARGS, **options)
     expected, divergence = written_out(models, episodes, advantages, weight, args)
-    monkeypatch.setattr(pi_play, "PACKED_LENGTH", 330)
+    monkeypatch.setattr(pi_play, "ATTENTION_LENGTH", 0)
     monkeypatch.setattr(pi_play, "LOGITS_AT_ONCE", 50 * 680)
     reference = models["teacher"] if args.beta else None
     gradient, metrics = updated(models, episodes, advantages, weight, args, reference)

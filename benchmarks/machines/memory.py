@@ -12,12 +12,12 @@ buffers of NCCL, and what a reward function holds.
 """
 
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil, prod, sqrt
 from pathlib import Path
 from typing import Literal
 
 LOGITS_AT_ONCE = 2**26  # of the scripts; logits in memory during the update
-PACKED_LENGTH = 4096  # of the scripts; longer groups are split over several rows
+ATTENTION_LENGTH = 3000  # of the scripts; see divide there
 MICRO_BATCH_TOKENS = 16384  # of the scripts, on a GPU: most tokens of a pass
 BLOCK = 256  # of the scripts, on a GPU: columns by which the cache grows
 STEPS_HELD = 2  # a decoding step's temporaries: of the recorded one, and of one that was not
@@ -342,7 +342,8 @@ def packed_shape(script: str, flags) -> tuple[int, int, int]:
     limit = flags.micro_batch_tokens or MICRO_BATCH_TOKENS
     size = flags.micro_batch_size or limit  # a completion has a token or more
 
-    room = min(limit, PACKED_LENGTH) // 8 * 8 - shared
+    best = prompt + sqrt(prompt * (prompt + ATTENTION_LENGTH))
+    room = int(min(limit, best)) // 8 * 8 - shared
     fitting = max(1, room // own)  # completions in a row
 
     def parts(count: int) -> int:
@@ -352,13 +353,14 @@ def packed_shape(script: str, flags) -> tuple[int, int, int]:
     largest = group if groups else rest
     in_row = min(largest, fitting)
     width = eights(shared + in_row * own)
+    widest = max(width, eights(min(limit, int(best), shared + largest * own)))  # shorter ones may fill a row
     tokens = (groups * parts(group) + parts(rest)) * width
     if tokens <= limit:
-        return tokens, width, size * predicted
-    tokens = max(limit, width)
+        return tokens, widest, size * predicted
+    tokens = max(limit, widest)
     if script == "nash_preference":  # a group is not divided over passes
         tokens = max(tokens, parts(group) * width)
-    return tokens, width, tokens * in_row * predicted // width
+    return tokens, widest, tokens * in_row * predicted // width
 
 
 def eights(length: int) -> int:
