@@ -19,24 +19,27 @@ i predicts depends on agent i and on the agents before it, whose plan is passed 
     acting  MPPI: sample joint plans, keep those of highest value, draw around them, repeat
 
 CE is the cross-entropy of two-hot distributions over symlog values, Q_slow a slow copy of the
-critics, d whether the game ended, S the spread of Q. Each step that is predicted further ahead has
-half the weight of the one before.
+critics, d whether the game ended, S the spread of Q. Terms with i are summed over the agents, that
+of Q is the mean of both critics. Each predicted step has half the weight of the one before.
 
 Differs from the released code (zhaozijie2022/seqwm-marl at da9f316):
-1. There, a message has the predecessors' actions alone: `--message actions`. The paper's has the
-   whole predicted plan; here, `plan`, that of step t has the latents and actions of step t, without
-   predicted rewards. As in the paper no gradient passes through it.
-2. Two of its lines do not compute what they should: the last predicted reward of a plan is lost,
-   with H = 1 the only one (`--plan-value released` does the same), and the log-density of a policy
-   multiplies its residuals by the number of actions (`--log-density released`).
+1. There, a message has the predecessors' actions alone: `--message actions`. The paper's message
+   has the whole predicted plan. Here (`--message plan`) the message at step t has the predecessors'
+   latents and actions of step t, without rewards. As in the paper no gradient passes through it.
+2. Two lines of the released code do not compute what they should: the last predicted reward of a
+   plan is lost, with H = 1 the only one (`--plan-value released` does the same), and a policy's
+   log-density multiplies its residuals by the number of actions (`--log-density released`).
 3. There, the critics have a dropout of 0.01 that is never switched off; here none. Activations are
    SiLU, not Mish, which has nearly the same shape and takes a CPU ten times as long. Gradients are
    clipped for each kind of network, not for each network. The entropy has a larger weight.
-4. Shared with it: all agents' k-th samples make one joint plan, but in the end every agent draws
+4. There, a sequence repeats the last step of a game that ends; here, what follows it has weight 0.
+   There, next observations are what step() returns, here those before a reset; the reward is that
+   of the first agent, here the mean; and 2,500 updates follow the random actions, here none.
+5. Shared with it: all agents' k-th samples make one joint plan, but in the end every agent draws
    its own among the best. `--mppi-temperature` multiplies values, so a higher one is greedier.
    Critics are common, and an actor sees its own latent only. The paper differs, as far as we know.
-5. Left out, as in the released code: what the paper needs for robots (low-pass noise, early stop,
-   cached messages), and messages dropped at random in training.
+6. Left out: models in a random order (its mode `ran`); and what it leaves out itself: messages
+   dropped at random in training, and for robots low-pass noise, early stop, cached messages.
 
     python algorithms/seqwm.py                                  # two agents cover two landmarks
     python algorithms/seqwm.py --model independent              # control: models see nobody else
@@ -50,8 +53,8 @@ whose agents have Box actions. PettingZooTeam says what the team's reward is. Su
 file alone; simple_spread is in the folder envs/ of the repository.
 
 Letters in shapes: E games at once, N agents, O numbers of an observation, A of an action, Z of a
-latent, H steps of a plan, S samples of plans, K of them kept, B sequences of a batch, R rows (such
-as E S or H B). Actions are from -1 to 1.
+latent, H steps of a plan, S samples of plans, P of them by actors, K of them kept, B sequences of a
+batch, R rows (such as E S or H B). Actions are from -1 to 1.
 """
 
 from __future__ import annotations
@@ -68,7 +71,6 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -108,15 +110,16 @@ class Args:
     """what a PettingZoo environment is made with, as JSON; those of MPE need
     {"continuous_actions": true}, and take "N", the number of agents"""
     num_agents: int = 2
-    """N, agents of simple_spread, and its landmarks (MPE: 3); other tasks say it themselves"""
+    """N, agents of simple_spread, and its landmarks (MPE: 3); without effect on other tasks"""
     # method
     model: Literal["seq", "joint", "independent"] = "seq"
     """whom an agent's model sees: its predecessors, or as a control all agents, or none; critics
     and the ranking of plans are common to the team in all three"""
     message: Literal["plan", "actions"] = "plan"
-    """what it sees of them: latents and actions, or actions alone (released code)"""
+    """what it sees of others, if any: latents and actions, or actions alone (released code)"""
     planner: Literal["mppi", "none"] = "mppi"
-    """how to act: by plans, or as a control by the actors alone"""
+    """how to act: by plans, or as a control by the actors alone; then --num-samples to
+    --mppi-temperature and --plan-value have no effect"""
     horizon: int = 2
     """H, steps of a plan, and of the sequences that the model learns from"""
     num_samples: int = 24
@@ -128,11 +131,12 @@ class Args:
     iterations: int = 2
     """rounds of sampling"""
     mppi_temperature: float = 0.5
-    """multiplies values when kept plans are weighed; higher is greedier"""
+    """multiplies values when kept plans are weighed, so a higher one is greedier; with rewards 100
+    times larger, a hundredth of it does the same"""
     entropy_coef: float = 3e-3
     """weight of the entropy in the actors' loss (released: 1e-4)"""
     log_density: Literal["true", "released"] = "true"
-    """of the policy's Gaussian; see difference 2"""
+    """of the policy's Gaussian, in the actors' loss and in losses/entropy; see difference 2"""
     plan_value: Literal["true", "released"] = "true"
     """whether the last reward of a plan counts; see difference 2"""
     latent_dim: int = 32
@@ -149,7 +153,7 @@ class Args:
     num_envs: int = 32
     """E, games that are stepped together"""
     updates_per_step: float = 4.0
-    """updates for each step of the E games"""
+    """updates each time that all E games make a step"""
     buffer_size: int = 100_000
     """steps that are kept, rounded down to whole steps of the E games"""
     batch_size: int = 256
@@ -169,8 +173,8 @@ class Args:
     eval_steps: int = 4_000
     """steps between evaluations, 1/50 of the run at least; 0 evaluates at the end only"""
     save_steps: int = 16_000
-    """steps between checkpoints, 1/50 of the run at least, 0 disables them; games start anew at
-    each of them, so let it be many times --num-envs times the length of a game"""
+    """steps between checkpoints, 1/50 of the run at least; 0 keeps none, nor the trained team.
+    Games start anew at each, so let it be many times --num-envs times the length of a game"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<game>__<seed>__<time>_<process>"""
     resume: str | None = None
@@ -183,21 +187,21 @@ class Args:
 
 
 def simnorm(x: Tensor, groups: int) -> Tensor:
-    """Simplicial normalization: softmax within groups of so many neighbours. (...,Z) -> (...,Z)"""
+    """Simplicial normalization: softmax in groups of size `groups`. (...,Z) -> (...,Z)"""
     grouped = x.unflatten(-1, (-1, groups))
     weights = (grouped - grouped.amax(-1, keepdim=True)).exp()
     # .softmax(-1) of so few numbers takes a CPU five times as long
     return (weights / weights.sum(-1, keepdim=True)).flatten(-2)
 
 
-def twohot_encode(x: Tensor, num_bins: int = BINS, limit: float = LIMIT) -> Tensor:
+def twohot_encode(x: Tensor) -> Tensor:
     """symlog(x) as weights of the two bins next to it. (...) -> (...,bins)
 
-    Bins go from -limit to limit; a value beyond them counts as the last bin.
+    Bins go from -LIMIT to LIMIT; a value beyond them counts as the last bin.
     """
     symlog = x.sign() * x.abs().log1p()
-    place = (symlog.clamp(-limit, limit) + limit) / (2 * limit) * (num_bins - 1)
-    bins = torch.arange(num_bins, device=x.device)
+    place = (symlog.clamp(-LIMIT, LIMIT) + LIMIT) / (2 * LIMIT) * (BINS - 1)
+    bins = torch.arange(BINS, device=x.device)
     return (1 - (place[..., None] - bins).abs()).relu()
 
 
@@ -208,10 +212,9 @@ def twohot_decode(logits: Tensor, limit: float = LIMIT) -> Tensor:
     return mean.sign() * mean.abs().expm1()
 
 
-def twohot_loss(logits: Tensor, x: Tensor, limit: float = LIMIT) -> Tensor:
+def twohot_loss(logits: Tensor, x: Tensor) -> Tensor:
     """Cross-entropy to the two-hot target of x. (...,bins), (...) -> (...)"""
-    targets = twohot_encode(x, logits.size(-1), limit)
-    return -(targets * logits.log_softmax(-1)).sum(-1)
+    return -(twohot_encode(x) * logits.log_softmax(-1)).sum(-1)
 
 
 def who_sees_whom(model: str, num_agents: int) -> Tensor:
@@ -254,12 +257,7 @@ def squash_term(actions: Tensor) -> Tensor:
 
 
 def estimate_value(
-    world,
-    latents: Tensor,
-    actions: Tensor,
-    gamma: float,
-    form: str = "true",
-    limit: float = LIMIT,
+    world, latents: Tensor, actions: Tensor, gamma: float, form: str = "true", limit: float = LIMIT
 ) -> Tensor:
     """Value of plans in the model of each agent. (N,R,Z), (H,N,R,A) -> (N,R)
 
@@ -268,8 +266,8 @@ def estimate_value(
     """
     value = torch.zeros_like(latents[..., 0])
     num_rewards = len(actions) - (form == "released")
-    for t, now in enumerate(actions):
-        inputs = world.inputs(latents, now)
+    for t, step_actions in enumerate(actions):
+        inputs = world.inputs(latents, step_actions)
         if t < num_rewards:
             value = value + gamma**t * twohot_decode(world.reward(inputs), limit)
         latents = world.dynamics(inputs)
@@ -282,7 +280,7 @@ def mppi_refit(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The plans of highest value, and the Gaussian around them. values (E,S), actions (...,E,S,A)
 
-    -> mean and std of the next samples (...,E,A), and weights and numbers (E,K) of the plans kept.
+    -> mean and std of the next samples (...,E,A), and weights and indices (E,K) of the plans kept.
     """
     best, elites = values.topk(num_elites, -1)
     weights = (temperature * best).softmax(-1)  # eq. 3 of seqwm.md
@@ -298,7 +296,7 @@ def mppi_refit(
 @torch.no_grad()
 def plan(world, latents: Tensor, mean: Tensor, args: Args, explore: bool) -> tuple[Tensor, Tensor]:
     """MPPI. latents (N,E,Z) and the mean of the first samples (H,N,E,A) -> actions (N,E,A), and the
-    mean of the last samples (H,N,E,A)."""
+    mean fitted to the plans kept (H,N,E,A), where the search of the next step begins."""
     H, N, E, A = mean.shape
     num_drawn = args.num_samples - args.num_policy_samples
     here = latents.repeat_interleave(args.num_policy_samples, 1)
@@ -315,10 +313,9 @@ def plan(world, latents: Tensor, mean: Tensor, args: Args, explore: bool) -> tup
         noise = torch.randn(H, N, E, num_drawn, A, device=mean.device)
         drawn = mean.unsqueeze(3) + std.unsqueeze(3) * noise
         plans = torch.cat([proposals, drawn.clamp(-1, 1)], 3)  # (H,N,E,S,A)
-        values = estimate_value(
-            world, start, plans.flatten(2, 3), args.gamma, args.plan_value
-        )  # (N,E S)
-        team_values = values.mean(0).view(E, -1)  # (E,S): the k-th plans of all agents are one
+        values = estimate_value(world, start, plans.flatten(2, 3), args.gamma, args.plan_value)
+        # (N,E S) -> (E,S): the k-th samples of all agents form one joint plan
+        team_values = values.mean(0).view(E, -1)
         mean, std, weights, elites = mppi_refit(
             team_values, plans, args.num_elites, args.mppi_temperature
         )
@@ -327,8 +324,8 @@ def plan(world, latents: Tensor, mean: Tensor, args: Args, explore: bool) -> tup
     # draw with these chances; torch.multinomial would wait for the device.
     races = torch.empty(E, N, args.num_elites, device=mean.device).exponential_()
     draws = (weights[:, None] / races).argmax(-1)  # (E,N)
-    rows = elites.gather(1, draws).T[..., None, None].expand(N, E, 1, A)
-    actions = plans[0].gather(2, rows).squeeze(2)  # (N,E,A)
+    chosen = elites.gather(1, draws).T  # (N,E), indices of plans
+    actions = plans[0].take_along_dim(chosen[..., None, None], 2).squeeze(2)  # (N,E,A)
     if explore:
         actions = (actions + std[0] * torch.randn_like(actions)).clamp(-1, 1)
     return actions, mean
@@ -400,28 +397,22 @@ def train(args: Args) -> dict[str, float]:
     lowest |= {"iterations": 1, "num_elites": 1, "num_policy_samples": 0, "total_timesteps": 1}
     lowest |= {"hidden_dim": 1, "mppi_temperature": 0, "eval_steps": 0, "save_steps": 0}
     device = setup(args, **lowest)
-    for name, most in {"learning_rate": math.inf, "updates_per_step": math.inf, "tau": 1}.items():
-        if not 0 < getattr(args, name) <= most:
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            sys.exit(f"{flag}: must be above 0" + ", and at most 1" * (most == 1))
-    if not 0 <= args.gamma <= 1:
-        sys.exit(f"--gamma {args.gamma}: must be from 0 to 1")
+    for name in ("learning_rate", "updates_per_step", "tau"):
+        if not getattr(args, name) > 0:  # also if it is NaN
+            sys.exit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    for name in ("gamma", "tau"):
+        if not 0 <= getattr(args, name) <= 1:
+            sys.exit(f"--{name} {getattr(args, name)}: must be from 0 to 1")
     if args.num_samples < max(args.num_elites, args.num_policy_samples):
         sys.exit(f"--num-samples {args.num_samples}: elites and those of the actors are among them")
-    one_each = args.num_envs * args.horizon  # steps that hold one sequence of each game
+    first_sequences = args.num_envs * args.horizon  # steps that hold one of each game
     for name in ("learning_starts", "buffer_size"):
         steps = getattr(args, name)
-        if steps < one_each and not args.evaluate:
+        if steps < first_sequences and not args.evaluate:
             flag = f"--{name.replace('_', '-')} {steps}"
-            sys.exit(f"{flag}: must be at least --num-envs x --horizon, {one_each}")
+            sys.exit(f"{flag}: must be at least --num-envs x --horizon, {first_sequences}")
     if args.latent_dim < 1 or args.latent_dim % GROUP:
         sys.exit(f"--latent-dim {args.latent_dim}: must be a multiple of {GROUP}")
-    if args.env_id == "simple_spread" and find_spec("envs") is None:
-        sys.exit(
-            "--env-id simple_spread: needs the folder envs/ of the repository beside this script; "
-            "without it, --env-id takes a module of PettingZoo such as mpe2.simple_spread_v3 "
-            "(pip install pettingzoo mpe2), or FILE.py:function"
-        )
     if args.evaluate:
         return score_run(args, device)
     torch.manual_seed(args.seed)
@@ -433,11 +424,13 @@ def train(args: Args) -> dict[str, float]:
     if state is not None:
         learner.load(state["learner"])
         step = state["step"]
+    elif args.resume:
+        print(f"--resume {run_dir}: has no checkpoint, so the run begins at step 0")
     board = SummaryWriter(run_dir, purge_step=step + 1)
     board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     print(f"{run_dir}: {args.model}, {args.num_envs} games of {game.num_agents} agents on {device}")
 
-    # The steps between two log points, and all steps: whole numbers of steps of all games.
+    # Steps from one log point to the next, and in all; both are multiples of --num-envs.
     interval = math.ceil(args.total_timesteps / LOGS / args.num_envs) * args.num_envs
     end = math.ceil(args.total_timesteps / interval) * interval
     if end <= args.learning_starts:
@@ -506,7 +499,7 @@ def train(args: Args) -> dict[str, float]:
         print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
         if args.save_steps and (step >= end or is_due(args.save_steps, step, interval)):
             if not num_ended and step < end:
-                print("games start anew at checkpoints, and none has ended: a larger --save-steps?")
+                print("games start anew at checkpoints, none ended: more --save-steps in a new run")
             num_ended = 0
             # Games start anew: no sequence may go on over this place.
             learner.buffer.columns["over"][learner.newest_rows()] = True
@@ -548,10 +541,10 @@ def update_model(learner: Learner, batch: dict[str, Tensor], args: Args):
     weights = batch["weights"].flatten() / H  # (H B,)
     errors = (predicted - next_latents).square().mean(-1).sum(0)
     dynamics_loss = (weights * errors).sum() / B
-    logits = world.reward(torch.cat(inputs, 1))  # (N,H B,bins)
-    reward_loss = (weights * twohot_loss(logits, rewards).sum(0)).sum() / B
-    logits = world.values(rolled, joint_actions)  # (2,H B,bins)
-    value_loss = (weights * twohot_loss(logits, targets).mean(0)).sum() / B
+    reward_logits = world.reward(torch.cat(inputs, 1))  # (N,H B,bins)
+    reward_loss = (weights * twohot_loss(reward_logits, rewards).sum(0)).sum() / B
+    q_logits = world.values(rolled, joint_actions)  # (2,H B,bins)
+    value_loss = (weights * twohot_loss(q_logits, targets).mean(0)).sum() / B
     loss = DYNAMICS_COEF * dynamics_loss + REWARD_COEF * reward_loss + VALUE_COEF * value_loss
 
     learner.optimizer.zero_grad()
@@ -574,18 +567,19 @@ def update_actors(
     metrics of LEARNED, means over agents.
     """
     world = learner.world
-    generator = random.Random(random_seed(args.seed, "order", update))
+    N = len(latents)
+    order = random.Random(random_seed(args.seed, "order", update)).sample(range(N), N)
     H, B = weights.shape
     shares = weights.flatten() / weights.sum()  # for metrics
     weights = weights.flatten() / (H * B)
     actions = world.sample_actions(latents)  # (N,H B,A)
     rows = []
-    for agent in generator.sample(range(len(latents)), len(latents)):
+    for agent in order:
         actor = world.actors[agent]
         own, log_density = world.policy(agent, latents[agent])
         joint_actions = torch.cat([actions[:agent], own[None], actions[agent + 1 :]])
         q = twohot_decode(world.values(latents, joint_actions)).mean(0)  # (H B,)
-        learner.scale = running_scale(learner.scale, q.detach()[:B])
+        learner.scale = running_scale(learner.scale, q.detach()[:B])  # N times, as released
         losses = args.entropy_coef * log_density - q / learner.scale  # eq. 5 of seqwm.md
         loss = (weights * losses).sum()
         optimizer = learner.actor_optimizers[agent]
@@ -633,7 +627,7 @@ def shifted(mean: Tensor, over: Tensor) -> Tensor:
 
 
 def act(world: WorldModel, observations: Tensor, mean: Tensor, args: Args, explore: bool):
-    """Actions (N,E,A) and the mean of the sampled plans. observations (E,N,O), mean (H,N,E,A)"""
+    """Actions (N,E,A), and the mean as plan returns it. observations (E,N,O), mean (H,N,E,A)"""
     with torch.no_grad():
         latents = world.encode(observations)
     if args.planner == "mppi":
@@ -653,8 +647,11 @@ def evaluate(world: WorldModel, args: Args, device: torch.device) -> dict[str, f
 
 @torch.no_grad()
 def play_games(world: WorldModel, args: Args, device: torch.device) -> Tensor:
-    """Return of one game in each environment, without added noise. (eval_episodes,)"""
-    game = evaluation_game(replace(args, planner="none"), device)  # one for plans and actors
+    """Return of one game in each environment. (eval_episodes,)
+
+    Nobody adds noise: actors play their means, but each agent draws one of the plans kept.
+    """
+    game = evaluation_game(replace(args, planner="none"), device)  # the same for plans
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # evaluations do not change the training
         torch.manual_seed(args.seed)
@@ -686,7 +683,7 @@ def play_games(world: WorldModel, args: Args, device: torch.device) -> Tensor:
 
 
 class Linear(nn.Module):
-    """Linear layers side by side, one for each copy of a network. (C,R,I) -> (C,R,O)"""
+    """Linear layers side by side. (copies,R,inputs) -> (copies,R,outputs)"""
 
     def __init__(self, copies: int, inputs: int, outputs: int):
         super().__init__()
@@ -699,7 +696,7 @@ class Linear(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """nn.LayerNorm, with weights for each copy. (C,R,D) -> (C,R,D)"""
+    """nn.LayerNorm, with weights for each copy. (copies,R,size) -> (copies,R,size)"""
 
     def __init__(self, copies: int, size: int):
         super().__init__()
@@ -716,7 +713,8 @@ class SimNorm(nn.Module):
 
 
 def network(copies: int, inputs: int, hidden: list[int], outputs: int, simplicial: bool = False):
-    """Networks side by side. Those that are not simplicial give logits; last weights are 0."""
+    """Networks side by side. Those that are not simplicial give logits, and their last weights
+    (not the biases) start at 0."""
     layers = []
     for width in hidden:
         layers += [Linear(copies, inputs, width), LayerNorm(copies, width), nn.SiLU()]
@@ -745,7 +743,7 @@ class Learner:
 
     def __init__(self, world: WorldModel, target: WorldModel, args: Args):
         self.world = world
-        self.target = target.requires_grad_(False)
+        self.target = target.requires_grad_(False)  # only its critics are used
         self.target.critics.load_state_dict(world.critics.state_dict())
         rate = args.learning_rate
         kinds = {"encoder": rate * ENCODER_LR, "dynamics": rate, "reward": rate, "critics": rate}
@@ -814,8 +812,14 @@ class Learner:
 def make_game(args: Args, num_envs: int, seed: int, device):
     """`num_envs` copies of the task."""
     if args.env_id == "simple_spread":
-        from envs.simple_spread import SimpleSpread
-
+        try:
+            from envs.simple_spread import SimpleSpread
+        except ImportError:
+            sys.exit(
+                "--env-id simple_spread: needs the folder envs/ of the repository; without it, "
+                "--env-id takes a module of PettingZoo such as mpe2.simple_spread_v3 "
+                "(pip install pettingzoo mpe2), or FILE.py:function"
+            )
         if args.env_kwargs != "{}":
             sys.exit("--env-kwargs: is for tasks of PettingZoo; simple_spread has --num-agents")
         return SimpleSpread(num_envs, seed, device, args.num_agents)
@@ -866,7 +870,7 @@ def sample_sequences(buffer: ReplayBuffer, args: Args) -> dict[str, Tensor]:
     steps = torch.arange(args.horizon, device=device)[:, None]
     rows = (buffer.count - filled + starts + steps * E) % buffer.size  # (H,B)
     batch = {name: column[rows] for name, column in buffer.columns.items()}
-    going = (~batch["over"]).cumprod(0).roll(1, 0).float()  # whether the game went on until here
+    going = (~batch["over"]).cumprod(0).roll(1, 0).float()  # 0 after the last step of a game
     going[0] = 1
     batch["weights"] = RHO**steps * going
     return batch
@@ -880,7 +884,8 @@ class PettingZooTeam:
 
     The team's reward is the mean over the agents' rewards. Observations are made vectors and padded
     with zeros to the longest. Actions from -1 to 1 are stretched as action_ends says. An agent that
-    has left the game has reward 0 and observes zeros.
+    has left the game has reward 0 and observes zeros. Where one terminates, zeros take the place of
+    what it observes last.
     """
 
     def __init__(self, args: Args, num_envs: int, seed: int, device):
@@ -968,7 +973,7 @@ class PettingZooTeam:
         ended = np.zeros(self.num_envs, bool)
         over = np.zeros(self.num_envs, bool)
         following = np.zeros(self.observations.shape, np.float32)
-        now = np.zeros_like(following)  # with new games in place of those that are over
+        current = np.zeros_like(following)  # with new games in place of those that are over
         rows = actions.cpu().numpy()
         if not np.isfinite(rows).all():
             sys.exit("an action is not finite: try a lower --learning-rate; checkpoints are kept")
@@ -985,16 +990,10 @@ class PettingZooTeam:
             over[game] = all(terminated[agent] or truncated[agent] for agent in chosen)
             present = {agent: observations[agent] for agent in chosen if not terminated[agent]}
             following[game] = self.describe(present)
-            now[game] = self.begin(env) if over[game] else following[game]
+            current[game] = self.begin(env) if over[game] else following[game]
         check_finite(self.env_id, observations=following, rewards=rewards)
-        self.observations = self.to_device(now)
-        next_observations = self.to_device(following)
-        return (
-            self.to_device(rewards),
-            self.to_device(ended),
-            self.to_device(over),
-            next_observations,
-        )
+        self.observations = self.to_device(current)
+        return tuple(map(self.to_device, (rewards, ended, over, following)))
 
 
 def find_maker(env_id: str):

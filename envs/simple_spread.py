@@ -16,11 +16,11 @@ SENSITIVITY = 5.0  # force of a full push
 REACH = 0.3  # distance at which two agents touch: twice their radius
 STIFFNESS = 100.0  # of the contact
 SOFTNESS = 1e-3  # of the contact
-LOCAL = 0.5  # weight of an agent's own reward, its collisions; the rest is common
+LOCAL = 0.5  # share of an agent's own reward, its collisions; 1 - LOCAL of the common one
 
 
 class SimpleSpread:
-    """E games of N agents, which end after `horizon` steps and begin anew in the same step.
+    """E games of N agents, which end after `max_steps` steps and begin anew in the same step.
 
     An action has five numbers from -1 to 1: nothing, left, right, down, up. An agent sees its
     velocity, its position, all landmarks and all other agents relative to itself, and 2 (N - 1)
@@ -29,12 +29,12 @@ class SimpleSpread:
 
     action_dim = 5
 
-    def __init__(self, num_envs: int, seed: int, device, num_agents: int = 3, horizon: int = 25):
+    def __init__(self, num_envs: int, seed: int, device, num_agents: int = 3, max_steps: int = 25):
         n = num_agents
         self.num_envs = num_envs
         self.num_agents = n
         self.device = torch.device(device)
-        self.horizon = horizon
+        self.max_steps = max_steps
         self.observation_dim = 4 + 2 * n + 4 * (n - 1)
         others = [[other for other in range(n) if other != agent] for agent in range(n)]
         self.others = torch.tensor(others, dtype=torch.long, device=device).view(n, n - 1)
@@ -80,7 +80,7 @@ class SimpleSpread:
 
         next_observations = self.describe()
         self.clock += 1
-        is_over = self.clock >= self.horizon
+        is_over = self.clock >= self.max_steps
         if is_over:
             self.positions, self.landmarks = self.start()
             self.velocities = torch.zeros_like(self.positions)

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -235,7 +236,7 @@ def test_pettingzoo_is_the_shipped_game(tmp_path):
 
 
 @pytest.mark.quick
-def test_what_cannot_be_run(tmp_path, monkeypatch, team):
+def test_what_cannot_be_run(tmp_path, monkeypatch, team, capsys):
     say = partial(refusal, seqwm, monkeypatch)
     own = partial(say, "--env-id", team, "--env-kwargs")
     assert 'take --env-kwargs \'{"continuous_actions": true}\'' in own('{"discrete": true}')
@@ -247,7 +248,8 @@ def test_what_cannot_be_run(tmp_path, monkeypatch, team):
     assert "front observes 4 numbers, in the first game at most 3" in say("--env-id", team.replace(":Team", ":Growing"), "--output-dir", tmp_path / "more")
     with pytest.raises(ValueError, match="no licence"):  # of the user's own code
         command(seqwm, monkeypatch, "--env-id", team.replace(":Team", ":Raises"))
-    assert "--gamma 1.5: must be from 0 to 1" in say("--gamma", 1.5)
+    for flag in ("--gamma", "--tau"):
+        assert f"{flag} 1.5: must be from 0 to 1" in say(flag, 1.5)
     assert "--updates-per-step 0.0: must be above 0" in say("--updates-per-step", 0)
     assert "--learning-rate nan: must be above 0" in say("--learning-rate", "nan")
     assert "--hidden-dim 0: must be at least 1" in say("--hidden-dim", 0)
@@ -266,6 +268,11 @@ def test_what_cannot_be_run(tmp_path, monkeypatch, team):
     assert "lower --learning-rate" in say(*words, "--output-dir", tmp_path / "run")
     assert not checkpoints(tmp_path / "run") and "no checkpoint" in say("--evaluate", tmp_path / "run")
     assert "cannot change on resume" in say("--resume", tmp_path / "run", "--model", "joint")
+    say("--resume", tmp_path / "run")
+    assert "run: has no checkpoint, so the run begins at step 0\n" in capsys.readouterr().out
+    with monkeypatch.context() as patch:  # a folder envs/ of the user's own
+        patch.setitem(sys.modules, "envs.simple_spread", None)
+        assert "--env-id simple_spread: needs the folder envs/ of the repository" in say()
     words = as_flags(SMALL | {"env_id": team})
     command(seqwm, monkeypatch, *words, "--output-dir", tmp_path / "team")
     path = tmp_path / "team.py"
