@@ -255,8 +255,3 @@ def test_an_own_task_without_verdicts_and_one_that_fails(tmp_path):
         load_task(Args(**SMALL | CALCULATOR))
     with pytest.raises(KeyError, match="score"):
         load_task(own_task(tmp_path, "Broken"))
-
-
-@pytest.mark.quick
-def test_wrong_flags(monkeypatch):
-    assert "--critic-alpha -1.0: expected a finite number from 0" in refusal(critic_search, monkeypatch, "--critic-alpha", "-1")
