@@ -129,11 +129,6 @@ class Broken(Levers):
         return super().step(actions)[:2]
 
 
-class Wide(Levers):
-    def reset(self, seed):
-        return np.zeros((len(self.tasks), 3))
-
-
 class Gymnasium(Levers):
     def reset(self, *, seed=None, options=None):
         return super().reset(seed), {}
@@ -203,7 +198,7 @@ def test_own_data_and_environment(own, tmp_path, monkeypatch):
     assert found[50, "eval/train/optimal_return"] == 2 and found[50, "eval/new/optimal_return"] == 5.5
 
 
-SENTENCES = {"Broken": "step gives no (observations", "Wide": "reset gives (2, 3)", "No": "no function", "Info": "reset gives tuple"}
+SENTENCES = {"Broken": "step gives no (observations", "No": "no function", "Info": "reset gives tuple"}
 SENTENCES |= {"Gymnasium": "the call reset(seed) must", "Alone": "the call CLASS(tasks) must", "Two": "the call step(actions) must"}
 SENTENCES |= {"Best": "best_returns gives (), expected (2,)"}
 
