@@ -110,19 +110,6 @@ def test_every_graph_is_learned_from_its_own_games(tmp_path, monkeypatch):
     assert len(set(map(tuple, pairs))) == 2 == len({name for _, name in pairs})
 
 
-def test_tally_of_its_example():
-    """One graph, horizon 6: after 16 rounds those up to round 10 are known; with two graphs those up to round 5."""
-    for num_graphs, known in ((1, 10), (2, 5)):
-        tally = arac.Tally(30, 6, num_graphs, "cpu")
-        for now in range(6 * num_graphs, 16):  # a game of one step that is won, one of two steps that is lost
-            won = torch.tensor([True, False])
-            tally.add(now, won, torch.tensor([True, True]), torch.tensor([1, 2]))
-        games = sum(first <= known for now in range(6 * num_graphs, 16) for first in (now, now - num_graphs))
-        wins = sum(now <= known for now in range(6 * num_graphs, 16))
-        assert tally.take(16) == [wins, games, wins + 2 * (games - wins)]
-        assert tally.take(16) == [0, 0, 0] and tally.counted == known + 1
-
-
 def test_two_files_of_one_stem_have_scores_each(tmp_path, capsys):
     names = []
     for folder, size in (("a", 6), ("b", 9)):
