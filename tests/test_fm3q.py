@@ -112,17 +112,6 @@ def test_reference_enumeration_of_the_mixer():
     close(signed_mixer()(best[:, :2], best[:, 2:], state[None])[0], found["q_tot_at_greedy"])
 
 
-def test_pairwise_mixer():
-    """By hand: pairs worth 3 - 0.5 and 1 - 2 make a value of 0.75, those worth -1 and -5 one of -3."""
-    pro_q = torch.tensor([[3.0, 1.0], [0.0, -4.0]], requires_grad=True)
-    ant_q = torch.tensor([[0.5, 2.0], [1.0, 1.0]], requires_grad=True)
-    values = Mixer("pairwise", 2, 2, 3)(pro_q, ant_q, torch.randn(2, 3))
-    close(values, [0.75, -3.0])
-    values.sum().backward()
-    close(pro_q.grad, [[0.5, 0.5]] * 2)
-    close(ant_q.grad, [[-0.5, -0.5]] * 2)
-
-
 def test_reference_fixed_point_of_the_released_loss():
     """Least squares on pairwise_targets of uniformly random play of the small ARAT game, until nothing changes."""
     case = ARAT["official_pairwise_fixed_point_uniform_data"]
