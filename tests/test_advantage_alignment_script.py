@@ -14,6 +14,7 @@ from language_runs import (
     spy,
     train,
     two_processes_equal_one,
+    whole_run,
 )
 from processes import ROOT
 from run_folders import assert_tags_of_pages, refusal, tags
@@ -27,15 +28,7 @@ SMALL |= {"eval_steps": 0, "eval_games": 2, "eval_samples": 2, "save_steps": 0}
 LONG = SMALL | {"games": ("ipd", "coins"), "max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04}
 COMMONS = f"{ROOT}/envs/examples/commons.py:Commons"
 train_here = partial(train, advantage_alignment, **SMALL)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Folder of two uninterrupted steps, and what the updates were given."""
-    run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    with spy(advantage_alignment) as given:
-        train(advantage_alignment, run_dir, **LONG)
-    return run_dir, given
+whole = whole_run(advantage_alignment, LONG)
 
 
 def test_every_turn_is_updated_with_the_credit_of_its_round_and_player(whole):

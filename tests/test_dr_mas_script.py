@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
+from language_runs import (
+    completions,
+    kill_and_resume,
+    numbers,
+    spy,
+    train,
+    two_processes_equal_one,
+    whole_run,
+)
 from processes import ROOT
 from run_folders import assert_close, assert_tags_of_pages, tags
 from safetensors.torch import load_file, save_file
@@ -25,6 +33,7 @@ SMALL |= {"eval_problems": 2, "num_generations_eval": 2, "eval_steps": 0, "save_
 SMALL |= {"reward": (f"{Path(__file__).resolve()}:parity",)}  # few answers of the tiny models are right
 LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04, "num_iterations": 2}
 train_here = partial(train, dr_mas, **SMALL)
+whole = whole_run(dr_mas, LONG)
 AGENTS = ("router", "searcher", "responder")
 TEAM = """\
 from envs.search_qa import SearchQA
@@ -81,15 +90,6 @@ def expected_advantages(rows: list[dict], normalization: str) -> list[float]:
             score = row["rewards"]["parity"] - 0.1 * (not call["valid"])
             calls.append((score, i // 4, AGENTS.index(call["agent"]), i))
     return agent_advantages(*map(torch.tensor, zip(*calls)), normalization).tolist()
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Folder of two uninterrupted steps, and what the updates were given."""
-    run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    with spy(dr_mas) as given:
-        train(dr_mas, run_dir, **LONG)
-    return run_dir, given
 
 
 def test_command_and_its_files(whole):
