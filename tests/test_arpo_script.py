@@ -6,14 +6,7 @@ from functools import partial
 import language_runs
 import pytest
 import torch
-from language_runs import (
-    completions,
-    kill_and_resume,
-    numbers,
-    train,
-    two_processes_equal_one,
-    whole_run,
-)
+from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
 from run_folders import assert_tags_of_pages, tags
 
 from algorithms import arpo, empg
@@ -25,7 +18,7 @@ SMALL = language_runs.SMALL
 LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04}
 BRANCHES = {"initial_rollouts": 1, "branch_probability": 0.8, "hops": (1, 3)}
 train_here = partial(train, arpo, **SMALL)
-whole = whole_run(arpo, LONG)
+whole = language_runs.whole_run(arpo, LONG)
 
 
 @pytest.mark.quick

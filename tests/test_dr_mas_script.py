@@ -6,17 +6,10 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import language_runs
 import pytest
 import torch
-from language_runs import (
-    completions,
-    kill_and_resume,
-    numbers,
-    spy,
-    train,
-    two_processes_equal_one,
-    whole_run,
-)
+from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
 from processes import ROOT
 from run_folders import assert_close, assert_tags_of_pages, tags
 from safetensors.torch import load_file, save_file
@@ -33,7 +26,7 @@ SMALL |= {"eval_problems": 2, "num_generations_eval": 2, "eval_steps": 0, "save_
 SMALL |= {"reward": (f"{Path(__file__).resolve()}:parity",)}  # few answers of the tiny models are right
 LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04, "num_iterations": 2}
 train_here = partial(train, dr_mas, **SMALL)
-whole = whole_run(dr_mas, LONG)
+whole = language_runs.whole_run(dr_mas, LONG)
 AGENTS = ("router", "searcher", "responder")
 TEAM = """\
 from envs.search_qa import SearchQA

@@ -7,14 +7,7 @@ from functools import partial
 import language_runs
 import pytest
 import torch
-from language_runs import (
-    completions,
-    kill_and_resume,
-    numbers,
-    train,
-    two_processes_equal_one,
-    whole_run,
-)
+from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
 from run_folders import assert_tags_of_pages, tags
 
 from algorithms import empg
@@ -25,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SMALL = language_runs.SMALL
 LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04}
 train_here = partial(train, empg, **SMALL)
-whole = whole_run(empg, LONG)
+whole = language_runs.whole_run(empg, LONG)
 
 
 @pytest.mark.quick

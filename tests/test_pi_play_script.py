@@ -6,14 +6,7 @@ from functools import partial
 
 import language_runs
 import pytest
-from language_runs import (
-    completions,
-    kill_and_resume,
-    numbers,
-    train,
-    two_processes_equal_one,
-    whole_run,
-)
+from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
 from processes import ROOT, as_flags
 from run_folders import assert_close, assert_tags_of_pages, command, tags
 from safetensors.torch import load_file
@@ -30,7 +23,7 @@ LONG = SMALL | {"max_steps": 5, "student_steps": 2, "save_steps": 1, "eval_steps
 LONG |= {"beta": 0.04}
 EXAMINER, STUDENT = (1, 4), (2, 3, 5)  # steps of the two policies in LONG
 train_here = partial(train, pi_play, **SMALL)
-whole = whole_run(pi_play, LONG)  # one step of the examiner, two of the student, one of the examiner, one more
+whole = language_runs.whole_run(pi_play, LONG)  # one step of the examiner, two of the student, one of the examiner, one more
 
 
 def assert_logged_means(found, step: int, episodes, advantages: list[float]) -> None:
