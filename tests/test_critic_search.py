@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_grpo import assert_close
+from test_grpo import tensor
+from test_igpo import assert_rows_close
 
 from algorithms import critic_search
 from algorithms.critic_search import Args, Episode, hybrid_advantages, judge, spoil
@@ -25,27 +26,17 @@ CASES = json.loads((Path(__file__).parent / "reference" / "critic_search.json").
 name = lambda case: case["name"]  # noqa: E731
 
 
-def tensor(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.double)
-
-
-def assert_rows_close(actual, expected, tolerance: float = 1e-9) -> None:
-    assert [len(row) for row in actual] == [len(row) for row in expected]
-    for ours, theirs in zip(actual, expected):
-        assert_close(ours, tensor(theirs), tolerance)
-
-
 @pytest.mark.parametrize("case", CASES["hybrid_advantage"]["items"], ids=name)
 def test_reference_hybrid_advantages(case):
     """All of it; its outcome part by alpha 0; its turn part by alpha 1, where convex leaves the outcome out."""
     settings = {key: case[key] for key in ("pool", "ddof", "eps")}
     outcomes, verdicts = tensor(case["outcomes"]), case["verdicts"]
     found = hybrid_advantages(outcomes, verdicts, alpha=case["alpha"], mix=case["mix"], **settings)
-    assert_rows_close(found, case["advantages"])
+    assert_rows_close(found, case["advantages"], 1e-9)
     outcome = hybrid_advantages(outcomes, verdicts, alpha=0, **settings)
-    assert_rows_close(outcome, [[z] * (len(row) + 1) for z, row in zip(case["outcome"], verdicts)])
+    assert_rows_close(outcome, [[z] * (len(row) + 1) for z, row in zip(case["outcome"], verdicts)], 1e-9)
     turn = hybrid_advantages(outcomes, verdicts, alpha=1, **settings)
-    assert_rows_close(turn, [[*row, 0.0] for row in case["turn"]])
+    assert_rows_close(turn, [[*row, 0.0] for row in case["turn"]], 1e-9)
 
 
 def question(hops: int, seed: int = 0):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_grpo import Recorder, flat, relative
+from test_grpo import Recorder, flat, relative, tensor
 
 from algorithms import dipllm
 from algorithms.dipllm import (
@@ -31,10 +31,6 @@ CASES = json.loads((Path(__file__).parent / "reference" / "dipllm.json").read_te
 TREES = CASES["factorisation"]["items"]
 TINY = Args(anchor_temperature=10.0)
 ids = lambda case: case["name"]  # noqa: E731
-
-
-def tensor(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def close(found, expected, absolute: float = 1e-6) -> None:

@@ -23,6 +23,10 @@ def assert_close(actual, expected, tolerance=2e-5):
     torch.testing.assert_close(actual.detach(), expected, rtol=tolerance, atol=tolerance)
 
 
+def tensor(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
 # --- Reference: the output of other people's code ---------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_grpo import G, Recorder, flat, relative, tiny_model
+from test_grpo import G, Recorder, flat, relative, tensor, tiny_model
 from test_grpo import some_batch as grpo_batch
 
 from algorithms import opd
@@ -34,10 +34,6 @@ ADVANTAGES = [
 MASKS = [case for case in FILE["cases"] if "masked_ids" in case]
 SOURCES = {"ref": "teacher", "actor": "student"}
 ids = lambda case: case["name"]  # noqa: E731
-
-
-def tensor(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 STUDENT, TEACHER = tensor(INPUTS["student_logits"]), tensor(INPUTS["teacher_logits"])  # (2,5,12)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import test_grpo
 import torch
-from test_grpo import Recorder, flat, relative
+from test_grpo import Recorder, flat, relative, tensor
 
 from algorithms import pi_play
 from algorithms.pi_play import Args, hop_advantages, reverse_kl, token_divergence, update
@@ -21,10 +21,6 @@ BLOCKS, SUPPORTS = (json.loads((REFERENCE / f"{name}.json").read_text()) for nam
 CASES = {case["name"]: case for case in BLOCKS["cases"]}
 LSM = {case["name"].split(" (")[0]: case for case in SUPPORTS["cases"]}
 KINDS = {1.0: "reverse_kl", 0.0: "forward_kl"}  # GKD's beta, SDPO's alpha
-
-
-def tensor(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def assert_close(actual, expected, tolerance: float = 1e-9) -> None:
