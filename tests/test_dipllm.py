@@ -302,16 +302,6 @@ def test_exploring_units_take_any_order():
         assert share == pytest.approx(0.5 + 0.5 / 3, abs=0.03)
 
 
-def test_anchor_temperature(loaded):
-    """Log-probabilities of legal orders are divided by it."""
-    model, tokenizer, args = loaded
-    (position, *_) = dipllm.collect(model, tokenizer, ["1"], ["1"], replace(args, search_steps=2))
-    plain, warm = (dipllm.model_policies(model, tokenizer, position.seats, args, t)[0] for t in (1.0, 4.0))
-    for prefix, table in plain.items():
-        close(warm[prefix], (table ** 0.25 / (table ** 0.25).sum()).tolist(), 1e-6)
-    assert (plain[()] - warm[()]).abs().max() > 0.02
-
-
 def test_scores_are_finite_with_a_cold_anchor(loaded):
     """The anchor's probabilities of some joint orders round to 0, those of the model do not."""
     model, tokenizer, args = loaded
