@@ -36,6 +36,19 @@ def spy(script):
         yield given
 
 
+def whole_run(script, values: dict):
+    """A fixture: the folder of an uninterrupted run with these flags, and what its updates were given."""
+
+    @pytest.fixture(scope="module")
+    def whole(tmp_path_factory):
+        run_dir = tmp_path_factory.mktemp("runs") / "whole"
+        with spy(script) as given:
+            train(script, run_dir, **values)
+        return run_dir, given
+
+    return whole
+
+
 def completions(run_dir) -> list[dict]:
     """Those that were trained on."""
     rows = [json.loads(line) for line in Path(run_dir, "completions.jsonl").open()]

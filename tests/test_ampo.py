@@ -29,7 +29,6 @@ from algorithms.ampo import (
     comprehension,
     group_advantages,
     num_replaced,
-    paper_weights,
     split_solution,
     token_weights,
 )
@@ -174,14 +173,6 @@ def test_a_teacher_s_token_that_becomes_much_likelier_keeps_the_gradient_finite(
     ampo_loss(logprobs, torch.tensor([-1.0, -120.0]), ones, ones, torch.tensor([False, True])).backward()
     p = math.exp(-2)
     assert_close(logprobs.grad, [-1.0, -0.1 * p / (p + 0.1) ** 2])
-
-
-def test_weights_of_the_paper():
-    """Equation 7 by hand: a question with two teachers of four, one without, two questions on another process."""
-    lengths = torch.tensor([2, 3, 4, 10, 1, 2, 3, 4])
-    is_teacher = torch.tensor([0, 0, 1, 1, 0, 0, 0, 0]).bool()
-    expected = [1 / 5, 1 / 5, 1 / 8, 1 / 20, 0.1, 0.1, 0.1, 0.1]
-    assert_close(4 * paper_weights(lengths, is_teacher, 4, 4), expected, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from control_runs import checkpoints, column, command, kill_and_resume, refusal, results, train
 from processes import as_flags
-from run_folders import assert_tags_of_pages, begin, events, tags
+from run_folders import assert_tags_of_pages, begin, tags
 
 from algorithms import arac
 from algorithms.arac import Args, make_graph
@@ -46,8 +46,6 @@ def test_command_and_its_files(tmp_path):
     metrics = results(tmp_path / "run")
     assert {step for step, tag in metrics if tag.startswith("eval/")} == {0, 200, 400}
     assert all(map(math.isfinite, metrics.values())) and max(column(metrics, "charts/episodic_length")) <= 6
-    board = events(tmp_path / "run")
-    assert {key: board[key] for key in metrics} == pytest.approx(metrics)
     names = [path.name for path in checkpoints(tmp_path / "run")]
     assert names == ["step_000000000320.pt", "step_000000000400.pt"]
     weights = torch.load(checkpoints(tmp_path / "run")[-1])["learners"][0]
@@ -108,19 +106,6 @@ def test_every_graph_is_learned_from_its_own_games(tmp_path, monkeypatch):
     values = {"graph": ("cycle_5", "cycle_8"), "total_timesteps": 400, "learning_starts": 200, "num_envs": 4, "horizon": 8, "eval_steps": 0}
     train(arac, tmp_path / "run", **values)
     assert len(set(map(tuple, pairs))) == 2 == len({name for _, name in pairs})
-
-
-def test_tally_of_its_example():
-    """One graph, horizon 6: after 16 rounds those up to round 10 are known; with two graphs those up to round 5."""
-    for num_graphs, known in ((1, 10), (2, 5)):
-        tally = arac.Tally(30, 6, num_graphs, "cpu")
-        for now in range(6 * num_graphs, 16):  # a game of one step that is won, one of two steps that is lost
-            won = torch.tensor([True, False])
-            tally.add(now, won, torch.tensor([True, True]), torch.tensor([1, 2]))
-        games = sum(first <= known for now in range(6 * num_graphs, 16) for first in (now, now - num_graphs))
-        wins = sum(now <= known for now in range(6 * num_graphs, 16))
-        assert tally.take(16) == [wins, games, wins + 2 * (games - wins)]
-        assert tally.take(16) == [0, 0, 0] and tally.counted == known + 1
 
 
 def test_two_files_of_one_stem_have_scores_each(tmp_path, capsys):

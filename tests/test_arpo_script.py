@@ -6,7 +6,7 @@ from functools import partial
 import language_runs
 import pytest
 import torch
-from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
+from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
 from run_folders import assert_tags_of_pages, tags
 
 from algorithms import arpo, empg
@@ -18,15 +18,7 @@ SMALL = language_runs.SMALL
 LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04}
 BRANCHES = {"initial_rollouts": 1, "branch_probability": 0.8, "hops": (1, 3)}
 train_here = partial(train, arpo, **SMALL)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Folder of two uninterrupted steps, and what the updates were given."""
-    run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    with spy(arpo) as given:
-        train(arpo, run_dir, **LONG)
-    return run_dir, given
+whole = language_runs.whole_run(arpo, LONG)
 
 
 @pytest.mark.quick

@@ -12,9 +12,9 @@ from language_runs import (
     completions,
     kill_and_resume,
     numbers,
-    spy,
     train,
     two_processes_equal_one,
+    whole_run,
 )
 from run_folders import assert_tags_of_pages, refusal, tags
 
@@ -28,15 +28,7 @@ SMALL, CALCULATOR = language_runs.SMALL, language_runs.CALCULATOR
 LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04, "hops": (1, 2, 3)}
 SPOILED = LONG | {"shuffle_verdicts": True, "flip_verdicts": 0.3}
 train_here = partial(train, critic_search, **SMALL)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Folder of two uninterrupted steps whose verdicts are spoiled, and what the updates were given."""
-    run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    with spy(critic_search) as given:
-        train(critic_search, run_dir, **SPOILED)
-    return run_dir, given
+whole = whole_run(critic_search, SPOILED)  # its verdicts are spoiled
 
 
 @pytest.mark.quick
@@ -255,8 +247,3 @@ def test_an_own_task_without_verdicts_and_one_that_fails(tmp_path):
         load_task(Args(**SMALL | CALCULATOR))
     with pytest.raises(KeyError, match="score"):
         load_task(own_task(tmp_path, "Broken"))
-
-
-@pytest.mark.quick
-def test_wrong_flags(monkeypatch):
-    assert "--critic-alpha -1.0: expected a finite number from 0" in refusal(critic_search, monkeypatch, "--critic-alpha", "-1")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_grpo import Recorder, flat, relative
+from test_grpo import Recorder, flat, relative, tensor
 
 from algorithms import dipllm
 from algorithms.dipllm import (
@@ -31,10 +31,6 @@ CASES = json.loads((Path(__file__).parent / "reference" / "dipllm.json").read_te
 TREES = CASES["factorisation"]["items"]
 TINY = Args(anchor_temperature=10.0)
 ids = lambda case: case["name"]  # noqa: E731
-
-
-def tensor(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def close(found, expected, absolute: float = 1e-6) -> None:
@@ -111,11 +107,6 @@ def test_reference_scores(case):
         close(found[power], scores)
 
 
-def test_scores_are_shares():
-    assert sum_of_squares([0, 0]) == [0.5, 0.5]
-    assert sum(sum_of_squares([3, 3, 3, 3, 3, 4, 3])) == pytest.approx(1)
-
-
 def random_board(seed: int, widths=(3, 2, 4)):
     """Q, conditional anchors and lambda, with units that have different numbers of orders."""
     torch.manual_seed(seed)
@@ -146,13 +137,6 @@ def test_the_product_is_the_joint_policy(seed):
         assert regularised_objective(policy, q, anchor, lamb) < value
     shifted = unit_policies(q + 7, anchors, lamb)[1]
     close(joint_policy(shifted), best.tolist(), 1e-12)
-
-
-def test_one_unit_is_pikl_and_a_large_lambda_the_anchor():
-    q, anchor = tensor([1.0, 0.2, -1.0]), tensor([0.2, 0.5, 0.3])
-    (policy,) = unit_policies(q, anchor[None], 0.5)[1]
-    close(policy, (anchor.log() + q / 0.5).softmax(0).tolist(), 1e-12)
-    close(unit_policies(q, anchor[None], 1e9)[1][0], anchor.tolist(), 1e-8)
 
 
 def board_search(seed: int, lamb: float, steps: int = 2000) -> dipllm.Position:
@@ -188,30 +172,6 @@ def test_pikl_hedge_reaches_its_fixed_point_and_hedge_the_equilibrium(seed):
     assert (equilibrium @ payoff).min() == pytest.approx(-program.fun, abs=1e-9)
     assert (x @ payoff @ y).item() == pytest.approx(-program.fun, abs=0.02)
     assert 0 <= exploitability(payoff, x, y) < 0.02
-
-
-@pytest.mark.parametrize("seed", range(2, 12))
-def test_soft_labels_have_the_largest_objective(seed):
-    """The ten boards of the study: soft against mean, argmax and anchor, with the Q of the search."""
-    position = board_search(seed, 0.1, 300)
-    searched = exploitability(position.payoff, *[seat.policy for seat in position.seats])
-    assert searched < exploitability(position.payoff, *[seat.anchor for seat in position.seats])
-    for seat in position.seats:
-        widths = [len(seat.options[prefix]) for prefix in [("H",) * unit for unit in range(3)]]
-        anchors = [
-            torch.full(widths[: unit + 1], 1 / widths[unit], dtype=torch.float64)
-            for unit in range(3)
-        ]
-        objectives = {}
-        for backup in ("soft", "mean"):
-            policy = joint_policy(unit_policies(seat.q, anchors, 0.1, backup)[1])
-            objectives[backup] = regularised_objective(policy, seat.q, seat.anchor, 0.1)
-        close(joint_policy(unit_policies(seat.q, anchors, 0.1)[1]), seat.policy.tolist())
-        hard = torch.nn.functional.one_hot(seat.policy.argmax(), len(seat.q)).double()
-        objectives["argmax"] = regularised_objective(hard, seat.q, seat.anchor, 0.1)
-        objectives["anchor"] = regularised_objective(seat.anchor, seat.q, seat.anchor, 0.1)
-        assert max(objectives.values()) <= objectives["soft"] + 1e-12
-        assert objectives["argmax"] < objectives["soft"]
 
 
 @pytest.mark.parametrize("number", [27, 26, 9, 1])
@@ -346,16 +306,6 @@ def test_exploring_units_take_any_order():
         assert share == pytest.approx(0.5 + 0.5 / 3, abs=0.03)
 
 
-def test_anchor_temperature(loaded):
-    """Log-probabilities of legal orders are divided by it."""
-    model, tokenizer, args = loaded
-    (position, *_) = dipllm.collect(model, tokenizer, ["1"], ["1"], replace(args, search_steps=2))
-    plain, warm = (dipllm.model_policies(model, tokenizer, position.seats, args, t)[0] for t in (1.0, 4.0))
-    for prefix, table in plain.items():
-        close(warm[prefix], (table ** 0.25 / (table ** 0.25).sum()).tolist(), 1e-6)
-    assert (plain[()] - warm[()]).abs().max() > 0.02
-
-
 def test_scores_are_finite_with_a_cold_anchor(loaded):
     """The anchor's probabilities of some joint orders round to 0, those of the model do not."""
     model, tokenizer, args = loaded
@@ -423,17 +373,6 @@ def test_the_update_is_the_one_written_out(loaded, tokens):
     expected = flat([parameter.grad for parameter in model.parameters()])
     assert relative(recorder.gradient, expected) < 1e-5
     model.zero_grad()
-
-
-def test_queries_are_never_divided(loaded):
-    queries = some_queries(loaded)
-    for tokens in (8, 300, 2000):
-        passes = dipllm.micro_batches(queries, Args(micro_batch_tokens=tokens), torch.device("cpu"))
-        assert sorted(n for packed in passes for n in packed.numbers) == list(range(len(queries)))
-        assert all(
-            packed.num_orders == [len(queries[n].orders) for n in packed.numbers]
-            for packed in passes
-        )
 
 
 def test_blotto():

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 from language_runs import numbers
-from processes import ROOT, as_flags, fork
-from run_folders import command, metrics, refusal
+from processes import as_flags, fork
+from run_folders import command, metrics, path_of, refusal
 
 from algorithms import grpo, mdpo, stream_x, unimodal_poisson
 
@@ -23,10 +23,6 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFIN
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
-def path_of(script):
-    return ROOT / "algorithms" / f"{script.__name__.rpartition('.')[2]}.py"
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,12 @@
 
 import csv
 import importlib
-import json
 import math
 import random
 import sys
 
 import pytest
+from test_problems import write
 
 from envs import retriever
 from envs.retriever import Documents, Retriever, split
@@ -20,11 +20,6 @@ ROWS = [
 ]
 SHOWN = ["Nile: The Nile is a river. It is long.", "River mouths: A delta is where a river ends.", "Nothing here."]
 pytest.importorskip("bm25s")
-
-
-def write_lines(path, rows) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def exact_ranks(texts: list[str], query: str, top_k: int, k1: float = 1.2, b: float = 0.75) -> list[str]:
@@ -49,7 +44,7 @@ def test_the_best_documents_are_the_exact_ones(tmp_path):
     frequency = [1 / (number + 1) for number in range(300)]
     texts = [" ".join(generator.choices(words, frequency, k=generator.randint(20, 60))) for _ in range(400)]
     queries = [" ".join(generator.choices(words, frequency, k=6)) for _ in range(40)]
-    found = Documents(write_lines(tmp_path / "own.jsonl", [{"text": text} for text in texts]))
+    found = Documents(write(tmp_path / "own.jsonl", [{"text": text} for text in texts]))
     expected = [exact_ranks(texts, query, 5) for query in queries]
     assert found.search_batch(queries, 5) == expected
     fast = Retriever([("", text) for text in texts]).search_batch(queries, 5)
@@ -60,23 +55,23 @@ def test_the_best_documents_are_the_exact_ones(tmp_path):
 
 def test_formats_equal_scores_and_broken_rows(tmp_path):
     paths = [tmp_path / "own.jsonl", tmp_path / "own.csv"]
-    write_lines(paths[0], ROWS)
+    write(paths[0], ROWS)
     with open(paths[1], "w", newline="") as file:
         csv.writer(file).writerows([("title", "text"), *(row.values() for row in ROWS)])
     contents = [{"id": "1", "contents": f'"{row["title"]}"\n{row["text"]}'} for row in ROWS]  # of Search-R1
-    for path in (*map(str, paths), write_lines(tmp_path / "contents.jsonl", contents)):
+    for path in (*map(str, paths), write(tmp_path / "contents.jsonl", contents)):
         assert Documents(path).texts == SHOWN, path
-    titled = Documents(write_lines(tmp_path / "titled.jsonl", [{"text": "Ann knows Bo."}, {"title": "Bo", "text": "Bo knows Ann."}]))
+    titled = Documents(write(tmp_path / "titled.jsonl", [{"text": "Ann knows Bo."}, {"title": "Bo", "text": "Bo knows Ann."}]))
     assert titled.search("Bo", 1) == ["Bo knows Ann."], "a title counts, also where the text begins with it"
     same = [{"title": "A", "text": f"twin {n}"} for n in "dcab"] + [{"text": "x " * 600}]
-    twins = Documents(write_lines(tmp_path / "same.jsonl", same))
+    twins = Documents(write(tmp_path / "same.jsonl", same))
     assert twins.search("twin", 3) == ["A: twin d", "A: twin c", "A: twin a"]
     assert len(twins.search("x")[0]) == 1000, "a long document is cut"
     for row in ({"title": "A"}, {"text": 3}, {"title": 3, "text": "b"}):
         with pytest.raises(ValueError, match=r"^.+own.jsonl, line 1: found .+, expected title and text$"):
-            Documents(write_lines(paths[0], [row]))
+            Documents(write(paths[0], [row]))
     with pytest.raises(ValueError, match="own.jsonl: found no words"):
-        Documents(write_lines(paths[0], [{"text": "..."}]))
+        Documents(write(paths[0], [{"text": "..."}]))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -85,9 +80,9 @@ def test_a_script_searches_them_without_a_server(name, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     script = importlib.import_module(f"algorithms.{name}")
     questions = [{"question": f"Who is number {number}?", "answers": ["Ann"]} for number in range(40)]
-    write_lines(tmp_path / "train.jsonl", questions)
-    write_lines(tmp_path / "test.jsonl", questions)
-    write_lines(tmp_path / "own.jsonl", ROWS)
+    write(tmp_path / "train.jsonl", questions)
+    write(tmp_path / "test.jsonl", questions)
+    write(tmp_path / "own.jsonl", ROWS)
     retriever.read_documents.cache_clear()
     words = "--dataset train.jsonl --eval-dataset test.jsonl --documents own.jsonl --retriever-top-k"
     words += " 1 --env search_qa"
@@ -119,9 +114,9 @@ def test_a_script_searches_them_without_a_server(name, tmp_path, monkeypatch, ca
 def test_a_resumed_run_finds_its_files_elsewhere_and_another_server(tmp_path, monkeypatch, capsys):
     """The same contents under another name, in scripts of each kind; other contents are refused."""
     monkeypatch.chdir(tmp_path)
-    write_lines(tmp_path / "train.jsonl", ROWS)
-    write_lines(tmp_path / "moved.jsonl", ROWS)
-    write_lines(tmp_path / "other.jsonl", ROWS[:2])
+    write(tmp_path / "train.jsonl", ROWS)
+    write(tmp_path / "moved.jsonl", ROWS)
+    write(tmp_path / "other.jsonl", ROWS[:2])
 
     def resume(script, words: str = ""):
         monkeypatch.setattr(sys, "argv", ["x", "--resume", script.__name__, *words.split()])
@@ -153,6 +148,6 @@ def test_a_resumed_run_finds_its_files_elsewhere_and_another_server(tmp_path, mo
     script.open_run(script.parse_args(), rank=0)
     monkeypatch.setattr(sys, "argv", "igpo --resume own".split())
     assert script.parse_args().documents == "moved.jsonl", "a second resume knows the new place"
-    write_lines(tmp_path / "moved.jsonl", ROWS[1:])  # the same name
+    write(tmp_path / "moved.jsonl", ROWS[1:])  # the same name
     with pytest.raises(SystemExit, match="the run began with moved.jsonl, which had other contents"):
         script.parse_args()

@@ -6,6 +6,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import language_runs
 import pytest
 import torch
 from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
@@ -25,6 +26,7 @@ SMALL |= {"eval_problems": 2, "num_generations_eval": 2, "eval_steps": 0, "save_
 SMALL |= {"reward": (f"{Path(__file__).resolve()}:parity",)}  # few answers of the tiny models are right
 LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04, "num_iterations": 2}
 train_here = partial(train, dr_mas, **SMALL)
+whole = language_runs.whole_run(dr_mas, LONG)
 AGENTS = ("router", "searcher", "responder")
 TEAM = """\
 from envs.search_qa import SearchQA
@@ -81,15 +83,6 @@ def expected_advantages(rows: list[dict], normalization: str) -> list[float]:
             score = row["rewards"]["parity"] - 0.1 * (not call["valid"])
             calls.append((score, i // 4, AGENTS.index(call["agent"]), i))
     return agent_advantages(*map(torch.tensor, zip(*calls)), normalization).tolist()
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Folder of two uninterrupted steps, and what the updates were given."""
-    run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    with spy(dr_mas) as given:
-        train(dr_mas, run_dir, **LONG)
-    return run_dir, given
 
 
 def test_command_and_its_files(whole):

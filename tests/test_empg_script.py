@@ -7,7 +7,7 @@ from functools import partial
 import language_runs
 import pytest
 import torch
-from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
+from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
 from run_folders import assert_tags_of_pages, tags
 
 from algorithms import empg
@@ -18,15 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SMALL = language_runs.SMALL
 LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04}
 train_here = partial(train, empg, **SMALL)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Folder of two uninterrupted steps, and what the updates were given."""
-    run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    with spy(empg) as given:
-        train(empg, run_dir, **LONG)
-    return run_dir, given
+whole = language_runs.whole_run(empg, LONG)
 
 
 @pytest.mark.quick

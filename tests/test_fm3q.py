@@ -112,17 +112,6 @@ def test_reference_enumeration_of_the_mixer():
     close(signed_mixer()(best[:, :2], best[:, 2:], state[None])[0], found["q_tot_at_greedy"])
 
 
-def test_pairwise_mixer():
-    """By hand: pairs worth 3 - 0.5 and 1 - 2 make a value of 0.75, those worth -1 and -5 one of -3."""
-    pro_q = torch.tensor([[3.0, 1.0], [0.0, -4.0]], requires_grad=True)
-    ant_q = torch.tensor([[0.5, 2.0], [1.0, 1.0]], requires_grad=True)
-    values = Mixer("pairwise", 2, 2, 3)(pro_q, ant_q, torch.randn(2, 3))
-    close(values, [0.75, -3.0])
-    values.sum().backward()
-    close(pro_q.grad, [[0.5, 0.5]] * 2)
-    close(ant_q.grad, [[-0.5, -0.5]] * 2)
-
-
 def test_reference_fixed_point_of_the_released_loss():
     """Least squares on pairwise_targets of uniformly random play of the small ARAT game, until nothing changes."""
     case = ARAT["official_pairwise_fixed_point_uniform_data"]
@@ -265,16 +254,6 @@ def test_targets_follow_after_so_many_updates(tau):
         torch.testing.assert_close(found, (1 - tau) * old + tau * online)
 
 
-def test_all_weights_are_trained():
-    """They are views of one vector; its gradient is clipped."""
-    learner, args = uniform_learner(max_grad_norm=0.5)
-    before = [parameter.clone() for parameter in learner.online.parameters()]
-    for number in range(1, 4):
-        update(learner, args, number)
-    assert not any(map(torch.equal, before, learner.online.parameters()))
-    assert learner.weights.grad.norm() == pytest.approx(0.5)
-
-
 def test_exploration_is_every_agent_by_itself():
     learner, args = uniform_learner()
     game = make_game(args, 20_000, 0, "cpu")
@@ -283,13 +262,6 @@ def test_exploration_is_every_agent_by_itself():
     other = fm3q.act(learner.online, game, 0.4) != best  # half of the random actions are the best ones
     assert other.float().mean(0).tolist() == pytest.approx([0.2] * 4, abs=0.02)
     assert (other[:, 0] & other[:, 2]).float().mean() == pytest.approx(0.04, abs=0.01)
-
-
-def test_all_agents_see_the_same_or_each_its_own():
-    net = fm3q.UtilityNet(5, 3, 2, 8)
-    same = torch.randn(4, 1, 5)
-    torch.testing.assert_close(net(same), net(same.expand(4, 3, 5)))
-    assert not torch.equal(net(same)[:, 0], net(same)[:, 1]), "the agent's number counts"
 
 
 def test_the_value_of_a_state_is_what_its_targets_have_in_the_mean():

@@ -23,6 +23,7 @@ from run_folders import (
     tags,
 )
 from safetensors.torch import load_file
+from test_problems import write
 
 from algorithms import grpo
 
@@ -214,16 +215,12 @@ def given(problem, completion):
 """
 
 
-def write_lines(path: Path, rows) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture
 def data(tmp_path) -> Path:
     """A folder with problems to train on, problems to evaluate on, and rewards."""
     rows = [{"question": f"What is {n} + {n}?", "value": 2 * n} for n in range(40)]
-    write_lines(tmp_path / "train.jsonl", rows)
-    write_lines(tmp_path / "test.jsonl", [{"prompt": f"Say {n}", "value": n} for n in range(7)])
+    write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "test.jsonl", [{"prompt": f"Say {n}", "value": n} for n in range(7)])
     (tmp_path / "rewards.py").write_text(REWARDS)
     return tmp_path
 
@@ -264,7 +261,7 @@ def test_system_prompt_and_template_settings(tmp_path):
 
 def test_the_system_prompt_replaces_that_of_a_line(data, tmp_path):
     chat = [{"role": "system", "content": "Shout."}, {"role": "user", "content": "Say 1"}]
-    write_lines(data / "train.jsonl", [{"problem": "1", "prompt": chat}] * 20)
+    write(data / "train.jsonl", [{"problem": "1", "prompt": chat}] * 20)
     values = {"dataset": str(data / "train.jsonl"), "eval_dataset": str(data / "test.jsonl")}
     values |= {"reward": (f"{data}/rewards.py:ones",), "system_prompt": "Whisper."}
     train_here(tmp_path / "run", **values)
@@ -273,7 +270,7 @@ def test_the_system_prompt_replaces_that_of_a_line(data, tmp_path):
 
 def test_long_prompts_are_left_out_and_counted(data, tmp_path, capsys):
     rows = [{"prompt": "Add 1. " * (40 if n % 3 == 0 else 1) + str(n)} for n in range(20)]
-    write_lines(data / "train.jsonl", rows)
+    write(data / "train.jsonl", rows)
     values = {"dataset": str(data / "train.jsonl"), "eval_dataset": str(data / "test.jsonl")}
     values |= {"reward": (f"{data}/rewards.py:ones",), "max_prompt_length": 60, "max_steps": 5}
     train_here(tmp_path / "run", **values)

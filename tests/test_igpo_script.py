@@ -7,7 +7,7 @@ from functools import partial
 import language_runs
 import pytest
 import torch
-from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
+from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
 from run_folders import assert_tags_of_pages, tags
 
 from algorithms import igpo
@@ -18,15 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SMALL, CALCULATOR = language_runs.SMALL, language_runs.CALCULATOR
 LONG = SMALL | {"max_steps": 2, "save_steps": 1, "eval_steps": 2, "beta": 0.04}
 train_here = partial(train, igpo, **SMALL)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Folder of two uninterrupted steps, and what the updates were given."""
-    run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    with spy(igpo) as given:
-        train(igpo, run_dir, **LONG)
-    return run_dir, given
+whole = language_runs.whole_run(igpo, LONG)
 
 
 @pytest.mark.quick

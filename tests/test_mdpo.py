@@ -12,7 +12,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from algorithms import mdpo
-from algorithms.mdpo import Agent, Args, actor_loss, tsallis_log
+from algorithms.mdpo import Agent, Args, tsallis_log
 
 CASES = json.loads((Path(__file__).parent / "reference" / "mdpo.json").read_text())["vectors"]
 
@@ -155,13 +155,6 @@ def test_several_steps_leave_the_old_policy_where_it_was():
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step()
     assert_close(torch.stack([metrics["kl"], metrics["policy_loss"]]), torch.stack([kl, loss]), 1e-4 * kl.item())
-
-
-def test_equal_coefficients_are_the_actor_loss_of_sac():
-    log_probs, old, q_values = torch.randn(3, 50)
-    assert_close(actor_loss(log_probs, old, q_values, 0.3, 0.3, 1.0), (0.3 * log_probs - q_values).mean(), 1e-6)
-    found = actor_loss(log_probs, old, q_values, 0.3 + 1 / 5, 0.3, 1.0)  # a step size of 5
-    assert_close(found, (0.3 * log_probs + (log_probs - old) / 5 - q_values).mean(), 1e-6)
 
 
 def test_rollout_and_advantages():

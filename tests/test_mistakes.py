@@ -68,7 +68,6 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("igpo", "--env own.py:Task", "--env own.py:Task: needs --model-name-or-path"),
     ("arpo", "--initial-rollouts 9", "--initial-rollouts: give 1 to --num-generations"),
     ("igpo", "--hops 5", "hops from 1 to 4"),
-    ("igpo", "--max-turns 0", "--max-turns 0: expected a finite number from 1"),
     ("igpo", "--normalization joint --advantage f1", "--normalization joint: needs gains and outcomes"),
     ("igpo", "--dataset questions.jsonl", "--retriever-url"),
     ("igpo", f"--dataset nothing.jsonl {SERVER}", "nothing.jsonl: no such file"),
@@ -90,8 +89,6 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("pi_play", "--max-completion-length 5000", "--max-prompt-length + --max-completion-length"),
     ("pi_play", "--max-prompt-length 1024", "the teacher reads up to twice this"),
     ("pi_play", "--lambda-schedule -1", "--lambda-schedule: expected finite numbers from 0"),
-    ("pi_play", "--lambda-schedule 1 nan", "--lambda-schedule: expected finite numbers from 0"),
-    ("pi_play", "--distill-top-k 0", "--distill-top-k: teaches nothing below 2"),
     ("pi_play", "--distill-top-k 1", "--distill-top-k: teaches nothing below 2"),
     ("pi_play", "--teacher-tau 3", "--teacher-tau 3.0: expected a number from 0 to 1"),
     ("pi_play", "--examiner-steps 0 --student-steps 0", "expected at least one step in a round"),
@@ -100,12 +97,8 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("fm3q", "--env-id own.py:nowhere", "the file has no function 'nowhere'"),
     ("fm3q", "--env-id pong --num-pro 11", "--num-pro, --num-ant: at most 10 paddles fit on a side"),
     ("fm3q", "--gamma 1", "--gamma 1: must be from 0 to below 1, as this game does not end"),
-    ("fm3q", "--total-timesteps 0", "--total-timesteps 0: must be at least 1"),
     ("fm3q", "--buffer-size 8", "--buffer-size 8: must be at least"),
     ("fm3q", "--env-id pong --num-ant 3 --mixer pairwise", "2 against 3"),
-    ("seqwm", "--env-id mpe2.simple_spread_v3", "continuous_actions"),
-    ("seqwm", "--env-id chess", "or a module of PettingZoo, see --help"),
-    ("seqwm", "--num-samples 4", "--num-samples 4: elites and those of the actors are among them"),
     ("arac", "--gamma 1.01", "--gamma 1.01: must be from 0 to 1"),
     ("arac", "--target-network-frequency 0", "--target-network-frequency 0: must be at least 1"),
     ("arac", "--graph cycle_8 cycle_12 --num-envs 8 --buffer-size 15", "--buffer-size 15: must be at least 16"),
@@ -127,19 +120,10 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("unimodal_poisson", "--num-minibatches 7", "does not divide 2048"),
     ("unimodal_poisson", "--total-timesteps 100", "fewer than the 2048 steps"),
     ("unimodal_poisson", "--num-minibatches 0", "--num-minibatches 0: must be at least 1"),
-    ("unimodal_poisson", "--update-epochs 0", "--update-epochs 0: must be at least 1"),
     ("unimodal_poisson", "--video", "--video: goes with --evaluate RUN"),
-    ("unimodal_poisson", "--eval-episodes -1", "--eval-episodes -1: must be at least 0"),
-    ("unimodal_poisson", "--total-timesteps -5", "fewer than the 2048 steps"),
     ("mdpo", "--method off_policy --ent-coef 2", "--kl-coef 1: must be at least --ent-coef, 2"),
     ("mdpo", "--tsallis-q 0.5", "--tsallis-q 0.5: must be from 1 to 2"),
-    ("mdpo", "--sgd-steps 0", "--sgd-steps 0: must be at least 1"),
-    ("fm3q", "--num-envs 0", "--num-envs 0: must be at least 1"),
-    ("arac", "--horizon 0", "--horizon 0: must be at least 1"),
     ("meta_dt", "--data nothing --env-id none", "--data: nothing/train holds no .npz file"),
-    ("meta_dt", "--env-id Hoper-v5", "expected point_robot, cheetah_velocity, FILE.py:Class, or none"),
-    ("meta_dt", "--env-id nothing.py:make", "there is no file nothing.py"),
-    ("mdpo", "--env-id Hoper-v5", "--env-id Hoper-v5: Environment"),
     ("mdpo", "--env-id CartPole-v1", "actions must be Box"),
     ("mdpo", "--output-dir own.py/run --env-id Pendulum-v1", "--output-dir own.py/run: cannot be made (Not a directory)"),
     ("mdpo", "--resume other_version", "other_version: no run folder, or of another version of this script ("),
@@ -206,7 +190,7 @@ def folder(tmp_path, monkeypatch):
 
 def refuse(script: str, words: str, sentence: str, monkeypatch, capsys) -> None:
     module = importlib.import_module(f"algorithms.{script}")
-    is_control = script in ("fm3q", "arac", "unimodal_poisson", "mdpo", "seqwm", "meta_dt")
+    is_control = script in ("fm3q", "arac", "unimodal_poisson", "mdpo", "meta_dt")
     more = "" if is_control or "--resume" in words else LANGUAGE
     monkeypatch.setattr(sys, "argv", [script, *more.split(), *shlex.split(words)])
     with pytest.raises(SystemExit) as stop:

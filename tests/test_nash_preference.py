@@ -14,6 +14,7 @@ from test_grpo import (
     plain_chosen,
     relative,
     some_batch,
+    tensor,
     tiny_model,
 )
 
@@ -43,10 +44,6 @@ def vectors(*starts: str):
         if vector["id"].startswith(starts) and vector["id"] not in LEFT_OUT
     ]
     return pytest.mark.parametrize("vector", chosen, ids=lambda vector: vector["id"])
-
-
-def tensor(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def kl(p: torch.Tensor, log_q: torch.Tensor) -> float:

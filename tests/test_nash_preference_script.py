@@ -163,15 +163,6 @@ def test_mnpo_averages_log_probabilities(tmp_path, monkeypatch, lora_rank):
     assert not torch.allclose(own[1], read[1], atol=1e-3), "the policy has moved"
 
 
-def test_mnpo_with_one_policy_is_inpo(tmp_path):
-    values = SMALL | {"max_steps": 2}
-    train(nash_preference, tmp_path / "inpo", **values)
-    train(nash_preference, tmp_path / "mnpo", **values, method="mnpo", num_policies=1)
-    train(nash_preference, tmp_path / "two", **values, method="mnpo")
-    ends = [(tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("inpo", "mnpo", "two")]
-    assert ends[0] == ends[1] != ends[2]
-
-
 def test_mnpo_continues_with_the_policies_of_its_checkpoint(tmp_path):
     values = SMALL | {"max_steps": 4, "save_steps": 2, "method": "mnpo", "num_policies": 3, "lora_rank": 4}
     train(nash_preference, tmp_path / "whole", **values)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import test_grpo
 import torch
-from test_grpo import Recorder, flat, relative
+from test_grpo import Recorder, flat, relative, tensor
 
 from algorithms import pi_play
 from algorithms.pi_play import Args, hop_advantages, reverse_kl, token_divergence, update
@@ -22,10 +21,6 @@ BLOCKS, SUPPORTS = (json.loads((REFERENCE / f"{name}.json").read_text()) for nam
 CASES = {case["name"]: case for case in BLOCKS["cases"]}
 LSM = {case["name"].split(" (")[0]: case for case in SUPPORTS["cases"]}
 KINDS = {1.0: "reverse_kl", 0.0: "forward_kl"}  # GKD's beta, SDPO's alpha
-
-
-def tensor(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def assert_close(actual, expected, tolerance: float = 1e-9) -> None:
@@ -104,13 +99,13 @@ def test_reference_teacher_support(size):
     """Values and gradients of the mean over tokens; none outside the support and where masked."""
     student, teacher = (tensor(SUPPORTS["inputs"][f"{who}_logits"]) for who in ("student", "teacher"))  # (2,5,12)
     mask, case = tensor(SUPPORTS["inputs"]["response_mask"]).bool(), LSM[f"LSM_teacher_topK{size}_renorm"]
-    student = leaf(student)
+    student, teacher = leaf(student), leaf(teacher)
     values = token_divergence(student, teacher, top_k=size)
     assert_close(values, case["per_token_head_L1"])
     values[mask].mean().backward()
     assert_close(student.grad, case["grad_wrt_student_logits"])
     support = torch.zeros_like(student).scatter(-1, torch.tensor(case["support_token_ids"]), 1.0).bool()
-    assert (student.grad[~support] == 0).all() and (student.grad[~mask] == 0).all()
+    assert (student.grad[~support] == 0).all() and (student.grad[~mask] == 0).all() and teacher.grad is None
     if size == 4:
         means = LSM["aggregation modes applied to LSM K=4 per-token values"]["result"]
         assert_close(reverse_kl(student, teacher, mask, 4).mean(), means["seq-mean-token-mean"])
@@ -159,21 +154,6 @@ def test_reference_hop_advantages_of_the_paper():
     assert_close(ours[:3], [1.3728, -0.3922, -0.9806], 1e-4)
     assert (ours[6:] == 0).all(), "equal rewards and a lone one say nothing"
     assert_close(hop_advantages(tensor([0.0, 1.0]), torch.tensor([0, 0]), epsilon=0.75), [-0.5, 0.5])
-
-
-def test_masked_tokens_and_the_teacher_get_no_gradient():
-    """Not even NaN gets through; a row without tokens is 0."""
-    generator = torch.Generator().manual_seed(0)
-    student, teacher = 2 * torch.randn(2, 3, 4, 6, dtype=torch.float64, generator=generator)
-    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
-    expected = row_means(token_divergence(student, teacher), mask.bool())
-    for hole in (0.0, math.inf, math.nan):
-        logits = [leaf(x.masked_fill(~mask[..., None].bool(), hole)) for x in (student, teacher)]
-        values = reverse_kl(*logits, mask)
-        assert_close(values, expected, 1e-12)
-        values.sum().backward()
-        assert (logits[0].grad[mask == 0] == 0).all() and (logits[0].grad[mask == 1] != 0).all()
-        assert values[1] == 0 and logits[1].grad is None
 
 
 ARGS = Args(num_generations=4, num_answers=3, max_completion_length=32, temperature=1.1, hops=(1, 2, 3), max_turns=4)

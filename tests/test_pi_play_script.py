@@ -6,7 +6,7 @@ from functools import partial
 
 import language_runs
 import pytest
-from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
+from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
 from processes import ROOT, as_flags
 from run_folders import assert_close, assert_tags_of_pages, command, tags
 from safetensors.torch import load_file
@@ -23,16 +23,7 @@ LONG = SMALL | {"max_steps": 5, "student_steps": 2, "save_steps": 1, "eval_steps
 LONG |= {"beta": 0.04}
 EXAMINER, STUDENT = (1, 4), (2, 3, 5)  # steps of the two policies in LONG
 train_here = partial(train, pi_play, **SMALL)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Folder of five uninterrupted steps: one of the examiner, two of the student, one of the examiner, one more; and
-    what the updates were given."""
-    run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    with spy(pi_play) as given:
-        train(pi_play, run_dir, **LONG)
-    return run_dir, given
+whole = language_runs.whole_run(pi_play, LONG)  # one step of the examiner, two of the student, one of the examiner, one more
 
 
 def assert_logged_means(found, step: int, episodes, advantages: list[float]) -> None:

@@ -90,17 +90,13 @@ def test_lines_of_the_readme_are_those_of_grpo():
 @pytest.mark.parametrize(
     "gold, text, expected",
     [
-        ("84", "12 * 7 = 84.", 1.0),
         (84, "The answer is **84**", 1.0),
-        ("1,234", "so there are 1234", 1.0),
         ("1234", "so there are 1,234.", 1.0),
-        ("$84.00", "It costs $84.", 1.0),
         ("Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 72", "24 + 48 = 72", 1.0),
         ("#### 1,080", "<answer>1080</answer>", 1.0),
         ("-3", "x = -3", 1.0),
         ("0.5", "1.5", 0.0),
         ("72", "72, no: 73", 0.0),
-        ("72", "I do not know", 0.0),
         ("none", "none", 0.0),
     ],
 )

@@ -122,8 +122,6 @@ def test_command_and_its_files(whole):
     assert all(map(math.isfinite, found.values()))
     names = [path.name for path in checkpoints(run_dir)]
     assert names == ["step_000000000760.pt", "step_000000001000.pt"]
-    flags = json.loads((run_dir / "args.json").read_text())
-    assert flags.keys() == Args.__dataclass_fields__.keys()
     state = torch.load(checkpoints(run_dir)[-1])["learner"]
     assert state["count"] == 1000 and len(state["columns"]["rewards"]) == 400, "whole steps of the games"
 
@@ -254,9 +252,6 @@ def test_what_cannot_be_run(tmp_path, monkeypatch, team, capsys):
     assert "--learning-rate nan: must be above 0" in say("--learning-rate", "nan")
     assert "--hidden-dim 0: must be at least 1" in say("--hidden-dim", 0)
     assert "rewards are not finite numbers" in say("--env-id", team.replace(":Team", ":Broken"), "--output-dir", tmp_path / "nan")
-    assert "has no function 'nothing'" in say("--env-id", team.replace(":Team", ":nothing"))
-    for name in ("chess", "./team.py", ""):
-        assert "or a module of PettingZoo, see --help" in say("--env-id", name)
     assert "must be a multiple of 8" in say("--latent-dim", 20)
     assert "--num-samples 4: elites and those of the actors" in say("--num-samples", 4)
     assert "--total-timesteps 0: must be at least 1" in say("--total-timesteps", 0)

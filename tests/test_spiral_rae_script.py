@@ -4,8 +4,9 @@ import json
 import math
 from functools import partial
 
+import language_runs
 import pytest
-from language_runs import completions, kill_and_resume, numbers, spy, train, two_processes_equal_one
+from language_runs import completions, kill_and_resume, numbers, train, two_processes_equal_one
 from processes import ROOT
 from run_folders import assert_tags_of_pages, tags
 
@@ -19,15 +20,7 @@ LONG = SMALL | {"games": ("tictactoe", "kuhn"), "num_games_per_step": 4, "beta":
 LONG |= {"max_steps": 2, "save_steps": 1, "eval_steps": 2}
 NIM = f"{ROOT}/envs/examples/nim.py:Nim"
 train_here = partial(train, spiral_rae, **SMALL)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Folder of two uninterrupted steps, and what the updates were given."""
-    run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    with spy(spiral_rae) as given:
-        train(spiral_rae, run_dir, **LONG)
-    return run_dir, given
+whole = language_runs.whole_run(spiral_rae, LONG)
 
 
 def test_every_turn_is_updated_with_the_advantage_of_its_role(whole):

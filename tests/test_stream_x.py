@@ -15,7 +15,6 @@ from algorithms.stream_x import (
     Agent,
     Args,
     ObGD,
-    ScaleReward,
     Stream,
     epsilon_schedule,
     sparse_init_,
@@ -156,16 +155,6 @@ def test_reference_updates_of_actor_and_critic(monkeypatch):
 # --- The optimizer -----------------------------------------------------------------------------------------------------
 
 
-def test_kappa_zero_is_sgd_with_traces():
-    params = parameters()
-    before = flat(params)
-    optimizer = ObGD(params, lr=0.1, kappa=0.0)
-    set_gradients(params)
-    assert optimizer.step(50.0, False) == 0.1
-    gradient = torch.cat([param.grad.flatten() for param in params])
-    torch.testing.assert_close(flat(params) - before, 5 * gradient)
-
-
 def test_adaptive_obgd_by_hand():
     """Two steps by the equations, in NumPy. The count of steps goes on after a reset."""
     params = parameters()
@@ -184,15 +173,6 @@ def test_adaptive_obgd_by_hand():
 
 
 # --- Statistics, policies, agent ---------------------------------------------------------------------------------------
-
-
-def test_the_last_reward_begins_the_next_sum():
-    scale = ScaleReward(0.5)
-    for reward, done in [(1.0, False), (1.0, False), (3.0, True)]:
-        scale(reward, done)
-    assert scale.sum == 3.0
-    scale(1.0, False)
-    assert scale.sum == 2.5
 
 
 @pytest.mark.parametrize("reward", [-1.0, 1.0])
@@ -255,15 +235,6 @@ def test_only_an_action_that_is_not_greedy_ends_the_trace():
         agent.learn(0.1, state, False)
         kept[bool(is_greedy)].add(bool(agent.critic.optimizer.trace.any()))
     assert kept == {True: {True}, False: {False}}
-
-
-def test_weights_of_a_network_and_its_optimizer_are_the_same():
-    agent = q_agent()
-    before = [param.clone() for param in agent.critic.parameters()]
-    agent.act(torch.ones(1, 5), 0.0)
-    agent.learn(1.0, torch.ones(1, 5), True)
-    assert torch.equal(flat(agent.critic.parameters()), agent.critic.optimizer.weights)
-    assert not torch.equal(flat(before), agent.critic.optimizer.weights)
 
 
 def test_frozen_statistics_do_not_move():

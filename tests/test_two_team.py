@@ -249,7 +249,6 @@ TEAMS, FIVE = "give the environment `teams`, two lists", "step() must return fiv
 STEP = "    def step(self, actions):\n        seen, rewards, ended, cut, infos = super().step(actions)\n"
 ODD = {
     "nan": (STEP + "        return seen, dict.fromkeys(rewards, np.nan), ended, cut, infos", NUMBERS),
-    "none": (STEP + "        return seen, dict.fromkeys(rewards), ended, cut, infos", NUMBERS),
     "row of one": (STEP + "        return seen, {a: np.array([r]) for a, r in rewards.items()}, ended, cut, infos", ""),
     "named": ("    def see(self, agent): return {'b': 1, 'a': np.zeros(2)}", ""),
     "no infos": ("    def reset(self, seed=None): return super().reset(seed)[0]", "reset() must return observations and infos"),
@@ -258,7 +257,6 @@ ODD = {
     "one reward": (STEP + "        return seen, 1.0, ended, cut, infos", FIVE),
     "nobody": ("    possible_agents = property()", "has no possible_agents"),
     "no teams": ("    teams = None", TEAMS),
-    "a method": ("    def teams(self): return ['adversary_0'], ['runner_0', 'runner_1']", TEAMS),
     "three teams": ("    teams = ['adversary_0'], ['runner_0'], ['runner_1']", TEAMS),
 }
 

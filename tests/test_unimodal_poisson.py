@@ -158,15 +158,6 @@ def test_reference_gae():
         assert_close(ours.T.flatten(), outputs[name], 2e-6)
 
 
-def test_poisson_is_unimodal_for_every_rate():
-    """In float32: what makes it the paper's policy."""
-    rates = torch.logspace(-4, 4, 3000)[:, None]
-    for num_atoms, temperature in ((2, 1.0), (11, 2.5), (40, 2.5)):
-        steps = poisson_logits(rates, num_atoms, temperature).softmax(-1).diff()
-        rises_after_a_fall = (steps > 0) & ((steps < 0).cumsum(-1) > 0)
-        assert not rises_after_a_fall.any()
-
-
 def outputs_of(policy: str, count: int = 1) -> torch.Tensor:
     """What a network may say about two action dimensions, the same for `count` states."""
     generator = torch.Generator().manual_seed(1)

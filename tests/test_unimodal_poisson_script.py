@@ -16,8 +16,6 @@ from algorithms import unimodal_poisson
 SMALL = {"env_id": "Pendulum-v1", "num_envs": 2, "num_steps": 128, "num_minibatches": 4}
 SMALL |= {"update_epochs": 2, "eval_episodes": 1, "total_timesteps": 256}
 LONG = SMALL | {"total_timesteps": 256 * 8, "save_steps": 256, "eval_steps": 1024}
-HOPPER = LONG | {"env_id": "Hopper-v5", "num_steps": 64, "total_timesteps": 128 * 8}
-HOPPER |= {"save_steps": 128, "eval_steps": 0}
 CARTPOLE = {"env_id": "CartPole-v1", "num_envs": 8, "num_steps": 32, "num_minibatches": 4, "update_epochs": 4}
 CARTPOLE |= {"learning_rate": 3e-3, "total_timesteps": 32_768, "save_steps": 1024, "eval_episodes": 5}
 
@@ -69,14 +67,6 @@ def test_evaluation_of_a_run(whole, monkeypatch, capsys):
 def test_kill_and_resume(number, whole, tmp_path, monkeypatch):
     """Before the first checkpoint, when the run begins anew, and after it."""
     kill_and_resume(unimodal_poisson, number, whole[0], tmp_path / "run", monkeypatch, LONG)
-
-
-def test_kill_and_resume_with_mujoco(tmp_path, monkeypatch):
-    train(unimodal_poisson, tmp_path / "whole", **HOPPER)
-    run_dir = tmp_path / "run"
-    kill_and_resume(unimodal_poisson, 3, tmp_path / "whole", run_dir, monkeypatch, HOPPER)
-    command(unimodal_poisson, monkeypatch, "--resume", run_dir)  # of a finished run: nothing
-    assert_same_run(run_dir, tmp_path / "whole")
 
 
 TWO = SMALL | {"total_timesteps": 512, "eval_episodes": 0}
@@ -182,6 +172,8 @@ def test_discrete_actions(cartpole, monkeypatch, capsys):
 
 def test_kill_and_resume_with_discrete_actions(cartpole, tmp_path, monkeypatch):
     kill_and_resume(unimodal_poisson, 70, cartpole, tmp_path / "run", monkeypatch, CARTPOLE)
+    command(unimodal_poisson, monkeypatch, "--resume", tmp_path / "run")  # of a finished run: nothing
+    assert_same_run(tmp_path / "run", cartpole)
 
 
 class Seen(gym.Env):
@@ -208,11 +200,5 @@ class Unbounded(Seen):
     action_space = gym.spaces.Box(-np.inf, np.inf, (1,))
 
 
-class Several(Seen):
-    action_space = gym.spaces.MultiDiscrete([2, 3])
-
-
 gym.register("test/Seen-v0", Seen, max_episode_steps=50)
-gym.register("test/Several-v0", Several, max_episode_steps=50)
 gym.register("test/Unbounded-v0", Unbounded, max_episode_steps=50)
-gym.register("test/Endless-v0", Seen)

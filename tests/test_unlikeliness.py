@@ -162,22 +162,6 @@ def test_reference_identities(case):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("shape", [(8, 3), (8, 20), (3, 4, 2)])
-def test_leverages_sum_to_the_trace_and_leave_one_out_is_its_odds(shape):
-    hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = leverage_bonus(hidden, 0.1)
-    x = hidden - hidden.mean(-2, keepdim=True)
-    covariance = x.mT @ x
-    ridge = 0.1 * torch.eye(shape[-1], dtype=torch.float64)
-    trace = torch.linalg.solve(ridge + covariance, covariance).diagonal(dim1=-2, dim2=-1).sum(-1)
-    torch.testing.assert_close(found.sum(-1), trace)
-    torch.testing.assert_close(leverage_bonus(hidden, 0.1, "leave_one_out"), found / (1 - found))
-    torch.testing.assert_close(
-        leverage_bonus(hidden + 5, 0.1), found, msg="a shift changes nothing"
-    )
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("size", [4, 8, 12])
 def test_a_tiny_lambda_gives_the_diagonal_of_the_hat_matrix(size):
     hidden = 100 * torch.randn(8, size, generator=torch.Generator().manual_seed(0))
@@ -186,18 +170,6 @@ def test_a_tiny_lambda_gives_the_diagonal_of_the_hat_matrix(size):
     expected = basis.square().sum(1)
     torch.testing.assert_close(leverage_bonus(hidden, 1e-12), expected)
     assert leverage_bonus(hidden, 1e-12, "leave_one_out").max() < 7 + 1e-9
-
-
-@pytest.mark.quick
-def test_with_as_many_dimensions_as_answers_bonuses_rank_nothing():
-    """The card's finding: they tend to 1 - 1 / G. With G / 2 dimensions they differ."""
-    hidden = torch.randn(200, 8, 64, generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(1)
-    spreads = [
-        leverage_bonus(hidden @ sparse_projection(64, size, generator)).std(1).mean()
-        for size in (32, 4)
-    ]
-    assert spreads[0] < 0.001 and spreads[1] > 0.1
 
 
 @pytest.mark.quick
@@ -289,37 +261,6 @@ def test_none_is_grpo_to_the_bit_and_so_is_no_penalty(tmp_path):
     assert ends[0] == ends[1] == ends[2] == ends[3] != ends[4]
 
 
-def test_ranks_are_of_the_learner_before_the_update(monkeypatch, tmp_path):
-    """The step's advantages, computed anew from what the learner gives each answer."""
-    given = []
-    original = unlikeliness.update
-
-    def spy(model, reference, optimizer, completions, advantages, args):
-        means = unlikeliness.answer_logprobs(model, completions, True, args)
-        given.append((completions, means, advantages))
-        return original(model, reference, optimizer, completions, advantages, args)
-
-    monkeypatch.setattr(unlikeliness, "update", spy)
-    train(
-        unlikeliness,
-        tmp_path,
-        **SMALL | {"max_steps": 2, "num_prompts_per_step": 8, "num_generations": 8},
-        rank_penalty=0.9,
-    )
-    task = SimpleNamespace(reward_weights=unlikeliness.load_task(Args())[0].reward_weights)
-    shaped = 0
-    for completions, means, advantages in given:
-        rewards = torch.tensor([c.rewards for c in completions])
-        right = rewards[:, 0]
-        factors = unlikeliness_rewards(torch.ones(64), means, 8, 0.9)
-        solved = right.view(-1, 8).bool().all(1).repeat_interleave(8)
-        rest = (rewards[:, 1:] * torch.tensor(task.reward_weights[1:])).sum(1)
-        expected = torch.where(solved, right, right * factors) * task.reward_weights[0] + rest
-        torch.testing.assert_close(advantages, group_advantages(expected, 8), atol=1e-3, rtol=1e-3)
-        shaped += int((right * ~solved).sum())
-    assert shaped > 4
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("rank_form", ["code", "paper"])
 def test_a_step_is_as_computed_anew(rank_form, monkeypatch, tmp_path):
@@ -344,7 +285,9 @@ def test_a_step_is_as_computed_anew(rank_form, monkeypatch, tmp_path):
     values = SMALL | {"num_prompts_per_step": 8, "num_generations": 4, "eval_steps": 1, "rank_penalty": 0.9}
     values |= {"reward": (f"{tmp_path}/own.py:right",), "reward_weights": (2.0,), "rank_form": rank_form}
     found = train(unlikeliness, tmp_path / "run", **values)
-    completions, advantages, before, after = given
+    train(unlikeliness, tmp_path / "sampler", **values | {"eval_steps": 0})  # with what the sampler gave each answer
+    completions, advantages, before, after, _, of_sampler, *_ = given
+    torch.testing.assert_close(of_sampler, advantages, atol=1e-3, rtol=1e-3)
     paid, risen, below = [], [[] for _ in range(4)], 0
     for start in range(0, 32, 4):
         group = range(start, start + 4)
