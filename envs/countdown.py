@@ -132,11 +132,6 @@ def length(problem: Problem, completion: str, limit: int = 40) -> float:
     return float(len(completion.split("<answer>")[0].strip()) <= limit)
 
 
-def verdict(completion: str) -> bool | None:
-    """True for approve, False for reject, None without a verdict. Case sensitive, the last one counts."""
-    approve, reject = completion.rfind("<verdict>approve</verdict>"), completion.rfind("<verdict>reject</verdict>")
-    return None if approve == reject else approve > reject
-
 
 @dataclass
 class Countdown:

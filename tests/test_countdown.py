@@ -44,14 +44,6 @@ def test_grades(problem, completion, correct, well_formed):
     assert countdown.format(problem, completion) == well_formed
 
 
-def test_verdict():
-    approve, reject = "<verdict>approve</verdict>", "<verdict>reject</verdict>"
-    assert countdown.verdict(f"1+2=3 yes\n{approve}") is True
-    assert countdown.verdict(f"{approve} no: {reject}") is False  # the last one counts
-    assert countdown.verdict(f"{reject}{approve}") is True
-    assert countdown.verdict("approve") is None
-
-
 def oracle(text: str) -> Fraction:
     """Python's own arithmetic on exact rationals. Only here: the strings are ours."""
     return eval(re.sub("([0-9]+)", r"Fraction('\1')", text), {"Fraction": Fraction})

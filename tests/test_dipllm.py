@@ -172,6 +172,8 @@ def test_pikl_hedge_reaches_its_fixed_point_and_hedge_the_equilibrium(seed):
     assert (equilibrium @ payoff).min() == pytest.approx(-program.fun, abs=1e-9)
     assert (x @ payoff @ y).item() == pytest.approx(-program.fun, abs=0.02)
     assert 0 <= exploitability(payoff, x, y) < 0.02
+    pennies, heads = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), torch.tensor([1.0, 0.0])
+    assert exploitability(pennies, heads, heads) == 1  # the loser could gain 2, the winner nothing
 
 
 @pytest.mark.parametrize("number", [27, 26, 9, 1])

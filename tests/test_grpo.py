@@ -401,7 +401,8 @@ def test_gradient_equals_that_of_the_loss_written_out(model, other_model, batch,
     args = replace(BASE, loss_type=loss_type, beta=beta)
     reference = other_model if beta else None
     expected, loss = written_out_gradient(model, batch, args, reference)
-    for micro_batch in ({"micro_batch_size": 1}, {"micro_batch_size": 3}, {"micro_batch_tokens": 40}, {}):
+    micro_batches = ({"micro_batch_size": 1}, {"micro_batch_size": 3}, {"micro_batch_tokens": 40}, {})
+    for micro_batch in (*micro_batches, {"num_iterations": 2}):  # metrics are means of the iterations
         changed = replace(args, **micro_batch)
         gradient, metrics = updated_gradient(model, batch, changed, reference)
         assert relative(gradient, expected) < 1e-5, micro_batch

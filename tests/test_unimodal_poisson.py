@@ -68,6 +68,7 @@ def test_reference_head(case):
     inputs, outputs = case["inputs"], case["outputs"]
     rate, num_atoms, temperature = tensor(inputs["lambda_B_A"]), inputs["K"], inputs["tau"]
     log_pmf = poisson_logits(rate, num_atoms, 1.0) - rate[..., None]  # the constant that cancels
+    assert poisson_logits(0 * rate, num_atoms, 1.0).isfinite().all()  # where softplus underflows
     assert_close(log_pmf, outputs["h_logpmf_k1_to_K_B_A_K"], LOGITS)
     plain = poisson_logits(rate, num_atoms, temperature).softmax(-1)
     assert_close(plain, outputs["softmax_h_over_tau_B_A_K"], PROBABILITIES)
