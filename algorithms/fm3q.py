@@ -142,8 +142,8 @@ class Args:
     eval_steps: int = 6_000
     """steps between evaluations, 1/50 of the run at least; 0 evaluates at the end only"""
     save_steps: int = 20_000
-    """steps between checkpoints, 1/50 of the run at least, 0 disables them; games start anew at
-    each of them, so let it be many times --num-envs times the length of a game"""
+    """steps between checkpoints, 1/50 of the run at least; 0 keeps none, nor the trained teams.
+    Games start anew at each of them: let it be many times --num-envs times the length of a game"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<game>__<seed>__<time>_<process>"""
     resume: str | None = None
@@ -1054,6 +1054,8 @@ def open_run(args: Args, game: str) -> str:
         os.makedirs(run_dir, exist_ok=True)
     except OSError as error:
         sys.exit(f"--output-dir {run_dir}: cannot be made ({error.strerror})")
+    if args.resume and not checkpoints(run_dir):
+        print(f"--resume {run_dir}: has no checkpoint, so the run begins at step 0")
     metrics = Path(run_dir, "metrics.csv")
     if metrics.exists():  # its last row may be cut off
         os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
@@ -1101,6 +1103,8 @@ def parse_args() -> Args:
     run_dir = args.resume or args.evaluate
     if not run_dir:
         return args
+    if args.resume and args.evaluate:
+        sys.exit("--resume and --evaluate: give one of them")
     try:
         saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
     except (OSError, ValueError, TypeError) as error:

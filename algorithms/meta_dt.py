@@ -159,7 +159,7 @@ class Args:
     log_steps: int = 50
     """gradient steps between log lines; the steps of both phases are rounded up to multiples"""
     save_steps: int = 1_000
-    """gradient steps between checkpoints, 0 disables them"""
+    """gradient steps between checkpoints; 0 keeps none, nor the trained policy"""
     output_dir: str | None = None
     """run folder; None is runs/<script>__<task>__<seed>__<time>_<process>"""
     resume: str | None = None
@@ -1216,6 +1216,8 @@ def open_run(args: Args, game: str) -> str:
         os.makedirs(run_dir, exist_ok=True)
     except OSError as error:
         sys.exit(f"--output-dir {run_dir}: cannot be made ({error.strerror})")
+    if args.resume and not checkpoints(run_dir):
+        print(f"--resume {run_dir}: has no checkpoint, so the run begins at step 0")
     metrics = Path(run_dir, "metrics.csv")
     if metrics.exists():  # its last row may be cut off
         os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
@@ -1280,6 +1282,8 @@ def parse_args() -> Args:
     run_dir = args.resume or args.evaluate
     if not run_dir:
         return args
+    if args.resume and args.evaluate:
+        sys.exit("--resume and --evaluate: give one of them")
     try:
         saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
     except (OSError, ValueError, TypeError) as error:

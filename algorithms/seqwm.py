@@ -424,8 +424,6 @@ def train(args: Args) -> dict[str, float]:
     if state is not None:
         learner.load(state["learner"])
         step = state["step"]
-    elif args.resume:
-        print(f"--resume {run_dir}: has no checkpoint, so the run begins at step 0")
     board = SummaryWriter(run_dir, purge_step=step + 1)
     board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     print(f"{run_dir}: {args.model}, {args.num_envs} games of {game.num_agents} agents on {device}")
@@ -1155,6 +1153,8 @@ def open_run(args: Args, game: str) -> str:
         os.makedirs(run_dir, exist_ok=True)
     except OSError as error:
         sys.exit(f"--output-dir {run_dir}: cannot be made ({error.strerror})")
+    if args.resume and not checkpoints(run_dir):
+        print(f"--resume {run_dir}: has no checkpoint, so the run begins at step 0")
     metrics = Path(run_dir, "metrics.csv")
     if metrics.exists():  # its last row may be cut off
         os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
@@ -1202,6 +1202,8 @@ def parse_args() -> Args:
     run_dir = args.resume or args.evaluate
     if not run_dir:
         return args
+    if args.resume and args.evaluate:
+        sys.exit("--resume and --evaluate: give one of them")
     try:
         saved = Args(**json.loads(Path(run_dir, "args.json").read_text()))
     except (OSError, ValueError, TypeError) as error:

@@ -609,6 +609,8 @@ def one_sentence_for_a_full_disk():
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
     args = tyro.cli(Args)
+    if args.resume and args.evaluate:
+        sys.exit("--resume and --evaluate: give one of them")
     run_dir = args.resume or args.evaluate
     if run_dir:  # the flags of that run are the defaults
         try:

@@ -99,6 +99,8 @@ def test_own_vector_environment(values, tmp_path):
 
 def test_what_cannot_be_run(whole, tmp_path, monkeypatch):
     assert "--seed 2: cannot change" in refusal(mdpo, monkeypatch, "--resume", whole[0], "--seed", 2)
+    both = refusal(mdpo, monkeypatch, "--resume", whole[0], "--evaluate", whole[0])
+    assert both == "--resume and --evaluate: give one of them"
     assert "holds a run" in refusal(mdpo, monkeypatch, *as_flags(SMALL), "--output-dir", whole[0])
     assert "fewer than the 2048 steps" in refusal(mdpo, monkeypatch, *as_flags({"total_timesteps": 100}))
     said = refusal(mdpo, monkeypatch, "--evaluate", whole[0], "--method", "off_policy")
