@@ -693,7 +693,7 @@ def first_prompt(tokenizer, args: Args) -> list[int]:
         except (TypeError, ValueError, IndexError) as error:
             if ".py:" in name:
                 raise
-            sys.exit(f"--games: {error}; see also --opponent and --eval-opponents")
+            sys.exit(f"--games, --game-options: {error}; see also --opponent and --eval-opponents")
         game = match.game
         prompts.append(encode(tokenizer, game, game.player, args))
         if len(prompts[-1]) > args.max_prompt_length:
