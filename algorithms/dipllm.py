@@ -824,7 +824,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     for name in ("lamb", "eta", "anchor_temperature"):
         if getattr(args, name) == 0:
             sys.exit(f"--{name.replace('_', '-')}: must be above 0")
-    if args.anchor == "uniform" and args.anchor_temperature is not None:
+    if args.anchor == "uniform" and args.anchor_temperature is not None and not args.resume:
         sys.exit("--anchor-temperature: is of --anchor model; the uniform one has none")
     if args.weight_cap != Args.weight_cap and args.label != "weighted" and not args.resume:
         sys.exit("--weight-cap: needs --label weighted")
@@ -944,7 +944,8 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     if args.system_prompt:
         others = [message for message in messages if message["role"] != "system"]
         messages = [{"role": "system", "content": args.system_prompt}] + others
-    settings = json.loads(args.chat_template_kwargs) | {"add_generation_prompt": True}
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     try:
         return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
     except Exception as error:  # whatever the code of a template raises

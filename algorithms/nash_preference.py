@@ -1074,7 +1074,8 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     if args.system_prompt:
         others = [message for message in messages if message["role"] != "system"]
         messages = [{"role": "system", "content": args.system_prompt}] + others
-    settings = json.loads(args.chat_template_kwargs) | {"add_generation_prompt": True}
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     try:
         return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
     except Exception as error:  # whatever the code of a template raises

@@ -678,7 +678,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
         sys.exit("--top-p: not with --vllm, whose log-probabilities it would change")
     kinds = dict.fromkeys(["support", "top_k", "renormalize", "tail"], "top_k")
     for name, kind in (kinds | {"epsilon": "sampled"}).items():
-        if args.divergence != kind and getattr(args, name) != getattr(Args, name):
+        is_given = getattr(args, name) != getattr(Args, name) and not args.resume
+        if is_given and args.divergence != kind:
             sys.exit(f"--{name.replace('_', '-')}: needs --divergence {kind}")
     if args.top_k == 1 and args.renormalize and not args.tail:
         sys.exit("--top-k 1: teaches nothing; take 2 or more, or --tail")
@@ -921,7 +922,8 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     if args.system_prompt:
         others = [message for message in messages if message["role"] != "system"]
         messages = [{"role": "system", "content": args.system_prompt}] + others
-    settings = json.loads(args.chat_template_kwargs) | {"add_generation_prompt": True}
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     try:
         return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
     except Exception as error:  # whatever the code of a template raises

@@ -622,7 +622,7 @@ def check_method(args: Args) -> None:
     bonus = "bonus_weight bonus_kind bonus_dim bonus_lambda shuffle_bonus"
     unused = {"unlikeliness": bonus, "rep_exp": "rank_penalty"}  # none is a control of both
     for name in unused.get(args.method, "").split():
-        if getattr(args, name) != getattr(Args, name):
+        if getattr(args, name) != getattr(Args, name) and not args.resume:
             sys.exit(f"--{name.replace('_', '-')}: not used by --method {args.method}")
     size, flag = args.num_generations, "--num-generations"
     if args.method == "rep_exp" and size < 3:
@@ -1096,7 +1096,8 @@ def encode(tokenizer, task, problem, args: Args) -> list[int]:
     if args.system_prompt:
         others = [message for message in messages if message["role"] != "system"]
         messages = [{"role": "system", "content": args.system_prompt}] + others
-    settings = json.loads(args.chat_template_kwargs) | {"add_generation_prompt": True}
+    settings = json.loads(args.chat_template_kwargs)
+    settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     try:
         return tokenizer.apply_chat_template(messages, **settings)["input_ids"]
     except Exception as error:  # whatever the code of a template raises

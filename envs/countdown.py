@@ -132,7 +132,6 @@ def length(problem: Problem, completion: str, limit: int = 40) -> float:
     return float(len(completion.split("<answer>")[0].strip()) <= limit)
 
 
-
 @dataclass
 class Countdown:
     """Problems, prompts, demonstrations; `reward_functions` maps a name to f(problem, completion) -> float."""

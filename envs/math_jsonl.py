@@ -199,16 +199,24 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[^\s}])")
 UNBRACED = re.compile(r"\$?[^\s$]*")  # \boxed 72
 SPACE = r"(?:[\s$]|\\[()\[\],; ]|\\q?quad(?![a-z]))*"
 BETWEEN = re.compile(  # $\boxed{1}$ and $\boxed{2}$ | \boxed{1} \quad \text{or} \quad x = \boxed{2}
-    rf"{SPACE}(?:,|;|(?:,|[a-z]+)?\s*(?:and|or)|\\text\{{,?\s*(?:and|or)\s*\}}){SPACE}(?:\w+\s*=\s*)?"
+    rf"{SPACE}(?:,|;|,?\s*(?:and|or)|\\text\{{,?\s*(?:and|or)\s*\}}){SPACE}(?:\w+\s*=\s*)?"
 )
-MARK = re.compile(
-    r"####|\banswer(?:\s+is)?[\s*]*[:：]|^[#*\s]*(?:the\s+)?(?:final\s+)?answer[\s*]*$", re.IGNORECASE | re.MULTILINE
+MARK = re.compile(  # ####, Answer:, or a heading with something below it
+    r"####|\banswer(?:\s+is)?[\s*]*[:：]|^[#* \t]*(?:the\s+)?(?:final\s+)?answer[* \t]*$(?=\s*\S)",
+    re.IGNORECASE | re.MULTILINE,
 )
-WEAK_MARK = re.compile(r"\banswer\s+is\b(?:\s+(?:therefore|thus|then|simply|just)\b,?)?", re.IGNORECASE)  # if there is no MARK
-DISPLAY = re.compile(r"(?:\$\$|\\\[)(.+?)(?:\$\$|\\\])", re.DOTALL)
-SENTENCE = re.compile(r"[A-Z][^.]* is (?=[-\d$\\(])")  # the largest n is 34
+WEAK_MARK = re.compile(  # if there is no MARK; but not: the answer is rounded, a wrong answer is
+    r"(?<!whether )\bthe\s+(?:(?:final|correct|right)\s+)?answer\s+is\b(?:\s+(?:therefore|thus|then|simply|just)\b,?)?"
+    r"(?=\s*(?-i:(?:yes|no|true|false|none|minus|negative|option|choice)\b|(?!\s|[a-z]{2}|a\s)))",
+    re.IGNORECASE,
+)
+DISPLAY = re.compile(r"(?:\$\$|\\\[)((?:(?!\$\$|\\\]).)+)(?:\$\$|\\\])[.,]?[ \t]*(?:\n|$)", re.DOTALL)
+SENTENCE = re.compile(  # The largest n is 34; but no other value beside it
+    r"^(?!.*\b(?:[Nn]ot?|or|and)\b)[A-Z][^.,]{0,99}? is (?=(?:\$[^$]+\$|\\\(.+\\\)|[-\d(]\S*)\W*$)"
+)
 NEXT_SENTENCE = re.compile(  # The answer is 12. I hope it is correct.
-    r"(?:(?<=[\d)\]}$*%])|(?<=[a-z]{3}))\.\s+(?!(?:Wait|No|But|However|Actually|Hmm|Or|Oops|Sorry)\b)[A-Z].*"
+    r"(?:(?<=[\d)\]}$*%])|(?<=[a-z]{3}))\.\s+"
+    r"(?:I hope|So|Therefore|Thus|Hence|Because|Since|This means|Note|Explanation)\b.*"
 )
 BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w(*])")  # but not in x**2 + y**2
 PREFIX = re.compile(
@@ -256,7 +264,7 @@ def extract_answer(text: str) -> str | None:
     of a thought that was cut off only <answer> </answer>.
 
     The last <answer> </answer>, or the \\boxed{ } in it; else the last \\boxed{ } or \\fbox{ }; else
-    the line or display after the last ####, `Answer:` or `answer is`.
+    the line or display after the last ####, `Answer:`, a heading `Answer`, or `the answer is`.
     """
     text = text.rpartition("</think>")[2]
     blocks = BLOCK.findall(text)
@@ -272,11 +280,16 @@ def extract_answer(text: str) -> str | None:
         return None
     rest = text[marks[-1].end() :].lstrip(" *}\n")
     rest = PREFIX.sub("", rest, count=1) if PREFIX.match(rest) else rest  # #### Final Answer
-    display = DISPLAY.match(rest.lstrip())
-    if display:
+    rest = rest.lstrip()
+    display = DISPLAY.match(rest)
+    if display and not DISPLAY.search(rest, display.end()):
         return display[1].strip()
-    line = NEXT_SENTENCE.sub("", rest.split("\n", 1)[0])
-    return SENTENCE.sub("", line, count=1).lstrip(" *").rstrip(" *.")
+    lines = [line for line in rest.split("\n") if re.search(r"\w", line)]
+    line = NEXT_SENTENCE.sub("", lines[0]) if lines else ""
+    bold = BOLD.findall(line)
+    if len(bold) == 1:
+        return bold[0]
+    return SENTENCE.sub("", line, count=1).lstrip(" *").rstrip(" *").removesuffix("**.")
 
 
 # --- One form for what means the same -----------------------------------------------------------
@@ -317,7 +330,7 @@ REWRITES = (  # in this order
     (r"\\([lgn]e)q(?![a-zA-Z])", r"\\\1"),
     (r"\\lt(?![a-zA-Z])", "<"),
     (r"\\gt(?![a-zA-Z])", ">"),
-    (r"!=", r"\\ne "),
+    (r" !=", r"\\ne "),
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
     (r"\\degree(?![a-z])|\^ ?\{? ?\\circ ?\}?", r"^\\circ "),
@@ -504,7 +517,7 @@ def letter_unit(text: str, unit: str, other: str) -> tuple[str, str]:
 POINTS = r"[A-Z]+(?:_\w|_\{\w+\})?"
 NAME = re.compile(  # x= | x_1= | f(2)= | (x,y)= | \text{Area}= | |AB|= | AB:CD= | \frac{AB}{CD}= | \angle ABC= | x\in
     r"(?:\\?[a-zA-Z]+(?:_\w|_\{\w+\}|\^\{-1\})?(?:\([\w,]+\))?|\([a-z](?:,[a-z])+\)|\\text\{[^{}]*\}"
-    rf"|\|{POINTS}\||{POINTS}:{POINTS}|\\frac\{{{POINTS}\}}\{{{POINTS}\}}|\\[a-z]+ ?{POINTS})="
+    rf"|\|{POINTS}\||{POINTS}:{POINTS}|\\frac\{{{POINTS}\}}\{{{POINTS}\}}|\\(?:angle|triangle|overline|vec|sin|cos|tan) ?{POINTS})="
     r"|[a-z]\\in(?![a-zA-Z])"
 )
 CHOICE = re.compile(r"(?:\\text\{)?\(?([A-J])(?:[).:]| -).+")  # C. 18 eggs

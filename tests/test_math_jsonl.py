@@ -53,6 +53,11 @@ def test_a_hostile_answer_takes_a_bounded_time():
     assert time.monotonic() - began < math_jsonl.TIME_LIMIT + 5
     assert worker.poll() is not None
     assert math_jsonl.same_answer("a+c", "c+a") and math_jsonl.workers[os.getpid()] is not worker
+    began = time.monotonic()
+    for text in ("\n", "\n#", "$$x ", "A. ", "A is 1 ", "**a ", "the answer is "):
+        math_jsonl.correctness(Problem("?", "1"), f"Answer: {5000 * text}")
+        math_jsonl.correctness(Problem("?", "1"), 5000 * text)
+    assert time.monotonic() - began < 2
 
 
 def test_no_worker_is_left_by_a_killed_run():
