@@ -51,7 +51,6 @@ import os
 import random
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -1245,19 +1244,6 @@ def report(step: int, metrics: dict[str, float], args: Args) -> None:
     print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
 
-@contextmanager
-def one_sentence_for_a_full_disk():
-    """Around a run: checkpoints and logs can fail for lack of space."""
-    reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-    reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-    try:
-        yield
-    except Exception as error:
-        if any(reason in str(error) for reason in reasons):
-            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
-        raise
-
-
 # --- Command line -------------------------------------------------------------------------------
 
 
@@ -1286,5 +1272,11 @@ def parse_args() -> Args:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
-    with one_sentence_for_a_full_disk():
+    try:
         train(parse_args())
+    except Exception as error:  # checkpoints and logs can fail for lack of space
+        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
+        if any(reason in str(error) for reason in reasons):
+            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
+        raise

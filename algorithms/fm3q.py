@@ -46,7 +46,6 @@ import random
 import runpy
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -1081,19 +1080,6 @@ def is_due(every: int, step: int, size: int) -> bool:
     return every > 0 and step // every > (step - size) // every
 
 
-@contextmanager
-def one_sentence_for_a_full_disk():
-    """Around a run: checkpoints and logs can fail for lack of space."""
-    reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-    reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-    try:
-        yield
-    except Exception as error:
-        if any(reason in str(error) for reason in reasons):
-            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
-        raise
-
-
 # --- Command line -------------------------------------------------------------------------------
 
 
@@ -1122,5 +1108,11 @@ def parse_args() -> Args:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
-    with one_sentence_for_a_full_disk():
+    try:
         train(parse_args())
+    except Exception as error:  # checkpoints and logs can fail for lack of space
+        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
+        if any(reason in str(error) for reason in reasons):
+            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
+        raise

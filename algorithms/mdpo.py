@@ -47,7 +47,6 @@ import runpy
 import sys
 import time
 import traceback
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -208,8 +207,8 @@ def train(args):
     off_policy = args.method == "off_policy"
     if off_policy and args.kl_coef < args.ent_coef:
         sys.exit(f"--kl-coef {args.kl_coef:g}: must be at least --ent-coef, {args.ent_coef:g}")
-    is_new = not (args.resume or args.evaluate)
     is_given = (args.kl_coef, args.ent_coef) != (Args.kl_coef, Args.ent_coef)
+    is_new = not (args.resume or args.evaluate)
     if is_new and is_given and not off_policy:
         sys.exit("--kl-coef, --ent-coef: act with --method off_policy alone")
     if not 1 <= args.tsallis_q <= 2:
@@ -225,25 +224,22 @@ def train(args):
     torch.manual_seed(args.seed)
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
-    if args.evaluate:
-        state = load_checkpoint(args.evaluate, device)
-        if state is None:
-            sys.exit(
-                f"{args.evaluate}: no checkpoint; --save-steps 0 keeps none, or it is too early"
-            )
+    run_dir = args.evaluate or open_run(args, Path(args.env_id).name.replace(":", "_"))
+    state = load_checkpoint(run_dir, device)  # None in a new run
+    if args.evaluate and state is None:
+        sys.exit(f"{run_dir}: no checkpoint; --save-steps 0 keeps none, or it is too early")
+    if state is not None:
         try:
             agent.load_state_dict(state["agent"])
         except RuntimeError:
-            sys.exit(f"{args.evaluate}: its networks are not those of these flags")
+            sys.exit(f"{run_dir}: its networks are not those of these flags")
+    if args.evaluate:
         return evaluate(agent, args) if args.eval_episodes else {}
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
-    run_dir = open_run(args, Path(args.env_id).name.replace(":", "_"))
     step = 0
     replay = {}  # off-policy: columns (total_timesteps,...), filled up to the step
-    state = load_checkpoint(run_dir, device) if args.resume else None
     if state is not None:
         step = state["step"]
-        agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0]["lr"] = args.learning_rate  # a flag that may have changed
         store(replay, 0, state["replay"], args)
@@ -832,19 +828,6 @@ def report(step: int, last_step: int, metrics: dict[str, float]) -> None:
     print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
 
 
-@contextmanager
-def one_sentence_for_a_full_disk():
-    """Around a run: checkpoints and logs can fail for lack of space."""
-    reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-    reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-    try:
-        yield
-    except Exception as error:
-        if any(reason in str(error) for reason in reasons):
-            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
-        raise
-
-
 # --- Command line -------------------------------------------------------------------------------
 
 
@@ -873,5 +856,11 @@ def parse_args() -> Args:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
-    with one_sentence_for_a_full_disk():
+    try:
         train(parse_args())
+    except Exception as error:  # checkpoints and logs can fail for lack of space
+        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
+        if any(reason in str(error) for reason in reasons):
+            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
+        raise

@@ -58,7 +58,6 @@ import random
 import runpy
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -1260,19 +1259,6 @@ def report(step: int, last_step: int, metrics: dict[str, float]) -> None:
     print(line, flush=True)
 
 
-@contextmanager
-def one_sentence_for_a_full_disk():
-    """Around a run: checkpoints and logs can fail for lack of space."""
-    reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-    reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-    try:
-        yield
-    except Exception as error:
-        if any(reason in str(error) for reason in reasons):
-            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
-        raise
-
-
 # --- Command line -------------------------------------------------------------------------------
 
 
@@ -1301,5 +1287,11 @@ def parse_args() -> Args:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
-    with one_sentence_for_a_full_disk():
+    try:
         train(parse_args())
+    except Exception as error:  # checkpoints and logs can fail for lack of space
+        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
+        if any(reason in str(error) for reason in reasons):
+            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
+        raise

@@ -37,7 +37,6 @@ import sys
 import time
 import traceback
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -593,19 +592,6 @@ def is_due(every: int, step: int, size: int) -> bool:
     return every > 0 and step // every > (step - size) // every
 
 
-@contextmanager
-def one_sentence_for_a_full_disk():
-    """Around a run: checkpoints and logs can fail for lack of space."""
-    reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
-    reasons += ["unexpected pos", "failed writing"]  # what torch.save says
-    try:
-        yield
-    except Exception as error:
-        if any(reason in str(error) for reason in reasons):
-            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
-        raise
-
-
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
     args = tyro.cli(Args)
@@ -623,5 +609,11 @@ if __name__ == "__main__":
             if now != before and name not in FREE:
                 flag = "--" + name.replace("_", "-")
                 sys.exit(f"{flag} {now}: cannot change, the run began with {before}")
-    with one_sentence_for_a_full_disk():
+    try:
         train(args)
+    except Exception as error:  # checkpoints and logs can fail for lack of space
+        reasons = ["No space left on device", "Disk quota exceeded", "File too large"]
+        reasons += ["unexpected pos", "failed writing"]  # what torch.save says
+        if any(reason in str(error) for reason in reasons):
+            sys.exit(f"the disk is full ({error!s:.99}): make room, go on with --resume RUN_DIR")
+        raise

@@ -56,12 +56,11 @@ checksums open_run log parse_args join_repeated one_sentence_for_a_full_disk is_
 """  # what dipllm.py has in common with the others: it samples nothing, so the rest is not there
 TEACHERS = "load_problems log_completions"  # problems are those that the shipped model cannot solve
 CONTROL = "setup random_seed checkpoints save_checkpoint load_checkpoint open_run log is_due parse_args"
-CONTROL += " one_sentence_for_a_full_disk"
 OFF_POLICY = "ReplayBuffer update_target"
 PPO = """
 make_envs load_function Unfinished scale_rewards gae report
 """
-TASKS = "make_env check_envs action_ends as_actions check_finite is_due one_sentence_for_a_full_disk"
+TASKS = "make_env check_envs action_ends as_actions check_finite is_due"
 
 
 def without(others: str, names: str) -> list[str]:
