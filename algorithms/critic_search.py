@@ -528,6 +528,8 @@ def train(args: Args) -> dict[str, float]:
             known = [verdict for verdict in said if verdict is not None]
             if known:
                 metrics["critic/good_share"] = sum(known) / len(known)
+            elif said and rank == 0:
+                print("critic: no verdict of this step can be read, so outcomes alone are learned")
             metrics["critic/unreadable"] = (len(said) - len(known)) / max(1, len(said))
         if rank == 0:
             log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
@@ -709,7 +711,10 @@ def load_critic(task, device: torch.device, args: Args):
         kind = from_file("--critic-model", f"{path}:LanguageCritic")
         return kind(args.critic_model, task, device, args)
     if args.critic:
-        return from_file("--critic", args.critic, "problem", "episode")
+        critic = from_file("--critic", args.critic, "problem", "episode")
+        if inspect.iscoroutinefunction(critic):
+            sys.exit("--critic: cannot be async; with an attribute batched it judges all at once")
+        return critic
     if not hasattr(task, "verdicts") or (args.env == "search_qa" and args.dataset):
         words = "give --critic, --critic-model, or --critic-alpha 0"
         sys.exit(f"--env {args.env}: has no verdicts (on questions of a file); {words}")
@@ -740,6 +745,8 @@ def judge(critic, episodes: list[Episode], args: Args) -> list[list[float | None
     verdicts = []
     for episode, result in zip(episodes, results):
         try:
+            if isinstance(result, dict | set):
+                raise TypeError("its order is not that of the searches")
             numbers = [None if value is None else float(1.0 * value) for value in result]
             right = all(number is None or abs(number) < 1e15 for number in numbers)
         except Exception:  # of what is no list, or has something else in it
@@ -1310,6 +1317,8 @@ def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float
 def check_model(model, prompt: list[int], args: Args) -> None:
     """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
     name = type(model).__name__
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        sys.exit(f"{name}: some of its weights are not finite numbers")
     args = replace(args, max_completion_length=8, temperature=1.0, bf16=False, compile=False)
     # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
     prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]

@@ -1186,6 +1186,8 @@ def check_model(model, query: Query, args: Args) -> None:
     """Exit unless prompts and orders fit into the model, and packing equals the plain forward pass;
     else gradients are wrong."""
     name = type(model).__name__
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        sys.exit(f"{name}: some of its weights are not finite numbers")
     longest = args.max_prompt_length + max(map(len, query.orders))
     if longest > longest_text(model) and not args.resume:
         words = f"with an order up to {longest} tokens, more than the model's positions"

@@ -735,7 +735,7 @@ def find_maker(env_id: str):
     if os.path.isfile(path):
         sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
         names = runpy.run_path(path)
-        if name not in names:
+        if not callable(names.get(name)):
             sys.exit(f"--env-id {env_id}: the file has no function {name!r}")
         return names[name]
     if path:

@@ -994,7 +994,8 @@ def check_file(part: str, name: str, file: dict, compared: tuple[str, dict], arg
         if values.dtype.kind not in "fiub" or not np.isfinite(values.astype(np.float64)).all():
             sys.exit(f"{name}: the numbers of {key} are not all finite")
         if values.ndim != dimensions:
-            advice = "a file has the steps of all its episodes in one row, (steps,...)"
+            advice = "a file has the steps of all its episodes in one row: states and actions, "
+            advice += "one-hot if discrete, are (steps,numbers), rewards and dones (steps,)"
             if key == "task":
                 advice = "a single number has the shape (1,)"
             sys.exit(

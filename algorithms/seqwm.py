@@ -919,6 +919,8 @@ class PettingZooTeam:
         begun = env.reset(seed=seed % 2**31)
         if not isinstance(begun, tuple) or len(begun) != 2:
             sys.exit(f"--env-id {env_id}: reset() must return observations and infos, two dicts")
+        if not hasattr(env, "agents"):
+            sys.exit(f"--env-id {env_id}: has no agents, a list of those who act now")
         missing = [agent for agent in self.agents if agent not in begun[0]]
         if missing:
             sys.exit(f"--env-id {env_id}: reset() gives no observation of {missing[0]}")
@@ -983,9 +985,13 @@ class PettingZooTeam:
                 sys.exit(f"--env-id {self.env_id}: step() must return five dicts, {wanted}")
             observations, gains, terminated, truncated, _ = found
             rewards[game] = sum(np.float64(gain).sum() for gain in gains.values()) / self.num_agents
-            ended[game] = all(terminated[agent] for agent in chosen)
-            over[game] = all(terminated[agent] or truncated[agent] for agent in chosen)
-            present = {agent: observations[agent] for agent in chosen if not terminated[agent]}
+            try:
+                ended[game] = all(terminated[agent] for agent in chosen)
+                over[game] = all(terminated[agent] or truncated[agent] for agent in chosen)
+                present = {agent: observations[agent] for agent in chosen if not terminated[agent]}
+            except KeyError as error:
+                words = "what it returns must name all agents that have acted"
+                sys.exit(f"--env-id {self.env_id}: step() leaves out {error}; {words}")
             following[game] = self.describe(present)
             current[game] = self.begin(env) if over[game] else following[game]
         check_finite(self.env_id, observations=following, rewards=rewards)
@@ -999,7 +1005,7 @@ def find_maker(env_id: str):
     if os.path.isfile(path):
         sys.path.append(os.path.dirname(path))  # so that the file can import its neighbours
         names = runpy.run_path(path)
-        if name not in names:
+        if not callable(names.get(name)):
             sys.exit(f"--env-id {env_id}: the file has no function {name!r}")
         return names[name]
     if path:

@@ -624,6 +624,8 @@ def check_method(args: Args) -> None:
     for name in unused.get(args.method, "").split():
         if getattr(args, name) != getattr(Args, name) and not args.resume:
             sys.exit(f"--{name.replace('_', '-')}: not used by --method {args.method}")
+    if args.method == "none" and args.rank_penalty != Args.rank_penalty:
+        print("--rank-penalty: has no effect with --method none")
     size, flag = args.num_generations, "--num-generations"
     if args.method == "rep_exp" and size < 3:
         sys.exit(f"{flag}: at least 3 with --method rep_exp, as two bonuses are equal")
@@ -1426,6 +1428,8 @@ def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float
 def check_model(model, prompt: list[int], args: Args) -> None:
     """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
     name = type(model).__name__
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        sys.exit(f"{name}: some of its weights are not finite numbers")
     args = replace(args, max_completion_length=8, temperature=1.0, bf16=False, compile=False)
     # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
     prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]

@@ -138,7 +138,8 @@ def check_turns(name: str, method, episode) -> None:
     else:
         numbers = method(episode.problem, episode)
     expected = len(episode.texts) // 2
-    numbers = list(numbers) if hasattr(numbers, "__iter__") else numbers
+    has_order = hasattr(numbers, "__iter__") and not isinstance(numbers, dict | set)
+    numbers = list(numbers) if has_order else numbers
     if not isinstance(numbers, list) or len(numbers) != expected:
         each = "search" if name == "verdicts" else "turn but the last"
         words = f"expected a list of {expected} numbers, one for each {each}"
@@ -366,11 +367,17 @@ def check_dilemma(name: str, kind, options: dict) -> None:
                 actions = game.legal_actions(state, player)
                 listed = isinstance(actions, list | tuple) and actions
                 if not listed or not all(isinstance(action, str) for action in actions):
-                    sys.exit(f"legal_actions: returned {actions!r:.100}, expected a list of texts")
+                    words = f"expected a list of texts in each of its {game.rounds} rounds"
+                    sys.exit(f"legal_actions: returned {actions!r:.100}, {words}")
                 chosen[player] = generator.choice(actions)
                 if game.parse(state, player, f"\\boxed{{{chosen[player]}}}") is None:
                     words = "which parse does not read; actions stand in square brackets as '[4]'"
                     sys.exit(f"legal_actions: lists {chosen[player]!r}, {words}")
+                for opponent, choose in opponents.items():
+                    action = choose(state, player, random.Random(0))
+                    if action not in (*actions, game.parse(state, player, f"\\boxed{{{action}}}")):
+                        words = f"expected what parse returns, or one of {actions!r:.100}"
+                        sys.exit(f"opponents: {opponent} plays {action!r:.100}, {words}")
             state = game.play(state, chosen)
             if state is None:
                 sys.exit("play: returned None, expected the new state")
@@ -378,5 +385,5 @@ def check_dilemma(name: str, kind, options: dict) -> None:
             pair = rewards if isinstance(rewards, list | tuple) else [rewards]
             numbers = [isinstance(reward, Real) and math.isfinite(reward) for reward in pair]
             if numbers != [True, True]:
-                words = "expected two numbers, player 0's and player 1's"
+                words = "expected two numbers in a list, player 0's and player 1's"
                 sys.exit(f"rewards: returned {rewards!r:.100} after a round, {words}")

@@ -97,7 +97,7 @@ def read_line(row: dict, where: str) -> Problem:
     numbers = (str, int, Decimal, float)  # floats of tables
     for keys, types in ((("prompt", "question", "problem"), (str,)), (("answer", "solution"), numbers)):
         key = next((key for key in keys if row.get(key) is not None), None)
-        check(key is not None, f"no {keys[0]} among the keys {filled:.80}", f"a key {' or '.join(keys)}")
+        check(key is not None, f"no {keys[0]} among the keys {filled:.80}", f"a key {' or '.join(keys)}" + ", or --reward" * (int in types))
         kind = type(row[key])  # not isinstance: True would pass for an int
         check(kind is str or row[key] == row[key], f"{key} NaN", "a number")
         check(kind in types, f"{key} of type {kind.__name__}", "a string or a number" if int in types else "a string")

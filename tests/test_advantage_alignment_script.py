@@ -137,6 +137,10 @@ class ListsOpponents(Commons):
     def opponents(self):
         return ["random"]
 
+class Strange(Commons):
+    def opponents(self):
+        return {"stranger": lambda state, player, generator: "nothing"}
+
 class NamedSelf(Commons):
     def opponents(self):
         return super().opponents() | {"self": self.random_action}
@@ -164,6 +168,7 @@ MISTAKES = {
     "NoScale": "scale: found 0, expected a number above 0",
     "ListsOpponents": "opponents: returned ['random'], expected a dictionary of functions",
     "NamedSelf": "opponents: self and policy mean the policy",
+    "Strange": "opponents: stranger plays 'nothing', expected what parse returns",
     "Bare": "has no start, movers, prompt, legal_actions, parse, play, rewards, opponents, see envs/dilemma.py",
 }
 

@@ -114,6 +114,7 @@ def broken(problem, episode):
 SENTENCES = {
     "own.py:few: returned [1, 0] for ['<search>who": lambda problem, episode: [1, 0],
     "own.py:few: returned 1 for": lambda problem, episode: 1,
+    "own.py:few: returned {0: 1.0} for": lambda problem, episode: {0: 1.0},
     "own.py:few: returned [nan] for": lambda problem, episode: [math.nan],
     "own.py:few: returned [1e+308] for": lambda problem, episode: [1e308],
 }

@@ -243,6 +243,9 @@ def test_a_model_without_some_of_its_weights(odd, monkeypatch):
     path = odd()
     weights = safetensors.torch.load_file(f"{path}/model.safetensors")
     name = next(name for name in sorted(weights) if "layers.0" in name)
+    bad = weights | {name: weights[name] * torch.nan}
+    safetensors.torch.save_file(bad, f"{path}/model.safetensors", {"format": "pt"})
+    assert "some of its weights are not finite" in refusal(grpo, monkeypatch, "--model-name-or-path", path)
     del weights[name]
     safetensors.torch.save_file(weights, f"{path}/model.safetensors", {"format": "pt"})
     assert f"without weights for {name}; is it complete?" in refusal(grpo, monkeypatch, "--model-name-or-path", path)

@@ -70,6 +70,12 @@ class OneNumber(Team):
         return seen, 1.0, *rest
 
 
+class LastUnseen(Team):
+    def step(self, actions):
+        seen, *rest = super().step(actions)
+        return seen if self.agents else {}, *rest
+
+
 class RowOfOne(Team):
     def step(self, actions):
         seen, rewards, *rest = super().step(actions)
@@ -242,6 +248,7 @@ def test_what_cannot_be_run(tmp_path, monkeypatch, team, capsys):
     assert "--env-kwargs {high" in own("{high: 3}")
     assert "unexpected keyword argument 'low'" in own('{"low": 3}')
     assert "has no possible_agents" in say("--env-id", team.replace(":Team", ":Nobody"))
+    assert "step() leaves out 'front'" in say("--env-id", team.replace(":Team", ":LastUnseen"), "--output-dir", tmp_path / "last")
     assert "step() must return five dicts" in say("--env-id", team.replace(":Team", ":OneNumber"), "--output-dir", tmp_path / "one")
     assert "front observes 4 numbers, in the first game at most 3" in say("--env-id", team.replace(":Team", ":Growing"), "--output-dir", tmp_path / "more")
     with pytest.raises(ValueError, match="no licence"):  # of the user's own code
