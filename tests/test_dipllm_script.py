@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from language_runs import (
     train,
     two_processes_equal_one,
 )
+from processes import ROOT
 from run_folders import assert_tags_of_pages, refusal, tags
 
 from algorithms import dipllm
@@ -181,6 +183,14 @@ def whole(tmp_path_factory):
 def own(tmp_path):
     (tmp_path / "duel.py").write_text(OWN)
     return f"{tmp_path}/duel.py"
+
+
+def test_lines_of_the_page_load_a_policy_and_act(whole):
+    page = (ROOT / "algorithms/dipllm.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"## A trained policy\n\n```python\n(.*?)```", page, re.S)
+    names = {}
+    exec(lines.replace("import random, dipllm", "import random, algorithms.dipllm as dipllm").replace("RUN", str(whole)), names)
+    assert len(names["orders"]) == len(names["board"].legal_orders(0))
 
 
 def test_metrics_and_completions(whole):
