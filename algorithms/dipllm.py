@@ -1016,6 +1016,8 @@ def load_model(args: Args):
     missing = dict(model.named_parameters()).keys() & found["missing_keys"]
     if missing:
         sys.exit(f"{flag}: without weights for {min(missing)}; is it complete?")
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        sys.exit(f"{flag}: some of its weights are not finite numbers")
     if not tokenizer.encode("a"):
         sys.exit(f"{flag}: has no tokenizer")
     for stop in getattr(args, "stop", ()):
@@ -1186,8 +1188,6 @@ def check_model(model, query: Query, args: Args) -> None:
     """Exit unless prompts and orders fit into the model, and packing equals the plain forward pass;
     else gradients are wrong."""
     name = type(model).__name__
-    if not all(weight.isfinite().all() for weight in model.parameters()):
-        sys.exit(f"{name}: some of its weights are not finite numbers")
     longest = args.max_prompt_length + max(map(len, query.orders))
     if longest > longest_text(model) and not args.resume:
         words = f"with an order up to {longest} tokens, more than the model's positions"

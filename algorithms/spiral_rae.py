@@ -1066,6 +1066,8 @@ def load_model(args: Args):
     missing = dict(model.named_parameters()).keys() & found["missing_keys"]
     if missing:
         sys.exit(f"{flag}: without weights for {min(missing)}; is it complete?")
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        sys.exit(f"{flag}: some of its weights are not finite numbers")
     if not tokenizer.encode("a"):
         sys.exit(f"{flag}: has no tokenizer")
     for stop in getattr(args, "stop", ()):
@@ -1229,8 +1231,6 @@ def logprob_gaps(model, prompts: list[list[int]], args: Args) -> dict[str, float
 def check_model(model, prompt: list[int], args: Args) -> None:
     """Exit unless decoding and packing equal the plain forward pass; else gradients are wrong."""
     name = type(model).__name__
-    if not all(weight.isfinite().all() for weight in model.parameters()):
-        sys.exit(f"{name}: some of its weights are not finite numbers")
     args = replace(args, max_completion_length=8, temperature=1.0, bf16=False, compile=False)
     # Two completions of a prompt, to be packed, and a shorter prompt, which is padded.
     prompts = [prompt, prompt, prompt[len(prompt) // 2 :]]
