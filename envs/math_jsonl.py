@@ -202,11 +202,12 @@ BETWEEN = re.compile(  # $\boxed{1}$ and $\boxed{2}$ | \boxed{1} \quad \text{or}
     rf"{SPACE}(?:,|;|,?\s*(?:and|or)|\\text\{{,?\s*(?:and|or)\s*\}}){SPACE}(?:\w+\s*=\s*)?"
 )
 MARK = re.compile(  # ####, Answer:, or a heading with something below it
-    r"####|\banswer(?:\s+is)?[\s*]*[:：]|^[#* \t]*(?:the\s+)?(?:final\s+)?answer[* \t]*$(?=\s*\S)",
+    r"####|\banswer(?:\s+is)?[\s*]*[:：]|答案\s*[是为:：]|^[#* \t]*(?:the\s+)?(?:final\s+)?answer[* \t]*$(?=\s*\S)",
     re.IGNORECASE | re.MULTILINE,
 )
 WEAK_MARK = re.compile(  # if there is no MARK; but not: the answer is rounded, a wrong answer is
-    r"(?<!whether )\bthe\s+(?:(?:final|correct|right)\s+)?answer\s+is\b(?:\s+(?:therefore|thus|then|simply|just)\b,?)?"
+    r"(?<!whether )\b(?:the|our|my)\s+(?:(?:final|correct|right)\s+)?answer\s+is\b"
+    r"(?:\s+(?:therefore|thus|then|simply|just)\b,?)?"
     r"(?=\s*(?-i:(?:yes|no|true|false|none|minus|negative|option|choice)\b|(?!\s|[a-z]{2}|a\s)))",
     re.IGNORECASE,
 )

@@ -311,6 +311,21 @@ def batch(model):
     return some_batch(model)
 
 
+@pytest.mark.parametrize("prompt, length", [(20, 200), (77, 128), (200, 64), (1000, 100)])
+def test_packed_rows_have_the_length_that_costs_least(prompt, length):
+    """Attention takes the square of a row, all else its length. No even split of a group costs 3 % less."""
+
+    def cost(sizes):
+        lengths = [prompt - 1 + size * length for size in sizes]
+        return sum(length**2 + grpo.ATTENTION_LENGTH * length for length in lengths)
+
+    group = [Completion([1] * prompt, [1] * length, [0.0] * length, True) for _ in range(8)]
+    args = replace(BASE, micro_batch_tokens=10**5)
+    rows = [row for one_pass in grpo.divide(group, list(range(8)), args, torch.device("cpu")) for row in one_pass]
+    assert sorted(number for row in rows for number in row) == list(range(8))
+    assert cost(map(len, rows)) < 1.03 * min(cost([size] * (8 // size)) for size in (1, 2, 4, 8))
+
+
 @pytest.mark.parametrize("attention", [3000, 0])  # whole groups, and parts
 @pytest.mark.parametrize("tokens, micro_batch", [(None, None), (64, None), (None, 3), (40, 3), (1, 1)])
 def test_packed_logprobs_equal_one_row_forwards(model, batch, monkeypatch, attention, tokens, micro_batch):
