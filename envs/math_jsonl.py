@@ -1,10 +1,11 @@
 """Questions with a checkable answer from any data file (GSM8K, MATH, your own), graded by rule.
 
-In a row the question is under `prompt`, `question` or `problem`, the answer under `answer` or `solution`: the
-result, or a solution that ends in GSM8K's `#### 72`, `\\boxed{72}` or `<answer>72</answer>`. A broken line raises a
-ValueError of one sentence. What a model writes is compared, never executed: rules bring both answers into one form, and
-math-verify (github.com/huggingface/Math-Verify) decides about expressions. The style gsm8k has the stricter prompt and
-rewards of GDPO's GSM8K demo (arXiv 2601.05242, official code) and needs no package. Importable alone.
+In a row the question, a text or chat messages, is under `prompt`, `question` or `problem`, the answer under `answer`,
+`solution` or verl's `reward_model`: the result, or a solution that ends in GSM8K's `#### 72`, `\\boxed{72}` or
+`<answer>72</answer>`. A broken line raises a ValueError of one sentence. What a model writes is compared, never
+executed: rules bring both answers into one form, and math-verify (github.com/huggingface/Math-Verify) decides about
+expressions. The style gsm8k has the stricter prompt and rewards of GDPO's GSM8K demo (arXiv 2601.05242, official code)
+and needs no package. Importable alone.
 """
 
 import hashlib
@@ -39,6 +40,7 @@ class Problem:
     answer: str  # the final answer alone
     demonstration: str | list[str] | None = None  # the text of a right answer, or several, for scripts that learn from it
     where: str = field(default="", compare=False, repr=False)  # file and line
+    earlier: tuple[dict, ...] = field(default=(), hash=False)  # chat messages before the question
 
 
 # --- Rewards ------------------------------------------------------------------------------------
@@ -85,6 +87,26 @@ def gsm8k_format(problem: Problem, completion: str) -> float:
     return float(once and bool(re.search(r"^<think>.*?</think>\n<answer>.*?</answer>$", completion, re.DOTALL)))
 
 
+def read_chat(row: dict, check) -> tuple[tuple[dict, ...], dict]:
+    """The messages before the question, and the row with the question and the answer as texts.
+
+    A file for verl has chat messages under prompt, and the answer in reward_model.
+    """
+    judge = row.get("reward_model")
+    if isinstance(judge, dict) and row.get("answer") is None and row.get("solution") is None:
+        row = row | {"answer": judge.get("ground_truth")}
+    key = next((key for key in ("prompt", "question", "problem") if row.get(key) is not None), None)
+    messages = row.get(key)
+    if not isinstance(messages, list):
+        return (), row
+    for message in messages:
+        is_message = isinstance(message, dict) and message.get("role") in ("system", "user", "assistant")
+        check(is_message and isinstance(message.get("content"), str), f"{message!r:.80}", f"a text or messages as {key}")
+    asks = bool(messages) and messages[-1]["role"] == "user"
+    check(asks, f"{messages!r:.80}", f"a user's message at the end of {key}")
+    return tuple(messages[:-1]), row | {key: messages[-1]["content"]}
+
+
 def read_line(row: dict, where: str) -> Problem:
     """One row of the file as a problem; a ValueError of one sentence if it is broken."""
 
@@ -92,6 +114,7 @@ def read_line(row: dict, where: str) -> Problem:
         if not condition:
             raise ValueError(f"{where}: found {found}, expected {expected}")
 
+    earlier, row = read_chat(row, check)
     texts = []
     filled = ", ".join(key for key in row if row[key] is not None)
     numbers = (str, int, Decimal, float)  # floats of tables
@@ -109,7 +132,7 @@ def read_line(row: dict, where: str) -> Problem:
         check((normal(texts[-1]) if int in types else texts[-1]) != "", f"an empty {key}", "some text")
         half = re.search("[\ud800-\udfff]", texts[-1])  # legal JSON, but no tokenizer takes it
         check(not half, f"half a surrogate pair in {key}", "whole characters")
-    return Problem(*texts, row.get("demonstration"), where)
+    return Problem(*texts, row.get("demonstration"), where, earlier)
 
 
 def report(path: str, rows: list[Problem], style: str) -> None:
@@ -189,7 +212,8 @@ class MathJsonl:
     def prompt(self, problem: Problem, role: str = "solver", teammates: tuple = ()) -> list[dict]:
         """Chat messages for `role` (solver or verifier); `teammates` are earlier (name, output) pairs."""
         lines = [problem.question, *(f"{name}: {output}" for name, output in teammates)]
-        return [{"role": "user", "content": "\n".join([*lines, RULES["gsm8k" if self.style == "gsm8k" else role]])}]
+        content = "\n".join([*lines, RULES["gsm8k" if self.style == "gsm8k" else role]])
+        return [*problem.earlier, {"role": "user", "content": content}]
 
 
 # --- Where the answer stands --------------------------------------------------------------------

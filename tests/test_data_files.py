@@ -1,6 +1,7 @@
 """Data files of every format, and rows that are no prompts: by the reader that scripts and envs/ share word for word."""
 
 import json
+import re
 
 import pytest
 import sync_shared_blocks
@@ -56,6 +57,27 @@ def test_a_table_of_chats_with_null_columns(tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chats.parquet")
     task = grpo.JsonLines(str(tmp_path / "chats.parquet"))
     assert [task.prompt(row) for row in task.rows] == [chat, [{"role": "user", "content": "this"}]]
+
+
+def test_a_file_for_verl(tmp_path):
+    """Chat messages, of which the last is the question, and the answer in reward_model."""
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 2?"}]
+    rows = [{"prompt": chat, "reward_model": {"style": "rule", "ground_truth": "3"}}]
+    rows += [{"problem": "What is 2 + 2?", "reward_model": {"ground_truth": 5}, "solution": "#### 4"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = MathJsonl(tmp_path / "rows.jsonl")
+    assert [row.answer for row in task.rows] == ["3", "4"]
+    first, last = task.prompt(task.rows[0])
+    assert first == chat[0] and last["role"] == "user" and last["content"].startswith("What is 1 + 2?\nReason")
+    for prompt, sentence in (
+        (["What?"], "found 'What?', expected a text or messages as prompt"),
+        ([{"from": "human", "value": "What?"}], "found {'from': 'human', 'value': 'What?'}, expected a text or messages"),
+        ([], "found [], expected a user's message at the end of prompt"),
+        ([*chat, {"role": "assistant", "content": "3"}], "expected a user's message at the end of prompt"),
+    ):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "answer": 3}))
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            MathJsonl(tmp_path / "rows.jsonl")
 
 
 def test_a_prompt_wins(tmp_path):
