@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "numpy>=2", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """CriticSearch: GRPO for agents that search and answer. After an episode, a critic that knows the
 right answer judges each of its searches. Zhang et al., arXiv 2511.12159. This is a reconstruction:
@@ -74,6 +74,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -1911,7 +1912,8 @@ def pack(episodes: list[Episode], packed_rows: list[list[int]], device) -> Packe
     width = max([packed_length(episodes, numbers) for numbers in packed_rows], default=8)
     for packed_row in table:
         packed_row += [(0, 0, -1, 0)] * (width - len(packed_row))
-    input_ids, position_ids, owners, written = torch.tensor(table).unbind(2)  # (R,L)
+    # numpy reads lists ten times as fast as torch does.
+    input_ids, position_ids, owners, written = torch.from_numpy(np.array(table)).unbind(2)  # (R,L)
     order = [number for numbers in packed_rows for number in numbers]
     chosen = [
         (token, number, turn)
@@ -1919,7 +1921,7 @@ def pack(episodes: list[Episode], packed_rows: list[list[int]], device) -> Packe
         for token, turn in zip(episodes[number].ids, episodes[number].turns)
         if turn >= 0
     ]
-    chosen = torch.tensor(chosen, dtype=torch.long, device=device).view(-1, 3)
+    chosen = torch.from_numpy(np.array(chosen, np.int64)).to(device).view(-1, 3)
     targets, completion_index, turns = chosen.unbind(1)  # (N,)
     sampled_logprobs = [logprob for number in order for logprob in episodes[number].logprobs]
     return Packed(
@@ -1928,7 +1930,7 @@ def pack(episodes: list[Episode], packed_rows: list[list[int]], device) -> Packe
         owners=owners.to(device),
         predicting=written.flatten().nonzero()[:, 0].to(device),
         targets=targets,
-        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
+        sampled_logprobs=torch.from_numpy(np.array(sampled_logprobs, np.float32)).to(device),
         completion_index=completion_index,
         turns=turns,
     )

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "numpy>=2", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """DipLLM: a joint action as a sequence of unit orders, learned from a search that stays near an
 anchor. Xu et al., DipLLM: Fine-Tuning LLM for Strategic Decision-making in Diplomacy, 2506.09655.
@@ -65,6 +65,7 @@ from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -1267,7 +1268,8 @@ def pack(queries: list[Query], numbers: list[int], device) -> Packed:
             for position, token in enumerate(inputs, start=len(query.prompt) - 1):
                 row.append((token, position, owner))
         table.append(row + [(0, 0, -1)] * (width - len(row)))
-    input_ids, position_ids, owners = torch.tensor(table).unbind(2)  # (R,L)
+    # numpy reads lists ten times as fast as torch does.
+    input_ids, position_ids, owners = torch.from_numpy(np.array(table)).unbind(2)  # (R,L)
     orders = [order for query in chosen for order in query.orders]
     targets = [token for order in orders for token in order]
     order_index = [number for number, order in enumerate(orders) for _ in order]
@@ -1282,8 +1284,8 @@ def pack(queries: list[Query], numbers: list[int], device) -> Packed:
         position_ids=position_ids.to(device),
         owners=owners.to(device),
         predicting=(owners > 0).flatten().nonzero()[:, 0].to(device),
-        targets=torch.tensor(targets, device=device),
-        order_index=torch.tensor(order_index, device=device),
+        targets=torch.from_numpy(np.array(targets, np.int64)).to(device),
+        order_index=torch.from_numpy(np.array(order_index, np.int64)).to(device),
         labels=labels,
     )
 

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
+# dependencies = ["torch>=2.6", "numpy>=2", "transformers>=5.23", "tyro>=1.0", "tensorboard>=2.18"]
 # ///
 """GDPO: GRPO for several rewards. Each reward is compared with its group by itself before they are
 added, so that none drowns the others by its size. Liu et al., arXiv 2601.05242.
@@ -73,6 +73,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -1649,7 +1650,8 @@ def pack(completions: list[Completion], packed_rows: list[list[int]], device) ->
     width = max([packed_length(completions, numbers) for numbers in packed_rows], default=8)
     for packed_row in table:
         packed_row += [(0, 0, -1)] * (width - len(packed_row))
-    input_ids, position_ids, owners = torch.tensor(table).unbind(2)  # (R,L)
+    # numpy reads lists ten times as fast as torch does.
+    input_ids, position_ids, owners = torch.from_numpy(np.array(table)).unbind(2)  # (R,L)
     order = [number for numbers in packed_rows for number in numbers]
     targets = [token for number in order for token in completions[number].ids]
     sampled_logprobs = [logprob for number in order for logprob in completions[number].logprobs]
@@ -1659,9 +1661,9 @@ def pack(completions: list[Completion], packed_rows: list[list[int]], device) ->
         position_ids=position_ids.to(device),
         owners=owners.to(device),
         predicting=(owners > 0).flatten().nonzero()[:, 0].to(device),
-        targets=torch.tensor(targets, dtype=torch.long, device=device),
-        sampled_logprobs=torch.tensor(sampled_logprobs, device=device),
-        completion_index=torch.tensor(completion_index, dtype=torch.long, device=device),
+        targets=torch.from_numpy(np.array(targets, np.int64)).to(device),
+        sampled_logprobs=torch.from_numpy(np.array(sampled_logprobs, np.float32)).to(device),
+        completion_index=torch.from_numpy(np.array(completion_index, np.int64)).to(device),
     )
 
 
