@@ -8,6 +8,7 @@ expressions. The style gsm8k has the stricter prompt and rewards of GDPO's GSM8K
 and needs no package. Importable alone.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -16,7 +17,6 @@ import random
 import re
 import subprocess
 import sys
-import threading
 import unicodedata
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -706,33 +706,35 @@ def same_answer(gold: str, answer: str) -> bool:
     return same(*texts)
 
 
-# --- math-verify, in a process of its own -------------------------------------------------------
+# --- math-verify, in processes of its own -------------------------------------------------------
 
-workers = {}  # by process id, so that a fork starts its own
-worker_lock = threading.Lock()
+workers = {}  # by process id, so that a fork starts its own: those that wait for a pair
 
 
 def math_verify_says_yes(gold: str, answer: str) -> bool:
     """What math-verify says of two expressions; False if that takes more than TIME_LIMIT seconds.
 
-    One worker serves all calls: a fresh interpreter, without torch and CUDA. It ends when its time is
-    over, and with this process. RuntimeError if it does not start.
+    A worker, a fresh interpreter without torch and CUDA, serves one thread at a time, so `--reward-threads 8` starts
+    up to eight. It ends when its time is over, and with this process. RuntimeError if it does not start.
     """
-    with worker_lock:
-        worker = workers.get(os.getpid())
-        if worker is None or worker.poll() is not None:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-            worker = subprocess.Popen([sys.executable, "-P", __file__], **pipes)
-            workers[os.getpid()] = worker
-            if worker.stdout.readline().strip() != b"ready":
-                raise RuntimeError(f"math-verify does not start: pip install '{PACKAGE}'")
-        try:
-            worker.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
-            reply = worker.stdout.readline()
-        except BrokenPipeError:
-            reply = b""
-        if not reply:  # it has ended itself
-            worker.wait()
+    idle = workers.setdefault(os.getpid(), [])
+    worker = None
+    with contextlib.suppress(IndexError):  # not `if idle`: another thread may take the last one
+        worker = idle.pop()
+    if worker is None or worker.poll() is not None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        worker = subprocess.Popen([sys.executable, "-P", __file__], **pipes)
+        if worker.stdout.readline().strip() != b"ready":
+            raise RuntimeError(f"math-verify does not start: pip install '{PACKAGE}'")
+    try:
+        worker.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
+        reply = worker.stdout.readline()
+    except BrokenPipeError:
+        reply = b""
+    if reply:
+        idle.append(worker)
+    else:  # it has ended itself
+        worker.wait()
     return reply.strip() == b"True"
 
 
@@ -746,7 +748,6 @@ def exact(text: str) -> str:
 
 def serve() -> None:
     """Answer pairs of expressions, a JSON list a line on standard input, until this is closed."""
-    import contextlib
     import faulthandler
     import logging
     import signal

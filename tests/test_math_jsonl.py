@@ -47,12 +47,12 @@ def test_training_imports_neither_sympy_nor_math_verify():
 def test_a_hostile_answer_takes_a_bounded_time():
     """Its worker ends, is wrong, and the next one answers."""
     assert math_jsonl.same_answer("a+b", "b+a")
-    worker = math_jsonl.workers[os.getpid()]
+    worker = math_jsonl.workers[os.getpid()][-1]
     began = time.monotonic()
     assert not math_jsonl.same_answer("1", "10^{10^{10}}")
     assert time.monotonic() - began < math_jsonl.TIME_LIMIT + 5
     assert worker.poll() is not None
-    assert math_jsonl.same_answer("a+c", "c+a") and math_jsonl.workers[os.getpid()] is not worker
+    assert math_jsonl.same_answer("a+c", "c+a") and worker not in math_jsonl.workers[os.getpid()]
     began = time.monotonic()
     for text in ("\n", "\n#", "$$x ", "A. ", "A is 1 ", "**a ", "the answer is "):
         math_jsonl.correctness(Problem("?", "1"), f"Answer: {5000 * text}")
@@ -62,7 +62,7 @@ def test_a_hostile_answer_takes_a_bounded_time():
 
 def test_no_worker_is_left_by_a_killed_run():
     code = "from envs import math_jsonl as m; import os; m.same_answer('a+b', 'b+a'); "
-    code += "print(m.workers[os.getpid()].pid, flush=True); m.same_answer('1', '10^{10^{10}}')"
+    code += "print(m.workers[os.getpid()][0].pid, flush=True); m.same_answer('1', '10^{10^{10}}')"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
         pid = int(run.stdout.readline())
         time.sleep(0.5)  # by now it computes
@@ -80,15 +80,19 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_threads_and_forks_get_their_own_verdicts():
+def test_threads_and_forks_have_workers_of_their_own(monkeypatch):
+    """One for each thread that asks at the same time, and one alone for one thread after another."""
+    monkeypatch.setattr(math_jsonl, "workers", {})
     pairs = [(f"{n}x+y", f"y+{n + n % 2}x") for n in range(40)]
     expected = [n % 2 == 0 for n in range(40)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda pair: math_jsonl.same_answer(*pair), pairs)) == expected
-    parent = math_jsonl.workers[os.getpid()].pid
+    for threads in (1, 3):
+        with ThreadPoolExecutor(threads) as pool:
+            assert list(pool.map(lambda pair: math_jsonl.math_verify_says_yes(*pair), pairs)) == expected
+        [idle] = math_jsonl.workers.values()
+        assert len(idle) == threads
     child = os.fork()
     if child == 0:
-        is_right = math_jsonl.same_answer("x+2y", "2y+x") and math_jsonl.workers[os.getpid()].pid != parent
+        is_right = math_jsonl.same_answer("x+2y", "2y+x") and not {*idle} & {*math_jsonl.workers[os.getpid()]}
         os._exit(0 if is_right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
