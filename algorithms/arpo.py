@@ -6,7 +6,7 @@
 the others branch off after a tool's result, more often where it made the model less sure. Dong et
 al., Agentic Reinforced Policy Optimization, arXiv 2507.19849 (ICLR 2026).
 
-    entropy          e = sum over the first 20 tokens of a turn of -sum p log p over the vocabulary
+    entropy          e = sum of -sum p log p over the vocabulary, at a turn's first 20 tokens
     branching        q = clip(alpha + beta (e of this turn - e of the first turn) / log V, 0, 1)
     advantage        A = GRPO's: (outcome - mean of its group) / (std of its group + 1e-4)
 
@@ -35,6 +35,7 @@ Differs from the paper, which we know from readers' notes:
 2. The paper divides by V; its code, and this script, by log V. Its code measures the turn that
    called the tool, one turn earlier; the text, and this script, the turn that follows the result.
 3. Rewards are IGPO's: word F1, or -2 if the format is wrong (paper: -1, and +0.1 for two tools).
+4. In its code, what begins anew can branch, too, and a copy measures its own first turn anew.
 
     python algorithms/arpo.py                                # tiny model, CPU, offline
 
@@ -713,16 +714,16 @@ def branch(
     vocab_size: int,
     args: Args,
 ) -> tuple[list[int], list[Episode]]:
-    """Let waiting episodes branch off those given, whose new turns, completions, are not added yet.
+    """Let waiting episodes branch off these, before their new turns, completions, are added.
 
     Returns the indices of those that branch, and the new ones, which end with the result just read.
     The new ones are taken from waiting, which has a list for each group.
     """
+    entropies = [sum(completion.entropies) for completion in completions]
+    of_first_turns = [episode.entropies[0] for episode in episodes]
     probabilities = branch_probability(
-        torch.tensor(
-            [sum(completion.entropies) for completion in completions], dtype=torch.float64
-        ),
-        torch.tensor([episode.entropies[0] for episode in episodes], dtype=torch.float64),
+        torch.tensor(entropies, dtype=torch.float64),
+        torch.tensor(of_first_turns, dtype=torch.float64),
         args.branch_probability,
         args.entropy_weight,
         vocab_size,
@@ -1871,8 +1872,7 @@ class VllmSampler:
         longest = max(map(len, prompts))
         if longest > args.max_prompt_length:
             sys.exit(f"--max-prompt-length: a prompt has {longest} tokens")
-        common = {"max_tokens": args.max_completion_length, "detokenize": False}
-        common["logprobs"] = TOP_LOGPROBS
+        common = {"max_tokens": args.max_completion_length, "logprobs": TOP_LOGPROBS}
         stop = list(getattr(args, "stop", ()))  # texts that end a turn
         common |= {"stop": stop, "detokenize": len(stop) > 0}
         common["stop_token_ids"] = self.generation_config.eos_token_id

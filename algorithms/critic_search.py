@@ -147,7 +147,8 @@ class Args:
     rewards of --env; text is all that was written and read in the episode. It may be async; with
     function.batched = True it is called with lists of both, and returns a list"""
     reward_threads: int = 1
-    """answers that a reward function, also an async one, is called for at once"""
+    """answers that a reward function, also an async one, and episodes that --critic is called for
+    at once"""
     reward_weights: tuple[float, ...] = ()
     """one weight for each reward function; the default is 1 for each --reward"""
     format_penalty: float = -2.0
@@ -264,7 +265,7 @@ class Args:
 
 def z_scores(values: Tensor, ddof: int, eps: float) -> Tensor:
     """GRPO's advantages of one group of any size; 0 if all values are equal. (n,) -> (n,)"""
-    # Means of equal verdicts are rounded.
+    # Means of equal verdicts can differ by rounding.
     if torch.isclose(values, values[:1], rtol=1e-12, atol=0.0).all():
         return torch.zeros_like(values)
     return (values - values.mean()) / (values.std(correction=ddof) + eps)
@@ -466,6 +467,8 @@ def train(args: Args) -> dict[str, float]:
         problems = [task.train_problem(i, args.seed) for i in indices]
         seeds = [random_seed(args.seed, i) for i in indices]
         episodes = play(sampler, tokenizer, task, problems, args.num_generations, args, seeds)
+        if args.vllm:
+            sampler.sleep()
         progress["num_prompts"] += args.num_prompts_per_step
         sampled = time.perf_counter()
 
@@ -497,8 +500,6 @@ def train(args: Args) -> dict[str, float]:
         # 4. clipped policy-gradient steps
         rate = scheduled_rate(step, args)
         optimizer.param_groups[0]["lr"] = rate
-        if args.vllm:
-            sampler.sleep()
         metrics = update(model, reference, optimizer, episodes, own_advantages, args)
         refresh(sampler, model)
 
@@ -525,13 +526,14 @@ def train(args: Args) -> dict[str, float]:
             "seconds/step": time.perf_counter() - began,
         }
         if critic:  # what it said, before it was spoiled
-            said = list(chain(*gather(said)))
-            known = [verdict for verdict in said if verdict is not None]
+            all_said = list(chain(*gather(said)))
+            known = [verdict for verdict in all_said if verdict is not None]
             if known:
                 metrics["critic/good_share"] = sum(known) / len(known)
-            elif said and rank == 0:
+            elif all_said and rank == 0:
                 print("critic: no verdict of this step can be read, so outcomes alone are learned")
-            metrics["critic/unreadable"] = (len(said) - len(known)) / max(1, len(said))
+            num_unreadable = len(all_said) - len(known)
+            metrics["critic/unreadable"] = num_unreadable / max(1, len(all_said))
         if rank == 0:
             log(run_dir, board, step, {f"train/{tag}": value for tag, value in metrics.items()})
             log_completions(run_dir, step, episodes, own_advantages, tokenizer, task, args)
@@ -714,7 +716,7 @@ def load_critic(task, device: torch.device, args: Args):
     if args.critic:
         critic = from_file("--critic", args.critic, "problem", "episode")
         if inspect.iscoroutinefunction(critic):
-            sys.exit("--critic: cannot be async; with an attribute batched it judges all at once")
+            sys.exit("--critic: cannot be async; --reward-threads 16 calls it for 16 at once")
         return critic
     if not hasattr(task, "verdicts") or (args.env == "search_qa" and args.dataset):
         words = "give --critic, --critic-model, or --critic-alpha 0"
@@ -736,9 +738,12 @@ def judge(critic, episodes: list[Episode], args: Args) -> list[list[float | None
         if getattr(critic, "batched", False):
             results = list(critic([episode.problem for episode in episodes], episodes))
         else:
-            for episode in episodes:
-                judged = f"{episode.texts!r:.200}"
-                results.append(critic(episode.problem, episode))
+            with ThreadPoolExecutor(args.reward_threads) as pool:
+                call = pool.map if args.reward_threads > 1 else map
+                calls = call(critic, [episode.problem for episode in episodes], episodes)
+                for episode in episodes:
+                    judged = f"{episode.texts!r:.200}"
+                    results.append(next(calls))
     except Exception:
         sys.exit(f"{title}: failed for {judged}\n\n{traceback.format_exc()}")
     if len(results) != len(episodes):

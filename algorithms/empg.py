@@ -17,8 +17,8 @@ grpo.py; update applies it. Every token has the advantage of its turn.
 Differs from igpo.py:
 1. modulate_advantages replaces turn_advantages. Its control, --advantage grpo, is GRPO on the
    outcome. --zeta 0 leaves out the bonus and --k 0 the scaling; the mean is still subtracted.
-2. No answer is scored during the rollout; it keeps the entropy of each turn, which is free. vLLM
-   does not tell it, so there the policy computes it in another pass (measure_entropies).
+2. No answer is scored during the rollout; it keeps the entropy of each turn. vLLM does not tell
+   it, so there the policy computes it in another pass (measure_entropies).
 
 Differs from the paper (parts are reconstructed, because we could read only parts of its code):
 1. The entropy is that of the distribution that was sampled from, at --temperature; at which one
@@ -454,14 +454,14 @@ def train(args: Args) -> dict[str, float]:
         totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
         turns = torch.tensor([len(values) for values in entropies])  # (B,)
         trajectory = torch.arange(len(turns)).repeat_interleave(turns)  # (Z,)
-        step_entropy = torch.tensor([value for values in entropies for value in values])  # (Z,)
-        trajectory_advantage = group_advantages(totals, args.num_generations)  # (B,)
-        turn_advantages = trajectory_advantage[trajectory]  # (Z,)
+        turn_entropy = torch.tensor([value for values in entropies for value in values])  # (Z,)
+        of_episodes = group_advantages(totals, args.num_generations)  # (B,)
+        of_turns = of_episodes[trajectory]  # (Z,)
         if args.advantage == "empg":
-            turn_advantages = modulate_advantages(
-                trajectory_advantage, step_entropy, trajectory, args.k, args.k_future, args.zeta
+            of_turns = modulate_advantages(
+                of_episodes, turn_entropy, trajectory, args.k, args.k_future, args.zeta
             )
-        advantages = pad_sequence(turn_advantages.split(turns.tolist()), batch_first=True)  # (B,T)
+        advantages = pad_sequence(of_turns.split(turns.tolist()), batch_first=True)  # (B,T)
         own_advantages = advantages.chunk(world_size)[rank]
 
         # 3. clipped policy-gradient steps
@@ -480,9 +480,9 @@ def train(args: Args) -> dict[str, float]:
             "reward": totals.mean().item(),
             "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean().item(),
             "empg/turns": turns.float().mean().item(),
-            "empg/entropy/min": step_entropy.min().item(),
-            "empg/entropy/mean": step_entropy.mean().item(),
-            "empg/entropy/max": step_entropy.max().item(),
+            "empg/entropy/min": turn_entropy.min().item(),
+            "empg/entropy/mean": turn_entropy.mean().item(),
+            "empg/entropy/max": turn_entropy.max().item(),
             "entropy": sum(entropy) / sum(lengths),
             "completions/mean_length": sum(lengths) / len(lengths),
             "completions/clipped_ratio": 1 - sum(ended) / len(ended),

@@ -10,8 +10,9 @@ arXiv 2510.14967 (version 2, ICLR 2026).
     reward of the last    r = word F1 of the answer, or -2 if the format is wrong
     advantage of a turn   A = its z-score in the group plus those of all later turns (--gamma 1)
 
-Gains have one mean and std in the group, outcomes another. The loss is policy_loss, as in grpo.py;
-update applies it.
+Gains have one mean and std in the group, outcomes another. answer_logprobs, in the rollout, and
+turn_advantages, in step 2 of train, are the method. The loss is policy_loss, as in grpo.py; update
+applies it.
 
 Differs from grpo.py:
 1. The unit is an episode: the model writes, reads what the task replies, and writes again. What it
@@ -451,7 +452,7 @@ def train(args: Args) -> dict[str, float]:
         problems = [task.train_problem(i, args.seed) for i in indices]
         seeds = [random_seed(args.seed, i) for i in indices]
         scorer = model if args.vllm else sampler
-        if hasattr(task, "turn_rewards"):  # in place of gains
+        if hasattr(task, "turn_rewards"):  # its numbers replace gains
             scorer = None
         episodes = play(
             sampler, tokenizer, task, problems, args.num_generations, args, seeds, scorer
@@ -687,7 +688,7 @@ def turn_gains(task, episode: Episode, args: Args) -> list[float]:
     num_turns = len(episode.texts) // 2
     try:
         numbers = [float(1.0 * reward) for reward in rewards]
-    except (TypeError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         numbers = []
     # squares of larger ones are too large for float32
     if len(numbers) != num_turns or not all(abs(number) < 1e15 for number in numbers):
@@ -720,10 +721,12 @@ def answer_logprobs(
     for context, before, answer in rows:
         # Together, because some tokenizers put a space before a text, so also before an answer.
         texts = [before, before + answer]
-        before, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
-        start = len(os.path.commonprefix([before, both]))
+        ids, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+        start = len(os.path.commonprefix([ids, both]))
         contexts.append([*context, *both[:-1]])
         answers.append(torch.tensor(both[start:], device=model.device))
+    if max(map(len, contexts)) > longest_text(model):
+        sys.exit("--max-prompt-length: too long for a right answer behind the longest context")
     lengths = list(map(len, answers))
     size = max(1, tokens_at_once(args, model.device) // max(map(len, contexts)))  # at once
     if memory is not None:

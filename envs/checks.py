@@ -129,8 +129,8 @@ def can_be_called(task, name: str, parameters: str) -> None:
 
 
 def check_turns(name: str, method, episode) -> None:
-    """A number for each text that was read. A method that is batched gets and gives lists."""
-    if getattr(method, "batched", False):
+    """A number for each text that was read. Verdicts that are batched get and give lists."""
+    if name == "verdicts" and getattr(method, "batched", False):
         lists = method([episode.problem], [episode])
         if not isinstance(lists, list | tuple) or len(lists) != 1:
             sys.exit(f"{name}: returned {lists!r:.100} for one episode, expected a list of one list")

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,12 +129,21 @@ def test_a_critic_that_returns_something_else_ends_in_a_sentence(words):
     assert stop.value.code.endswith("expected 1 numbers of at most 15 digits, or None, one for each search")
 
 
-def test_a_critic_that_raises_keeps_its_traceback():
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_critic_that_raises_keeps_its_traceback(threads):
+    args = Args(critic="own.py:broken", reward_threads=threads)
     with pytest.raises(SystemExit) as stop:
-        judge(broken, [episode_of({"score": [1]}, ["x"]), episode_of({}, ["y"])], Args(critic="own.py:broken"))
+        judge(broken, [episode_of({"score": [1]}, ["x"]), episode_of({}, ["y"])], args)
     sentence, _, reason = stop.value.code.partition("\n\n")
     assert sentence.startswith("critic own.py:broken: failed for ['<search>who?</search>', '<result>y</result>'")
     assert 'return problem["score"]' in reason and reason.strip().endswith("KeyError: 'score'")
+
+
+def test_a_slow_critic_is_called_for_several_episodes_at_once():
+    together = threading.Barrier(3, timeout=20)
+    episodes = [episode_of(number, ["x"]) for number in range(3)]
+    slow = lambda problem, episode: [together.wait() * 0 + problem]  # noqa: E731
+    assert judge(slow, episodes, Args(reward_threads=3)) == [[0.0], [1.0], [2.0]]
 
 
 def test_what_a_critic_may_return():

@@ -211,7 +211,7 @@ def test_answers_are_scored_without_a_memory_too(played):
 
 
 @torch.no_grad()
-def test_right_answers_of_different_lengths(played):
+def test_right_answers_of_different_lengths(played, monkeypatch):
     """Scored together, each gets the mean over its own tokens."""
     model, tokenizer, _, _, episodes = played
     answers = ["Jodo", "friend of Jodo", "friend"]
@@ -223,6 +223,9 @@ def test_right_answers_of_different_lengths(played):
     assert len(set(map(len, ids))) == 3
     plain = [plain_logprobs(model, episode.prompt + before, answer).mean() for episode, answer in zip(asked, ids)]
     assert_close(torch.tensor(found), torch.stack(plain), 1e-5)
+    monkeypatch.setattr(igpo, "longest_text", lambda model: len(asked[0].prompt) + len(before))
+    with pytest.raises(SystemExit, match="^--max-prompt-length: too long for a right answer"):
+        igpo.answer_logprobs(model, tokenizer, task, asked, None, ARGS)
 
 
 def test_the_space_before_a_text_is_not_put_before_the_answer(played):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from language_runs import CALCULATOR, SMALL, completions, train
 from processes import ROOT
 
@@ -354,7 +355,7 @@ def test_rewards_of_turns_take_the_place_of_gains(tmp_path, monkeypatch):
         igpo.turn_gains(Calculator(), episode, None)
     monkeypatch.setattr(Calculator, "turn_rewards", lambda *_: [np.float32(0.5)])
     assert igpo.turn_gains(Calculator(), episode, None) == [0.5]
-    for wrong in (None, ["much"], [float("nan")], [1e300]):
+    for wrong in (None, ["much"], [float("nan")], [1e300], [torch.zeros(2)]):
         monkeypatch.setattr(Calculator, "turn_rewards", lambda *_, wrong=wrong: wrong)
         with pytest.raises(SystemExit, match="turn_rewards: returned .* expected 1 numbers, one for each turn but the last"):
             igpo.turn_gains(Calculator(), episode, None)
