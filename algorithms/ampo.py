@@ -475,9 +475,10 @@ def train(args: Args) -> dict[str, float]:
         # 2. teachers' solutions replace failed rollouts, and each row is compared with its group
         if args.vllm:
             sampler.sleep()  # before the policy scores solutions, which needs its memory
-        rows, scores_of_solutions = replace_failures(  # rollouts that stay are the same objects
+        rows, scores_of_solutions = replace_failures(
             model, tokenizer, task, problems, completions, seeds, args
         )
+        # Rollouts that stay are the same objects.
         own_is_teacher = torch.tensor([row is not c for row, c in zip(rows, completions)])
         is_teacher = torch.tensor(gather(own_is_teacher.tolist()))  # (B,), of all processes
         row_rewards = torch.tensor(gather([row.rewards for row in rows]))  # (B,K)
@@ -542,6 +543,7 @@ def train(args: Args) -> dict[str, float]:
     if args.vllm:
         sampler.close()
     if dist.is_initialized():
+        gather([])  # the first process may still write the model
         dist.destroy_process_group()
     return scores
 
@@ -578,7 +580,7 @@ def update(
     rows = list(range(len(completions)))
     if args.beta == 0:  # without KL, zero advantage means no gradient
         rows = advantages.nonzero()[:, 0].tolist()
-        if is_teacher[rows].all():  # or no row at all; sampling_metrics needs a rollout
+        if is_teacher[rows].all():  # also true of no rows; metrics need a rollout, as row 0 is
             rows = [0, *rows]
     weights = weights.to(device)
     advantages = advantages.to(device)
@@ -706,7 +708,8 @@ def answer_logprobs(model, tokenizer, pool: list[Completion], args: Args) -> lis
         answers.append(Completion(context, ids, [math.nan] * len(ids), ended=False))
     logprobs = []
     numbers = []  # the answer of each token
-    for packed in micro_batches(answers, list(range(len(answers))), args, model.device):
+    rows = [number for number, answer in enumerate(answers) if answer.ids]
+    for packed in micro_batches(answers, rows, args, model.device):
         logprobs.append(model.token_logprobs(packed, args))  # (N,)
         numbers.append(packed.completion_index)
     in_order = torch.cat(numbers).argsort(stable=True)

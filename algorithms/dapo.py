@@ -19,8 +19,8 @@ Differs from grpo.py:
 The method is steps 1 and 2 of train, soft_overlong_penalty, policy_loss and token_weights.
 
 Differs from the paper:
-1. By default an optimizer step uses the whole batch; the paper makes 16, each on a part of it
-   (--num-minibatches 16).
+1. By default an optimizer step uses the whole batch; the paper makes 16 steps, each on a part of
+   it (--num-minibatches 16 --num-iterations 1).
 2. Dynamic sampling stops after 10 rounds and fills the batch with groups of advantage 0; verl 0.9
    goes on sampling by default. Useful groups beyond the batch are thrown away, as in verl.
 3. Tokens are averaged over the whole step, as in TRL and verl; eq. 8 averages over one group.
@@ -403,25 +403,23 @@ def train(args: Args) -> dict[str, float]:
         # 1. draw groups until P of them have unequal first rewards, or 10 times; share them out
         began = time.perf_counter()
         share = args.num_prompts_per_step // world_size
-        useful = []  # groups of all processes in the order of drawing; without (2) all of them
+        useful = []  # groups of all processes as drawn; all of them without dynamic sampling
         useless = []
         rounds = 0
-        while rounds == 0 or (args.dynamic_sampling and rounds < MAX_ROUNDS):
+        while len(useful) < args.num_prompts_per_step and rounds < MAX_ROUNDS:
+            rounds += 1
             first = progress["num_prompts"] + rank * share
             indices = range(first, first + share)
             problems = [task.train_problem(i, args.seed) for i in indices]
             seeds = [random_seed(args.seed, i) for i in indices]
             own = complete(sampler, tokenizer, task, problems, args.num_generations, args, seeds)
             for group in gather(as_groups(own, args.num_generations)):
-                accuracies = {completion.rewards[0] for completion in group}
-                if len(accuracies) > 1 or not args.dynamic_sampling:
+                firsts = torch.tensor([completion.rewards[0] for completion in group])
+                if (firsts != firsts[0]).any() or not args.dynamic_sampling:
                     useful.append(group)
                 else:
                     useless.append(group)
             progress["num_prompts"] += args.num_prompts_per_step
-            rounds += 1
-            if len(useful) >= args.num_prompts_per_step:
-                break
         drawn = [completion for group in useful + useless for completion in group]
         sampled = time.perf_counter()
 
@@ -438,8 +436,7 @@ def train(args: Args) -> dict[str, float]:
         advantages = group_advantages(
             totals[:num_rows], args.num_generations, args.scale_rewards
         )  # (B,)
-        if args.dynamic_sampling:  # groups that only fill the batch get no advantage
-            advantages[len(useful) * args.num_generations :] = 0.0
+        advantages[len(useful) * args.num_generations :] = 0.0  # groups that only fill the batch
         own_advantages = advantages.chunk(world_size)[rank]
         own_rows = num_rows // world_size
         completions = drawn[rank * own_rows : (rank + 1) * own_rows]
@@ -493,6 +490,7 @@ def train(args: Args) -> dict[str, float]:
     if args.vllm:
         sampler.close()
     if dist.is_initialized():
+        gather([])  # the first process may still write the model
         dist.destroy_process_group()
     return scores
 
@@ -524,8 +522,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         )
         weights[rows] = torch.where(lengths > 0, shares, 0.0)
         if args.beta == 0:  # without KL, zero advantage means no gradient
-            counted = [row for row, n in zip(rows, lengths.tolist()) if n and advantages[row] != 0]
-            rows = counted or rows[:1]  # see sampling_metrics
+            trained = [row for row, n in zip(rows, lengths.tolist()) if n and advantages[row] != 0]
+            rows = trained or rows[:1]  # metrics need a token
         minibatches.append(micro_batches(completions, rows, args, device))
     weights = weights.to(device)
     advantages = advantages.to(device)

@@ -671,6 +671,7 @@ def train(args: Args) -> dict[str, float]:
     if rank == 0:
         board.close()
     if dist.is_initialized():
+        gather([])  # the first process may still write the model
         dist.destroy_process_group()
     return scores
 

@@ -536,6 +536,7 @@ def train(args: Args) -> dict[str, float]:
     if args.vllm:
         players[0].sampler.close()
     if dist.is_initialized():
+        gather([])  # the first process may still write the model
         dist.destroy_process_group()
     return scores
 

@@ -372,8 +372,8 @@ def train(args: Args) -> dict[str, float]:
     rank, world_size, device = setup(args)
     warn_of_slow_bfloat16(args, rank, device)
     task, eval_problems = load_task(args)
-    conditioned = [name in args.conditioned_rewards for name in task.reward_functions]
-    if sum(conditioned) < len(args.conditioned_rewards):
+    is_conditioned = [name in args.conditioned_rewards for name in task.reward_functions]
+    if sum(is_conditioned) < len(args.conditioned_rewards):
         sys.exit(f"--conditioned-rewards: expected some of {list(task.reward_functions)}")
     model, tokenizer = load_model(args)
     model.to(device)
@@ -445,8 +445,7 @@ def train(args: Args) -> dict[str, float]:
         table = gather([(c.rewards, len(c.ids), c.ended, sum(c.logprobs)) for c in completions])
         rewards, lengths, ended, logprobs = zip(*table)
         rewards = torch.tensor(rewards)  # (B,K)
-        totals = (rewards * torch.tensor(task.reward_weights)).sum(1)  # (B,)
-        conditional = condition_rewards(rewards, torch.tensor(conditioned))  # (B,K)
+        conditional = condition_rewards(rewards, torch.tensor(is_conditioned))  # (B,K)
         advantages = compute_advantages(conditional, task.reward_weights, args)  # (B,)
         own_advantages = advantages.chunk(world_size)[rank]
 
@@ -468,7 +467,7 @@ def train(args: Args) -> dict[str, float]:
         for name, mean in zip(task.reward_functions, rewards.mean(0).tolist()):
             metrics[f"rewards/{name}/mean"] = mean
         metrics |= {
-            "reward": totals.mean().item(),
+            "reward": (rewards * torch.tensor(task.reward_weights)).sum(1).mean().item(),
             "frac_reward_zero_std": (groups == groups[:, :1]).all((1, 2)).float().mean().item(),
             "entropy": -sum(logprobs) / sum(lengths),  # an estimate
             "completions/mean_length": sum(lengths) / len(lengths),
@@ -498,6 +497,7 @@ def train(args: Args) -> dict[str, float]:
     if args.vllm:
         sampler.close()
     if dist.is_initialized():
+        gather([])  # the first process may still write the model
         dist.destroy_process_group()
     return scores
 

@@ -297,8 +297,8 @@ def sampling_correction(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: flo
 def route(num_solved: Tensor, gate: int, gate_off: int | None = None) -> Tensor:
     """HPT eq. 10: 1 if at most `gate` rollouts are right, so the demonstration teaches; else 0.
 
-    With gate_off, -1 above gate and up to it: off-policy RL on the demonstration, which no script
-    of the authors uses, nor does this one. (P,) -> (P,)
+    With gate_off, -1 where gate < solved <= gate_off: off-policy RL on the demonstration, which no
+    script of the authors uses, nor does this one. (P,) -> (P,)
     """
     off_policy = num_solved <= (gate if gate_off is None else gate_off)
     return torch.where(num_solved <= gate, 1, -off_policy.long())
@@ -320,10 +320,10 @@ def assign(totals: Tensor, solved: Tensor, args: Args) -> Tensor:
     taught = route(solved.sum(1), gate)[:, None].float()  # (P,1)
     in_rl = F.pad((1 - taught).expand(solved.shape), (0, 1))  # (P,G+1)
     in_sft = F.pad(taught, (args.num_generations, 0))  # (P,G+1)
-    weights = in_rl + in_sft
+    weights = used = in_rl + in_sft
     advantages = group_advantages(totals, args.num_generations, args.scale_rewards)
     # 1, so that update does not skip the demonstration. The SFT term ignores advantages.
-    advantages = F.pad(advantages.view(solved.shape), (0, 1), value=1.0) * weights
+    advantages = F.pad(advantages.view(solved.shape), (0, 1), value=1.0) * used
     if args.normalizer == "tokens":
         weights = (1 - taught.mean()) * in_rl + taught.mean() * in_sft
     return torch.stack([advantages, weights, in_rl, in_sft])
@@ -535,6 +535,7 @@ def train(args: Args) -> dict[str, float]:
     if args.vllm:
         sampler.close()
     if dist.is_initialized():
+        gather([])  # the first process may still write the model
         dist.destroy_process_group()
     return scores
 
@@ -570,7 +571,7 @@ def update(model, reference, optimizer, completions, assigned: Tensor, args: Arg
             if iteration == 0 and reference is not None:
                 with torch.no_grad(), adapters_off(model, args):
                     batch.ref_logprobs = reference.token_logprobs(batch, args)[:, :1]
-            # Packed completions are not padded to (B,T), so each token is a row of its own.
+            # To the losses each token is a row of its own: (N,1) in place of (B,T).
             logprobs, entropy = model.token_logprobs(batch, args).split(1, dim=1)  # (N,1) each
             if iteration == 0:
                 # No step has been taken yet, so these are the old log-probabilities.

@@ -343,8 +343,8 @@ def group_losses(
             pairs += [values[:, :, None], values[:, None, :]]  # chosen, rejected
         losses = inpo_loss(*pairs, eta=args.tau / args.alpha, tau_eta_ratio=args.alpha)  # (P,G,G)
         return 2 * (preferences * losses).mean((1, 2))  # 2: a pair's loss is the sum of both orders
-    eta = args.alpha / (1 - args.alpha)  # the Nash-MP paper's, not INPO's
-    errors = logprobs - nash_mp_target(last, ref, rates, beta=args.tau, eta=eta)  # (P,G)
+    step_size = args.alpha / (1 - args.alpha)  # eta of the Nash-MP paper, not INPO's
+    errors = logprobs - nash_mp_target(last, ref, rates, beta=args.tau, eta=step_size)  # (P,G)
     return (errors[:, :, None] - errors[:, None, :]).square().mean((1, 2))
 
 
@@ -474,7 +474,6 @@ def train(args: Args) -> dict[str, float]:
         else:
             preferences = compare_groups(task, problems, completions, args)  # (P,G,G)
             rates = win_rates(preferences)
-        sampled = time.perf_counter()
         if args.vllm:
             sampler.sleep()
         if args.method == "nash_mp":  # the policy after a trial step of INPO, which is then undone
@@ -486,6 +485,7 @@ def train(args: Args) -> dict[str, float]:
             if args.vllm:
                 sampler.sleep()
             set_weights(trained, start)
+        sampled = time.perf_counter()  # with nash_mp, after its trial step
 
         # 3. optimizer steps
         rates_in_loss = None if args.method in ("inpo", "mnpo") else rates
@@ -543,6 +543,7 @@ def train(args: Args) -> dict[str, float]:
     if args.vllm:
         sampler.close()
     if dist.is_initialized():
+        gather([])  # the first process may still write the model
         dist.destroy_process_group()
     return scores
 
@@ -661,10 +662,11 @@ def compare_groups(task, problems, completions: list[Completion], args: Args) ->
             places.append((p, i, j))
             a, b = completions[p * size + i], completions[p * size + j]
             pairs.append((problem, a.text, b.text))
+    values = torch.tensor(prefer(task, pairs, args), dtype=torch.float64)
+    p, i, j = torch.tensor(places).unbind(1)
     preferences = torch.full((len(problems), size, size), 0.5)
-    for (p, i, j), value in zip(places, prefer(task, pairs, args)):
-        preferences[p, i, j] = value
-        preferences[p, j, i] = 1 - value
+    preferences[p, i, j] = values.float()
+    preferences[p, j, i] = (1 - values).float()
     return preferences
 
 
@@ -740,7 +742,8 @@ def initial_answers(sampler, tokenizer, task, problems, args: Args, rank, world_
     pairs = []
     for row, completion in enumerate(completions if task.kind else []):
         problem = problems[row // k]
-        other = completions[row - row % k + (row + 1) % k]  # after the last comes the first
+        first = row - row % k  # of the same problem
+        other = completions[first + (row + 1) % k]  # after the last comes the first
         kinds.append([kind_of(task, problem, c) for c in (completion, other)])
         pairs.append((problem, completion.text, other.text))
     values = prefer(task, pairs, args)  # for the first of two

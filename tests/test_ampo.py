@@ -303,6 +303,16 @@ def test_controls(model):
     assert found == set(POOL[:4])
 
 
+def test_an_answer_that_the_tokenizer_drops_is_not_understood(model):
+    tokenizer = Letters()
+    tokenizer.encode = lambda text, add_special_tokens: Letters().encode(text.replace("~", ""), False)
+    pool = [Completion(PROMPTS[0], [7], [-1.0], True, text) for text in ("a\n~", "a\n11", "b\n~~")]
+    logprobs = ampo.answer_logprobs(model, tokenizer, pool, BASE)
+    assert list(map(len, logprobs)) == [0, 2, 0]
+    scores = ampo.comprehension(logprobs)
+    assert scores[1] > scores[0] == scores[2] == 0
+
+
 def test_teachers_of_countdown_are_right_and_of_different_length():
     task = countdown.Countdown(num_numbers=2, max_number=25)
     for i in range(50):
