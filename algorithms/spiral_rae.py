@@ -616,8 +616,9 @@ class Match:
 
     def margin(self, role: int) -> float:
         """The reward of a role minus that of the other, without handicap."""
-        rewards = self.game.rewards
-        margin = rewards[0] - rewards[1] - 2 * self.game.handicap
+        first = self.game.rewards[0] - self.game.handicap
+        second = self.game.rewards[1] + self.game.handicap
+        margin = 0.0 if math.isclose(first, second) else first - second  # rounding wins no game
         return -margin if role else margin
 
     def result(self) -> Result:

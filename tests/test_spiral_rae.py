@@ -280,6 +280,13 @@ def test_evaluation_counts_wins_by_role_and_without_handicap(monkeypatch):
     assert spiral_rae.new_match("kuhn", ("policy", "random"), "0", args).game.handicap == -3
 
 
+def test_rounding_of_a_handicap_makes_no_draw_a_win():
+    options = '{"kuhn": {"forfeit_rewards": [-1, -1], "handicap": 0.1}}'
+    match = spiral_rae.new_match("kuhn", ("policy", "policy"), "0", Args(games=("kuhn",), game_options=options))
+    match.move("nothing legal")
+    assert match.game.rewards == [-0.9, -1.1] and match.result().draw
+
+
 def test_kuhn_read_out(model_and_tokenizer, monkeypatch):
     """Passing always, then betting always: NashConv 2 and 2/3 (OpenSpiel). In the average, who has
     checked folds, because only the first policy checks. One in four samples is illegal."""
