@@ -884,10 +884,14 @@ def play_round(sampler, tokenizer, running: list[Match], args: Args) -> None:
     asked = []  # (number of the match, player)
     prompts = []
     seeds = []
+    encoded = {}  # token ids of each different prompt
     for number, match in enumerate(running):
         for player in match.game.movers(match.state):
             if match.players[player] == "policy":
-                prompt = encode(tokenizer, match, player, args)
+                key = repr(match.prompt(player))
+                if key not in encoded:
+                    encoded[key] = encode(tokenizer, match, player, args)
+                prompt = encoded[key]
                 if len(prompt) <= args.max_prompt_length:
                     asked.append((number, player))
                     prompts.append(prompt)

@@ -637,6 +637,7 @@ def play(players, team, episodes: list, args: Args) -> None:
     Every time, one agent writes in all episodes that wait for it: the first in the team's order.
     """
     writing = None  # whose weights vLLM has
+    encoded = {}  # token ids of each different prompt of a player
     while True:
         waiting = {episode.agent for episode in episodes if episode.agent}
         if not waiting:
@@ -654,7 +655,11 @@ def play(players, team, episodes: list, args: Args) -> None:
         for episode in episodes:
             if episode.agent != agent:
                 continue
-            prompt = encode(player.tokenizer, team.prompt(episode), args)
+            messages = team.prompt(episode)
+            key = (player.name, repr(messages))
+            if key not in encoded:
+                encoded[key] = encode(player.tokenizer, messages, args)
+            prompt = encoded[key]
             if len(prompt) > args.max_prompt_length:
                 episode.agent = None
                 episode.cut = True

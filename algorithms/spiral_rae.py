@@ -734,13 +734,17 @@ def take_turns(models: dict, tokenizer, running: list[Match], args: Args) -> Non
     for match in running:
         if match.player() not in models:
             match.move(scripted_text(match))
+    encoded = {}  # token ids of each different prompt
     for player, model in models.items():
         due = []
         prompts = []
         for match in running:
             if match.player() != player:
                 continue
-            prompt = encode(tokenizer, match.game, match.game.player, args)
+            key = repr(match.game.prompt(match.game.player))
+            if key not in encoded:
+                encoded[key] = encode(tokenizer, match.game, match.game.player, args)
+            prompt = encoded[key]
             if len(prompt) > args.max_prompt_length:
                 match.cut()
             else:
