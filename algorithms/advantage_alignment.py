@@ -1035,6 +1035,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     check_flags(args)
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
     rank = int(os.environ.get("RANK", 0))
+    if not args.games:
+        sys.exit("--games: expected one game or more")
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
     if args.num_minibatches > max(1, args.num_games_per_step // len(args.games)):

@@ -893,6 +893,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     check_flags(args)
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
     rank = int(os.environ.get("RANK", 0))
+    if not args.games:
+        sys.exit("--games: expected one game or more")
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
     if args.num_minibatches > max(1, args.num_games_per_step // (2 * len(args.games))):
@@ -905,9 +907,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     if changed and args.baseline in ("none", "role_mean", "mars") and not args.resume:
         sys.exit(f"--baseline-decay, --update-first: --baseline {args.baseline} does not use them")
     if args.baseline == "mars" and not args.resume:
-        where = (
-            "MARSHAL, with a reward for each turn, is advantage_alignment.py --advantage marshal"
-        )
+        where = "MARSHAL, with rewards of turns, is advantage_alignment.py --advantage marshal"
         sys.exit(f"--baseline mars: is called role_mean; {where}")
     if args.fsdp and args.opponent != "self":
         sys.exit("--fsdp: works with --opponent self only")  # a process might have no turn
