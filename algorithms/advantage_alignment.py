@@ -256,8 +256,9 @@ def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
 
 def leave_one_out(returns: Tensor) -> Tensor:
     """Returns minus their mean in the other games, round by round. (N,T) -> (N,T)"""
-    others = (returns.sum(0) - returns) / max(1, len(returns) - 1)  # 0 for a single game
-    return returns - others
+    others = (returns.sum(0) - returns) / (len(returns) - 1)
+    equal = (returns == returns[0]).all(0)  # (T,) their mean can be off by rounding
+    return (returns - others).masked_fill(equal, 0.0)
 
 
 def alignment_credits(
