@@ -509,6 +509,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         rows = [row for row, completion in enumerate(completions) if completion.part == part]
         lengths = torch.tensor([len(completions[row].ids) for row in rows])
         all_lengths = gather(lengths.tolist())
+        if not all_lengths:
+            continue  # no turn in this part: momentum would move weights without any gradient
         num_tokens += sum(all_lengths)
         weights[rows] = token_weights(
             lengths,
@@ -576,7 +578,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
-    loss = loss / args.num_minibatches  # a mean over them, while tokens are counted once
+    loss = loss / len(minibatches)  # a mean over them, while tokens are counted once
     metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
     metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
     if reference is not None:

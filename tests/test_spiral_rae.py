@@ -196,10 +196,10 @@ def test_reference_learning_step(monkeypatch, case, micro_batch_size):
 
 
 def test_a_minibatch_has_the_turns_of_its_part(monkeypatch):
-    """The first step is that of a batch without the other part's turns."""
+    """The first step is that of a batch without the other part's turns; for a part without turns there is none."""
     turns = [spiral_rae.Completion([0, 1], [2, number], [0.0, 0.0], True, part=number) for number in (1, 0, 0)]
     gradients = []
-    for rows, parts in ((turns, 2), (turns[1:], 1)):
+    for rows, parts in ((turns, 3), (turns[1:], 1)):
         model = Bigram(torch.arange(9.0).reshape(3, 3).tolist())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         monkeypatch.setattr(optimizer, "step", lambda model=model: gradients.append(model.weight.grad.clone()))
