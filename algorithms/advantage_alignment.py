@@ -355,7 +355,7 @@ def marshal_advantages(
 
 def marshal_of_games(results: list[Result], form: str) -> list[Tensor]:
     """MARSHAL's advantages (T,2) of games; 0 in rounds where a player does not write."""
-    rows = []  # number of the game, player, rounds in which it writes
+    writers = []  # number of the game, player, rounds in which it writes
     turn_rewards = []
     tokens = []
     for number, result in enumerate(results):
@@ -365,14 +365,14 @@ def marshal_of_games(results: list[Result], form: str) -> list[Tensor]:
             rewards = [pair[player] for pair in result.rewards]
             # Rewards up to its next turn belong to a turn; those before its first are left out.
             ends = [*rounds[1:], len(rewards)]
-            rows.append((number, player, rounds))
+            writers.append((number, player, rounds))
             turn_rewards.append([sum(rewards[a:b]) for a, b in zip(rounds, ends)])
             tokens.append(counts)
-    roles = [player for _, player, _ in rows]
-    games = [results[number].name for number, _, _ in rows]
+    roles = [player for _, player, _ in writers]
+    games = [results[number].name for number, _, _ in writers]
     found = marshal_advantages(turn_rewards, roles, games, form, tokens=tokens)
     advantages = [torch.zeros(len(result.rewards), 2).double() for result in results]
-    for (number, player, rounds), row in zip(rows, found):
+    for (number, player, rounds), row in zip(writers, found):
         advantages[number][rounds, player] = torch.tensor(row, dtype=torch.float64)
     return advantages
 

@@ -297,19 +297,19 @@ def agent_advantages(
     values = scores.double()
     once = torch.ones_like(values)
     episode_scores, _, num_calls = pool_statistics(values, once, trajectory_ids)
-    own_mean, own_std, own_size = pool_statistics(values, once, group_ids, agent_ids)
-    if normalization == "call":
-        mean, std, size = pool_statistics(values, once, group_ids)
-    else:  # the calls of an episode count once together
-        mean, std, size = pool_statistics(episode_scores, 1 / num_calls, group_ids)
+    own = pool_statistics(values, once, group_ids, agent_ids)
+    calls = pool_statistics(values, once, group_ids)
+    # The calls of an episode count once together.
+    episodes = pool_statistics(episode_scores, 1 / num_calls, group_ids)
+    mean, std, size = {
+        "agent": own,
+        "global": episodes,
+        "agent_mean": (own[0], episodes[1], own[2]),
+        "agent_std": (episodes[0], own[1], own[2]),
+        "call": calls,
+    }[normalization]
     if normalization == "global":
         values = episode_scores
-    if normalization in ("agent", "agent_mean"):
-        mean = own_mean
-    if normalization in ("agent", "agent_std"):
-        std = own_std
-    if normalization in ("agent", "agent_mean", "agent_std"):
-        size = own_size
     advantages = ((values - mean) / (std + std_epsilon)).masked_fill(std == 0, 0.0)
     lone_advantages = values if lone_call == "raw" else torch.zeros_like(values)
     advantages = torch.where(size == 1, lone_advantages, advantages)
@@ -462,7 +462,7 @@ def train(args: Args) -> dict[str, float]:
         rewards = torch.tensor(gather([episode.rewards for episode in episodes]))  # (P G,K)
         call_rewards = rewards[trajectories, 0]  # (R,)
         advantages = agent_advantages(
-            call_rewards - args.invalid_penalty * ~valid,
+            call_rewards - torch.where(valid, 0.0, args.invalid_penalty),
             groups,
             agents,
             trajectories,
@@ -479,7 +479,7 @@ def train(args: Args) -> dict[str, float]:
         for player in players:
             rows = [row for row, c in enumerate(completions) if c.agent in player.agents]
             if not any(gather([len(rows)])):
-                continue  # AdamW would move the weights even so
+                continue  # momentum moves weights in a step with zero gradients, too
             player.optimizer.param_groups[0]["lr"] = rate
             calls = [completions[row] for row in rows]
             learned = update(
@@ -555,7 +555,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         lengths = torch.tensor([len(completions[row].ids) for row in rows])
         all_lengths = gather(lengths.tolist())
         if not all_lengths:
-            continue  # no call of this model: AdamW would move the weights even so
+            continue  # no call of this model: momentum would move weights without any gradient
         num_tokens += sum(all_lengths)
         weights[rows] = token_weights(
             lengths,
@@ -623,7 +623,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
-    loss = loss / len(minibatches)
+    loss = loss / len(minibatches)  # a mean over them, while tokens are counted once
     metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
     metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
     if reference is not None:

@@ -399,18 +399,19 @@ def train(args: Args) -> dict[str, float]:
         print(f"{run_dir}: {args.num_games_per_step} games a step on {device}")
 
     scores = {}
-    variant = json.loads(args.game_options).get("kuhn", {}).get("variant", "standard")
     refresh(sampler, model)
     while True:
         step = progress["step"]
         last = step >= args.max_steps
         if args.eval_steps and (last or step % args.eval_steps == 0):
             scores, answers = evaluate(models, tokenizer, args, rank, world_size)
+            variant = json.loads(args.game_options).get("kuhn", {}).get("variant", "standard")
             if args.eval_samples > 0 and "kuhn" in args.games and variant == "standard":
                 scores |= evaluate_kuhn(sampler, tokenizer, args, progress, rank, world_size)
             if rank == 0:
                 log_answers(run_dir, step, answers)
                 log(run_dir, board, step, scores)
+                # Hidden to be short: losses, which follow from the rest, and zeros but for wins.
                 for tag, value in scores.items():
                     if tag.endswith("/win") or (value and not tag.endswith("/loss")):
                         print(f"{tag} {value:.3f}", flush=True)
@@ -437,7 +438,7 @@ def train(args: Args) -> dict[str, float]:
         own_advantages = []
         for number, match, pair in zip(range(first, first + share), matches, pairs):
             for role, completion in match.turns:
-                # both roles of an agent that plays against a fixed opponent, see play
+                # a pair of games has both roles against a fixed opponent, see training_match
                 completion.part = number // (2 * len(args.games)) % args.num_minibatches
                 completions.append(completion)
                 own_advantages.append(pair[role])
