@@ -119,7 +119,8 @@ warnings.filterwarnings("ignore", message="Synchronization debug mode is a proto
 class Args:
     # models, problems, rewards
     model_name_or_path: str | None = None
-    """Hugging Face causal language model to train; None is a tiny model, for countdown"""
+    """Hugging Face causal language model to train; None is a tiny model, for search_qa and
+    countdown"""
     share_model: bool = False
     """one model for all agents; otherwise each agent trains its own"""
     agent_models: tuple[str, ...] = ()
