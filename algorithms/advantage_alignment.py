@@ -101,9 +101,8 @@ GAMES_SHOWN = 4  # games of each step that are written to completions.jsonl
 FIXED = "seed games game_options max_prompt_length system_prompt"
 FIXED += " chat_template_path chat_template_kwargs model_name_or_path num_games_per_step"
 FIXED += " output_dir lora_rank weight_decay"
-AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
+AT_LEAST_ONE = "num_games_per_step max_prompt_length max_completion_length num_minibatches"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
-AT_LEAST_ONE += " eval_problems reward_threads num_games_per_step num_minibatches"
 MAY_BE_NEGATIVE = "seed"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 

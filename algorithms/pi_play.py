@@ -102,10 +102,9 @@ FIXED += " num_prompts_per_step num_documents_per_step examiner_steps student_st
 FIXED += " privileged_context output_dir lora_rank weight_decay documents retriever_top_k"
 FIXED += " stop max_reply_length"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
-AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
+AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens max_reply_length"
 AT_LEAST_ONE += " eval_problems reward_threads max_turns num_documents_per_step num_answers"
 AT_LEAST_ONE += " retriever_top_k retriever_timeout"
-AT_LEAST_ONE += " max_reply_length"
 MAY_BE_NEGATIVE = "seed"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
