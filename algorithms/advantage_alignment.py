@@ -101,9 +101,8 @@ GAMES_SHOWN = 4  # games of each step that are written to completions.jsonl
 FIXED = "seed games game_options max_prompt_length system_prompt"
 FIXED += " chat_template_path chat_template_kwargs model_name_or_path num_games_per_step"
 FIXED += " output_dir lora_rank weight_decay"
-AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
+AT_LEAST_ONE = "num_games_per_step max_prompt_length max_completion_length num_minibatches"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
-AT_LEAST_ONE += " eval_problems reward_threads num_games_per_step num_minibatches"
 MAY_BE_NEGATIVE = "seed"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
@@ -256,8 +255,9 @@ def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
 
 def leave_one_out(returns: Tensor) -> Tensor:
     """Returns minus their mean in the other games, round by round. (N,T) -> (N,T)"""
-    others = (returns.sum(0) - returns) / max(1, len(returns) - 1)  # 0 for a single game
-    return returns - others
+    others = (returns.sum(0) - returns) / (len(returns) - 1)
+    equal = (returns == returns[0]).all(0)  # (T,) their mean can be off by rounding
+    return (returns - others).masked_fill(equal, 0.0)
 
 
 def alignment_credits(
@@ -354,7 +354,7 @@ def marshal_advantages(
 
 def marshal_of_games(results: list[Result], form: str) -> list[Tensor]:
     """MARSHAL's advantages (T,2) of games; 0 in rounds where a player does not write."""
-    rows = []  # number of the game, player, rounds in which it writes
+    writers = []  # number of the game, player, rounds in which it writes
     turn_rewards = []
     tokens = []
     for number, result in enumerate(results):
@@ -364,14 +364,14 @@ def marshal_of_games(results: list[Result], form: str) -> list[Tensor]:
             rewards = [pair[player] for pair in result.rewards]
             # Rewards up to its next turn belong to a turn; those before its first are left out.
             ends = [*rounds[1:], len(rewards)]
-            rows.append((number, player, rounds))
+            writers.append((number, player, rounds))
             turn_rewards.append([sum(rewards[a:b]) for a, b in zip(rounds, ends)])
             tokens.append(counts)
-    roles = [player for _, player, _ in rows]
-    games = [results[number].name for number, _, _ in rows]
+    roles = [player for _, player, _ in writers]
+    games = [results[number].name for number, _, _ in writers]
     found = marshal_advantages(turn_rewards, roles, games, form, tokens=tokens)
     advantages = [torch.zeros(len(result.rewards), 2).double() for result in results]
-    for (number, player, rounds), row in zip(rows, found):
+    for (number, player, rounds), row in zip(writers, found):
         advantages[number][rounds, player] = torch.tensor(row, dtype=torch.float64)
     return advantages
 
@@ -654,6 +654,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         rows = [row for row, completion in enumerate(completions) if completion.part == part]
         lengths = torch.tensor([len(completions[row].ids) for row in rows])
         all_lengths = gather(lengths.tolist())
+        if not all_lengths:
+            continue  # no turn in this part: momentum would move weights without any gradient
         num_tokens += sum(all_lengths)
         weights[rows] = token_weights(
             lengths,
@@ -721,7 +723,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
-    loss = loss / args.num_minibatches  # a mean over them, while tokens are counted once
+    loss = loss / len(minibatches)  # a mean over them, while tokens are counted once
     metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
     metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
     if reference is not None:
@@ -885,10 +887,14 @@ def play_round(sampler, tokenizer, running: list[Match], args: Args) -> None:
     asked = []  # (number of the match, player)
     prompts = []
     seeds = []
+    encoded = {}  # token ids of each different prompt
     for number, match in enumerate(running):
         for player in match.game.movers(match.state):
             if match.players[player] == "policy":
-                prompt = encode(tokenizer, match, player, args)
+                key = repr(match.prompt(player))
+                if key not in encoded:
+                    encoded[key] = encode(tokenizer, match, player, args)
+                prompt = encoded[key]
                 if len(prompt) <= args.max_prompt_length:
                     asked.append((number, player))
                     prompts.append(prompt)
@@ -1032,6 +1038,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     check_flags(args)
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
     rank = int(os.environ.get("RANK", 0))
+    if not args.games:
+        sys.exit("--games: expected one game or more")
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
     if args.num_minibatches > max(1, args.num_games_per_step // len(args.games)):

@@ -119,7 +119,8 @@ warnings.filterwarnings("ignore", message="Synchronization debug mode is a proto
 class Args:
     # models, problems, rewards
     model_name_or_path: str | None = None
-    """Hugging Face causal language model to train; None is a tiny model, for countdown"""
+    """Hugging Face causal language model to train; None is a tiny model, for search_qa and
+    countdown"""
     share_model: bool = False
     """one model for all agents; otherwise each agent trains its own"""
     agent_models: tuple[str, ...] = ()
@@ -297,19 +298,19 @@ def agent_advantages(
     values = scores.double()
     once = torch.ones_like(values)
     episode_scores, _, num_calls = pool_statistics(values, once, trajectory_ids)
-    own_mean, own_std, own_size = pool_statistics(values, once, group_ids, agent_ids)
-    if normalization == "call":
-        mean, std, size = pool_statistics(values, once, group_ids)
-    else:  # the calls of an episode count once together
-        mean, std, size = pool_statistics(episode_scores, 1 / num_calls, group_ids)
+    own = pool_statistics(values, once, group_ids, agent_ids)
+    calls = pool_statistics(values, once, group_ids)
+    # The calls of an episode count once together.
+    episodes = pool_statistics(episode_scores, 1 / num_calls, group_ids)
+    mean, std, size = {
+        "agent": own,
+        "global": episodes,
+        "agent_mean": (own[0], episodes[1], own[2]),
+        "agent_std": (episodes[0], own[1], own[2]),
+        "call": calls,
+    }[normalization]
     if normalization == "global":
         values = episode_scores
-    if normalization in ("agent", "agent_mean"):
-        mean = own_mean
-    if normalization in ("agent", "agent_std"):
-        std = own_std
-    if normalization in ("agent", "agent_mean", "agent_std"):
-        size = own_size
     advantages = ((values - mean) / (std + std_epsilon)).masked_fill(std == 0, 0.0)
     lone_advantages = values if lone_call == "raw" else torch.zeros_like(values)
     advantages = torch.where(size == 1, lone_advantages, advantages)
@@ -462,7 +463,7 @@ def train(args: Args) -> dict[str, float]:
         rewards = torch.tensor(gather([episode.rewards for episode in episodes]))  # (P G,K)
         call_rewards = rewards[trajectories, 0]  # (R,)
         advantages = agent_advantages(
-            call_rewards - args.invalid_penalty * ~valid,
+            call_rewards - torch.where(valid, 0.0, args.invalid_penalty),
             groups,
             agents,
             trajectories,
@@ -479,7 +480,7 @@ def train(args: Args) -> dict[str, float]:
         for player in players:
             rows = [row for row, c in enumerate(completions) if c.agent in player.agents]
             if not any(gather([len(rows)])):
-                continue  # AdamW would move the weights even so
+                continue  # momentum moves weights in a step with zero gradients, too
             player.optimizer.param_groups[0]["lr"] = rate
             calls = [completions[row] for row in rows]
             learned = update(
@@ -556,7 +557,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         lengths = torch.tensor([len(completions[row].ids) for row in rows])
         all_lengths = gather(lengths.tolist())
         if not all_lengths:
-            continue  # no call of this model: AdamW would move the weights even so
+            continue  # no call of this model: momentum would move weights without any gradient
         num_tokens += sum(all_lengths)
         weights[rows] = token_weights(
             lengths,
@@ -624,7 +625,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
-    loss = loss / len(minibatches)
+    loss = loss / len(minibatches)  # a mean over them, while tokens are counted once
     metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
     metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
     if reference is not None:
@@ -638,6 +639,7 @@ def play(players, team, episodes: list, args: Args) -> None:
     Every time, one agent writes in all episodes that wait for it: the first in the team's order.
     """
     writing = None  # whose weights vLLM has
+    encoded = {}  # token ids of each different prompt of a player
     while True:
         waiting = {episode.agent for episode in episodes if episode.agent}
         if not waiting:
@@ -655,7 +657,11 @@ def play(players, team, episodes: list, args: Args) -> None:
         for episode in episodes:
             if episode.agent != agent:
                 continue
-            prompt = encode(player.tokenizer, team.prompt(episode), args)
+            messages = team.prompt(episode)
+            key = (player.name, repr(messages))
+            if key not in encoded:
+                encoded[key] = encode(player.tokenizer, messages, args)
+            prompt = encoded[key]
             if len(prompt) > args.max_prompt_length:
                 episode.agent = None
                 episode.cut = True

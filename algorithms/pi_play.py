@@ -15,7 +15,8 @@ for every token of the student what it would have written. Zhang et al., arXiv 2
 
 A round is --examiner-steps, then --student-steps. The student is rewarded if its answer equals the
 examiner's, so training needs no right answers. `--privileged-context none` is the control, the
-same self-play without a teacher. The loss is in update, the divergence in token_divergence.
+same self-play without a teacher. The loss is in update; token_values asks the teacher, and
+token_divergence compares.
 
 Differs from grpo.py:
 1. Two policies take turns; each step trains one of them. The teacher is a moving average.
@@ -101,10 +102,9 @@ FIXED += " num_prompts_per_step num_documents_per_step examiner_steps student_st
 FIXED += " privileged_context output_dir lora_rank weight_decay documents retriever_top_k"
 FIXED += " stop max_reply_length"
 AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
-AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
+AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens max_reply_length"
 AT_LEAST_ONE += " eval_problems reward_threads max_turns num_documents_per_step num_answers"
 AT_LEAST_ONE += " retriever_top_k retriever_timeout"
-AT_LEAST_ONE += " max_reply_length"
 MAY_BE_NEGATIVE = "seed"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
@@ -466,7 +466,7 @@ def train(args: Args) -> dict[str, float]:
                 policies["student"], tokenizer, task, eval_problems, args, rank, world_size
             )
             if step == 0 and not last and args.privileged_context != "none":
-                scores |= start_gate(policies["student"], tokenizer, task, args, rank, world_size)
+                scores |= teacher_gap(policies["student"], tokenizer, task, args, rank, world_size)
             if rank == 0:
                 log_answers(run_dir, step, answers)
                 log(run_dir, board, step, scores)
@@ -497,8 +497,8 @@ def train(args: Args) -> dict[str, float]:
         weight = 0.0
         if role == "student" and args.privileged_context != "none":
             weight = args.lambda_schedule[min(round_number, len(args.lambda_schedule) - 1)]
-        rate = scheduled_rate(role_step, replace(args, lr_scheduler_type="constant"))  # warm-up
-        rate *= scheduled_rate(step, replace(args, learning_rate=1.0, warmup_steps=0))
+        warm_up = scheduled_rate(role_step, replace(args, lr_scheduler_type="constant"))
+        rate = warm_up * scheduled_rate(step, replace(args, learning_rate=1.0, warmup_steps=0))
         model = models[role]
         optimizer.param_groups[0]["lr"] = rate
         if args.vllm:
@@ -853,7 +853,7 @@ def facts(episode: Episode) -> dict[str, float | None]:
     }
 
 
-def start_gate(
+def teacher_gap(
     policy: Policy, tokenizer, task, args: Args, rank: int, world_size: int
 ) -> dict[str, float]:
     """How often the first policy is right without and with what the teacher sees.
@@ -866,9 +866,7 @@ def start_gate(
         pairs = list(zip(problems[rank::world_size], seeds))
     else:
         _, _, questions = examine(policy, tokenizer, task, seeds, args)
-        pairs = [
-            (question, seed) for question, seed in zip(questions, seeds) if question is not None
-        ]
+        pairs = [pair for pair in zip(questions, seeds) if pair[0] is not None]
     problems = [problem for problem, _ in pairs]
     seeds = [seed for _, seed in pairs]
     kind = args.privileged_context
@@ -880,18 +878,18 @@ def start_gate(
             print("no question to ask the first policy is well-formed and short enough: no gates")
         return {}
     seeds = [seeds[i] for i in kept]
-    gate = {}
+    shares = {}
     for tag, candidates in (("without", problems), ("with", shown)):
         asked = [candidates[i] for i in kept]
         episodes = answer(policy, tokenizer, task, asked, args.num_answers, args, seeds)
         rewards = gather([episode.reward for episode in episodes])
-        gate[f"eval/pi_play/gate_{tag}"] = sum(rewards) / len(rewards)
-    without, with_context = gate.values()
+        shares[f"eval/pi_play/gate_{tag}"] = sum(rewards) / len(rewards)
+    without, with_context = shares.values()
     if rank == 0 and with_context - without < 0.2:
         print(
             f"right {without:.3f}, with {kind} {with_context:.3f}: the teacher has little to teach"
         )
-    return gate
+    return shares
 
 
 def evaluate(
@@ -2107,15 +2105,16 @@ def micro_batches(
 ) -> list[tuple[Packed, Packed | None]]:
     """The rows of the batch, packed for one forward pass after another; for a teacher also behind
     its own prompts."""
-    privileged = [replace(episode, prompt=episode.teacher_prompt) for episode in episodes]
-    prompts = {(tuple(e.teacher_prompt), tuple(e.prompt)) for e in episodes}
-    if taught and len(dict(prompts)) < len(prompts):  # divide packs equal ones behind one prompt
-        sys.exit("with_privilege: gives the teacher the same prompt for different questions")
-    longer = privileged if taught else episodes
+    longer = episodes
+    if taught:
+        longer = [replace(episode, prompt=episode.teacher_prompt) for episode in episodes]
+        prompts = {(tuple(e.teacher_prompt), tuple(e.prompt)) for e in episodes}
+        if len(dict(prompts)) < len(prompts):  # divide packs equal ones behind one prompt
+            sys.exit("with_privilege: gives the teacher the same prompt for different questions")
     batches = []
     for packed_rows in divide(longer, rows, args, device):
         packed = pack(episodes, packed_rows, device)
-        private = pack(privileged, packed_rows, device) if taught else None
+        private = pack(longer, packed_rows, device) if taught else None
         batches.append((packed, private))
     return batches
 

@@ -93,9 +93,8 @@ GAMES_SHOWN = 4  # games of each step that are written to completions.jsonl
 FIXED = "seed games game_options opponent max_prompt_length system_prompt"
 FIXED += " chat_template_path chat_template_kwargs model_name_or_path num_games_per_step"
 FIXED += " output_dir lora_rank weight_decay"
-AT_LEAST_ONE = "num_prompts_per_step num_generations max_prompt_length max_completion_length"
+AT_LEAST_ONE = "num_games_per_step max_prompt_length max_completion_length num_minibatches"
 AT_LEAST_ONE += " decode_batch_size micro_batch_size micro_batch_tokens num_iterations"
-AT_LEAST_ONE += " eval_problems reward_threads num_games_per_step num_minibatches"
 MAY_BE_NEGATIVE = "seed"
 STOP = threading.Event()  # set by SIGTERM: save a checkpoint after this step, and end
 
@@ -399,18 +398,19 @@ def train(args: Args) -> dict[str, float]:
         print(f"{run_dir}: {args.num_games_per_step} games a step on {device}")
 
     scores = {}
-    variant = json.loads(args.game_options).get("kuhn", {}).get("variant", "standard")
     refresh(sampler, model)
     while True:
         step = progress["step"]
         last = step >= args.max_steps
         if args.eval_steps and (last or step % args.eval_steps == 0):
             scores, answers = evaluate(models, tokenizer, args, rank, world_size)
+            variant = json.loads(args.game_options).get("kuhn", {}).get("variant", "standard")
             if args.eval_samples > 0 and "kuhn" in args.games and variant == "standard":
                 scores |= evaluate_kuhn(sampler, tokenizer, args, progress, rank, world_size)
             if rank == 0:
                 log_answers(run_dir, step, answers)
                 log(run_dir, board, step, scores)
+                # Hidden to be short: losses, which follow from the rest, and zeros but for wins.
                 for tag, value in scores.items():
                     if tag.endswith("/win") or (value and not tag.endswith("/loss")):
                         print(f"{tag} {value:.3f}", flush=True)
@@ -437,7 +437,7 @@ def train(args: Args) -> dict[str, float]:
         own_advantages = []
         for number, match, pair in zip(range(first, first + share), matches, pairs):
             for role, completion in match.turns:
-                # both roles of an agent that plays against a fixed opponent, see play
+                # a pair of games has both roles against a fixed opponent, see training_match
                 completion.part = number // (2 * len(args.games)) % args.num_minibatches
                 completions.append(completion)
                 own_advantages.append(pair[role])
@@ -510,6 +510,8 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
         rows = [row for row, completion in enumerate(completions) if completion.part == part]
         lengths = torch.tensor([len(completions[row].ids) for row in rows])
         all_lengths = gather(lengths.tolist())
+        if not all_lengths:
+            continue  # no turn in this part: momentum would move weights without any gradient
         num_tokens += sum(all_lengths)
         weights[rows] = token_weights(
             lengths,
@@ -577,7 +579,7 @@ def update(model, reference, optimizer, completions, advantages: Tensor, args: A
 
     sums = torch.tensor(gather([sums.tolist()])).sum(0) / args.num_iterations
     loss, num_clipped, kl = sums.tolist()
-    loss = loss / args.num_minibatches  # a mean over them, while tokens are counted once
+    loss = loss / len(minibatches)  # a mean over them, while tokens are counted once
     metrics = {"loss": loss, "clip_ratio": num_clipped / num_tokens, "grad_norm": norm}
     metrics |= sampling_metrics(torch.cat(log_ratios), cap, args)
     if reference is not None:
@@ -617,8 +619,9 @@ class Match:
 
     def margin(self, role: int) -> float:
         """The reward of a role minus that of the other, without handicap."""
-        rewards = self.game.rewards
-        margin = rewards[0] - rewards[1] - 2 * self.game.handicap
+        first = self.game.rewards[0] - self.game.handicap
+        second = self.game.rewards[1] + self.game.handicap
+        margin = 0.0 if math.isclose(first, second) else first - second  # rounding wins no game
         return -margin if role else margin
 
     def result(self) -> Result:
@@ -734,13 +737,17 @@ def take_turns(models: dict, tokenizer, running: list[Match], args: Args) -> Non
     for match in running:
         if match.player() not in models:
             match.move(scripted_text(match))
+    encoded = {}  # token ids of each different prompt
     for player, model in models.items():
         due = []
         prompts = []
         for match in running:
             if match.player() != player:
                 continue
-            prompt = encode(tokenizer, match.game, match.game.player, args)
+            key = repr(match.game.prompt(match.game.player))
+            if key not in encoded:
+                encoded[key] = encode(tokenizer, match.game, match.game.player, args)
+            prompt = encoded[key]
             if len(prompt) > args.max_prompt_length:
                 match.cut()
             else:
@@ -889,6 +896,8 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     check_flags(args)
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
     rank = int(os.environ.get("RANK", 0))
+    if not args.games:
+        sys.exit("--games: expected one game or more")
     if args.num_games_per_step % world_size:
         sys.exit(f"--num-games-per-step: not divisible by the {world_size} processes")
     if args.num_minibatches > max(1, args.num_games_per_step // (2 * len(args.games))):
@@ -901,9 +910,7 @@ def setup(args: Args) -> tuple[int, int, torch.device]:
     if changed and args.baseline in ("none", "role_mean", "mars") and not args.resume:
         sys.exit(f"--baseline-decay, --update-first: --baseline {args.baseline} does not use them")
     if args.baseline == "mars" and not args.resume:
-        where = (
-            "MARSHAL, with a reward for each turn, is advantage_alignment.py --advantage marshal"
-        )
+        where = "MARSHAL, with rewards of turns, is advantage_alignment.py --advantage marshal"
         sys.exit(f"--baseline mars: is called role_mean; {where}")
     if args.fsdp and args.opponent != "self":
         sys.exit("--fsdp: works with --opponent self only")  # a process might have no turn

@@ -626,7 +626,8 @@ def check_method(args: Args) -> None:
     for name in unused.get(args.method, "").split():
         if getattr(args, name) != getattr(Args, name) and not args.resume:
             sys.exit(f"--{name.replace('_', '-')}: not used by --method {args.method}")
-    if args.method == "none" and args.rank_penalty != Args.rank_penalty:
+    is_first = os.environ.get("RANK", "0") == "0"
+    if args.method == "none" and args.rank_penalty != Args.rank_penalty and is_first:
         print("--rank-penalty: has no effect with --method none")
     size, flag = args.num_generations, "--num-generations"
     if args.method == "rep_exp" and size < 3:
@@ -635,7 +636,7 @@ def check_method(args: Args) -> None:
         sys.exit(f"{flag}: at least 2 with --method unlikeliness, as one answer has no rank")
     by_std = args.advantage == "group" and args.scale_rewards == "group"
     only_mixed = args.method == "unlikeliness" and args.solved_groups != "shaped"
-    if size == 2 and only_mixed and by_std and os.environ.get("RANK", "0") == "0":
+    if size == 2 and only_mixed and by_std and is_first:
         print(f"{flag} 2: the std hides what one right answer of two earns; take 3 or more")
     if args.bonus_lambda == 0:
         sys.exit("--bonus-lambda: must be above 0")

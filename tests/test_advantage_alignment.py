@@ -84,6 +84,10 @@ def test_reference_leave_one_out(case):
     assert_close(returns - leave_one_out(returns), case["baseline"])
 
 
+def test_equal_returns_have_no_advantage_by_rounding():
+    assert not leave_one_out(tensor([[0.1, 0.7]] * 7)).any()
+
+
 @cases(ALIGNMENT, "returns")
 def test_reference_returns(case):
     assert_close(discounted_returns(tensor(case["rewards"]), case["gamma"]), case["returns"])

@@ -285,7 +285,7 @@ def test_long_documents_are_drawn_again_and_long_questions_count_as_malformed(mo
 def test_without_a_usable_question_there_are_no_gates(monkeypatch, capsys):
     task = SimpleNamespace(traced_problems=lambda count: [])
     monkeypatch.setattr(pi_play, "examine", lambda *words: ([], [], [None] * 4))
-    assert pi_play.start_gate(None, None, task, ARGS, 0, 1) == {}
+    assert pi_play.teacher_gap(None, None, task, ARGS, 0, 1) == {}
     assert capsys.readouterr().out.endswith("well-formed and short enough: no gates\n")
 
 
@@ -305,7 +305,7 @@ def test_gates_ask_the_same_on_any_number_of_processes(monkeypatch):
     for world_size in (1, 2, 3):
         asked.clear()
         for rank in range(world_size):
-            pi_play.start_gate(None, None, task, replace(ARGS, eval_problems=24), rank, world_size)
+            pi_play.teacher_gap(None, None, task, replace(ARGS, eval_problems=24), rank, world_size)
         found.append(sorted(asked))
         assert all(problem == f"of {seed % 7}" for problem, seed in asked) and len(asked) > 10
     assert found[0] == found[1] == found[2]
@@ -318,14 +318,14 @@ def test_a_teacher_that_does_not_see_the_question_is_refused(episodes):
     assert pi_play.micro_batches(blind, [0], False, ARGS, torch.device("cpu"))
 
 
-def test_the_start_gate_is_open_for_the_tiny_model(policies, tools, capsys):
+def test_the_teacher_of_the_tiny_model_knows_more(policies, tools, capsys):
     args = replace(ARGS, temperature=1.0, eval_problems=24, hops=Args.hops)
     tokenizer, task = tools[0], pi_play.load_task(args)[0]
-    gate = pi_play.start_gate(policies["student"], tokenizer, task, args, 0, 1)
-    assert gate["eval/pi_play/gate_with"] - gate["eval/pi_play/gate_without"] > 0.25
+    shares = pi_play.teacher_gap(policies["student"], tokenizer, task, args, 0, 1)
+    assert shares["eval/pi_play/gate_with"] - shares["eval/pi_play/gate_without"] > 0.25
     assert capsys.readouterr().out == ""
     assert pi_play.answer(policies["student"], tokenizer, task, [], 2, args, []) == [], "of a process without a question"
-    pi_play.start_gate(policies["student"], tokenizer, task, replace(args, privileged_context="none"), 0, 1)
+    pi_play.teacher_gap(policies["student"], tokenizer, task, replace(args, privileged_context="none"), 0, 1)
     assert "the teacher has little to teach" in capsys.readouterr().out
 
 

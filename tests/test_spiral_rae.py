@@ -196,10 +196,10 @@ def test_reference_learning_step(monkeypatch, case, micro_batch_size):
 
 
 def test_a_minibatch_has_the_turns_of_its_part(monkeypatch):
-    """The first step is that of a batch without the other part's turns."""
+    """The first step is that of a batch without the other part's turns; for a part without turns there is none."""
     turns = [spiral_rae.Completion([0, 1], [2, number], [0.0, 0.0], True, part=number) for number in (1, 0, 0)]
     gradients = []
-    for rows, parts in ((turns, 2), (turns[1:], 1)):
+    for rows, parts in ((turns, 3), (turns[1:], 1)):
         model = Bigram(torch.arange(9.0).reshape(3, 3).tolist())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         monkeypatch.setattr(optimizer, "step", lambda model=model: gradients.append(model.weight.grad.clone()))
@@ -278,6 +278,13 @@ def test_evaluation_counts_wins_by_role_and_without_handicap(monkeypatch):
         assert scores[f"eval/kuhn/{opponent}/second/loss"] == 1
     assert sum(scores.values()) == 4  # minimax does not play Kuhn poker
     assert spiral_rae.new_match("kuhn", ("policy", "random"), "0", args).game.handicap == -3
+
+
+def test_rounding_of_a_handicap_makes_no_draw_a_win():
+    options = '{"kuhn": {"forfeit_rewards": [-1, -1], "handicap": 0.1}}'
+    match = spiral_rae.new_match("kuhn", ("policy", "policy"), "0", Args(games=("kuhn",), game_options=options))
+    match.move("nothing legal")
+    assert match.game.rewards == [-0.9, -1.1] and match.result().draw
 
 
 def test_kuhn_read_out(model_and_tokenizer, monkeypatch):
