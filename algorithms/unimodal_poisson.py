@@ -71,6 +71,7 @@ with contextlib.suppress(ImportError):  # models in gymnasium make MuJoCo print 
 # Flags that cannot change when a run is resumed.
 FIXED = "env_id env_kwargs policy num_atoms rate_link second_activation hidden_size num_envs"
 FIXED += " num_steps rate_init norm_obs norm_reward seed save_steps output_dir"
+SILENT = "resume evaluate video"  # flags whose change is not announced
 POLICIES = Literal["poisson", "poisson_repo", "categorical", "ordinal", "gaussian", "beta"]
 SPACES = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
 MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time limit, it may not end
@@ -1062,9 +1063,8 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
 
 def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
-    started = f"{time.time():.0f}_{os.getpid()}"
-    new_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
-    run_dir = args.resume or args.output_dir or new_dir
+    name = f"{Path(__file__).stem}__{game}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+    run_dir = args.resume or args.output_dir or f"runs/{name}"
     path = Path(run_dir, "args.json")
     if not args.resume and (path.exists() or checkpoints(run_dir)):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
@@ -1131,7 +1131,7 @@ def parse_args() -> Args:
         flag = "--" + name.replace("_", "-")
         if now != before and args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if now != before and name not in ("resume", "evaluate", "opponent", "video"):
+        if now != before and name not in SILENT.split():
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 
