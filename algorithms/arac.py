@@ -74,7 +74,7 @@ EVAL_EPISODES = 512  # starts that an evaluation plays at most on each graph
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env_id graph num_agents num_captors num_envs evader asynchronous opponent reference"
 FIXED += " beta_mode alpha beta beta_lr joint_table learning_rate embed_dim num_layers buffer_size"
-FIXED += " save_steps output_dir"
+FIXED += " eval_graphs start horizon gamma save_steps output_dir"
 SILENT = "resume evaluate"  # flags whose change is not announced
 
 

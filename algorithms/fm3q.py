@@ -70,7 +70,7 @@ MOST_STEPS = 10_000  # of a game in an evaluation; it may have no end
 EXPLOITER_EVALUATIONS = 8  # evaluations during an exploiter's training
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env_id num_pro num_ant num_states game_seed learner mixer hidden_size embed_dim"
-FIXED += " num_envs buffer_size save_steps output_dir"
+FIXED += " gamma num_envs buffer_size save_steps output_dir"
 SILENT = "resume evaluate opponent"  # flags whose change is not announced
 
 

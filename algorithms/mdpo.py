@@ -70,7 +70,7 @@ with contextlib.suppress(ImportError):  # models in gymnasium make MuJoCo print 
 
 
 # Flags that cannot change when a run is resumed.
-FIXED = "env_id env_kwargs method num_envs num_steps seed save_steps output_dir"
+FIXED = "env_id env_kwargs method tsallis_q gamma num_envs num_steps seed save_steps output_dir"
 SILENT = "resume evaluate"  # flags whose change is not announced
 SPACES = (gym.spaces.Box,)  # of actions
 MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time limit, it may not end

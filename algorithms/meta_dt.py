@@ -85,7 +85,7 @@ ENVS = {
 # Flags that cannot change when a run is resumed.
 FIXED = "data env_id world_model context prompt horizon prompt_length window_length context_dim"
 FIXED += " embed_dim num_layers dropout world_model_steps no_prompt_steps warmup_steps batch_size"
-FIXED += " learning_rate return_scale log_steps seed output_dir"
+FIXED += " learning_rate return_scale target_return eval_rounds few_shot log_steps seed output_dir"
 SILENT = "resume evaluate"  # flags whose change is not announced
 
 

@@ -96,7 +96,8 @@ LOGS = 50  # log points of a run
 MOST_STEPS = 10_000  # of a game in an evaluation; it may have no end
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env_id env_kwargs num_agents model message latent_dim hidden_dim horizon num_envs"
-FIXED += " buffer_size save_steps output_dir"
+FIXED += " buffer_size save_steps output_dir planner num_samples num_policy_samples num_elites"
+FIXED += " iterations mppi_temperature log_density plan_value gamma"
 SILENT = "resume evaluate"  # flags whose change is not announced
 
 

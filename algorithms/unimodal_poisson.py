@@ -69,8 +69,8 @@ with contextlib.suppress(ImportError):  # models in gymnasium make MuJoCo print 
     )
 
 # Flags that cannot change when a run is resumed.
-FIXED = "env_id env_kwargs policy num_atoms rate_link second_activation hidden_size num_envs"
-FIXED += " num_steps rate_init norm_obs norm_reward seed save_steps output_dir"
+FIXED = "env_id env_kwargs policy num_atoms temperature rate_init rate_link second_activation"
+FIXED += " hidden_size num_envs num_steps gamma norm_obs norm_reward seed save_steps output_dir"
 SILENT = "resume evaluate video"  # flags whose change is not announced
 POLICIES = Literal["poisson", "poisson_repo", "categorical", "ordinal", "gaussian", "beta"]
 SPACES = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)

@@ -129,6 +129,18 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("mdpo", "--resume other_version", "other_version: no run folder, or of another version of this script ("),
     ("arac", "--resume cut_version", "cut_version: no run folder, or of another version of this script ("),
 ]
+RESUMED = {  # flags that change what saved weights mean, or what a curve measures, so that they cannot change on resume
+    "unimodal_poisson": "--temperature 2, --gamma 0.5",
+    "mdpo": "--tsallis-q 1.5, --gamma 0.5",
+    "fm3q": "--gamma 0.5",
+    "arac": "--start far, --horizon 9, --eval-graphs petersen, --gamma 0.5",
+    "seqwm": "--planner none, --num-samples 30, --num-policy-samples 4, --num-elites 4, --iterations 3"
+    ", --mppi-temperature 1, --log-density released, --plan-value released, --gamma 0.5",
+    "meta_dt": "--target-return -3, --eval-rounds 2, --few-shot recorded",
+    "dipllm": "--lamb 0.2, --eta 5, --search-steps 9, --explore-eps 0.1, --max-joint-orders 9, --num-samples 9, --num-candidates 9",
+}
+for script, flags in RESUMED.items():
+    MISTAKES += [(script, f"--resume run {words}", "cannot change") for words in flags.split(", ")]
 OWN_FILE = """\
 class Task:
     def __init__(self, dataset):
