@@ -380,7 +380,7 @@ def train(args: Args) -> dict[str, float]:
             if not math.isfinite(loss + norm):
                 sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
         log(run_dir, board, step, metrics)
-        left = round((end - step) / speed)
+        left = round(max(0, end - step) / speed)
         print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
         if args.save_steps and (step >= end or is_due(args.save_steps, step, interval)):
             state = {name: part.state_dict() for name, part in parts.items()}
