@@ -106,10 +106,10 @@ class Args:
     """steps after which a game is cut off"""
     # method
     reference: Literal["shortest", "dp", "noisy"] = "shortest"
-    """policy to be pulled towards: shortest path, perfect play, or that with each move random with
-    chance 1/2 (nobody can imitate random moves, so the divergence stays high: raise --beta-target);
-    another one needs a name here and in GraphPursuit.PURSUERS, and a branch of
-    GraphPursuit.scripted"""
+    """policy to be pulled towards: shortest path; dp, perfect play (pursuit); noisy, perfect play
+    (confrontation: the shortest path), each move random with chance 1/2 (nobody can imitate random
+    moves, so the divergence stays high: raise --beta-target); another one needs a name here and in
+    GraphPursuit.PURSUERS, and a branch of GraphPursuit.scripted"""
     beta_mode: Literal["dual", "exp", "fixed", "none"] = "dual"
     """how beta changes: by the divergence, by time, not at all; none is learning without a
     reference"""
@@ -261,7 +261,7 @@ def coefficient_loss(log_beta: Tensor, kl: Tensor, target: Tensor | float) -> Te
 
 def train(args: Args) -> dict:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    lowest = {"num_agents": 1, "num_envs": 1, "horizon": 1, "batch_size": 1}
+    lowest = {"num_agents": 1, "num_envs": 1, "horizon": 1, "batch_size": 1, "total_timesteps": 0}
     lowest |= {"target_network_frequency": 1, "embed_dim": 1, "learning_rate": 0}
     if not args.graph:
         sys.exit("--graph: expected at least one name")

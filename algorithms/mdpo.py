@@ -68,7 +68,6 @@ with contextlib.suppress(ImportError):  # models in gymnasium make MuJoCo print 
         lambda text: None if "deprecated" in text else print(text, file=sys.stderr)
     )
 
-
 # Flags that cannot change when a run is resumed.
 FIXED = "env_id env_kwargs method tsallis_q gamma num_envs num_steps seed save_steps output_dir"
 SILENT = "resume evaluate"  # flags whose change is not announced
@@ -203,8 +202,8 @@ def gae(rewards, dones, values, last_values, gamma, gae_lambda) -> tuple[Tensor,
 def train(args):
     """Train as the flags say."""
     lowest = {"num_envs": 1, "num_steps": 1, "sgd_steps": 1}
-    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 0, "learning_rate": 0}
-    device = setup(args, **lowest)
+    lowest |= {"save_steps": 0, "eval_steps": 0, "learning_rate": 0}
+    device = setup(args, eval_episodes=1 if args.evaluate else 0, **lowest)
     off_policy = args.method == "off_policy"
     if off_policy and args.kl_coef < args.ent_coef:
         sys.exit(f"--kl-coef {args.kl_coef:g}: must be at least --ent-coef, {args.ent_coef:g}")
@@ -235,7 +234,7 @@ def train(args):
         except RuntimeError:
             sys.exit(f"{run_dir}: its networks are not those of these flags")
     if args.evaluate:
-        return evaluate(agent, args) if args.eval_episodes else {}
+        return evaluate(agent, args)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     step = 0
     replay = {}  # off-policy: columns (total_timesteps,...), filled up to the step

@@ -436,9 +436,9 @@ def ppo_loss(
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     lowest = {"num_envs": 1, "num_steps": 1, "num_minibatches": 1, "update_epochs": 1}
-    lowest |= {"hidden_size": 1, "learning_rate": 0, "max_grad_norm": 0}
-    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 0}
-    device = setup(args, num_atoms=2, temperature=1e-3, rate_init=1e-3, **lowest)
+    lowest |= {"hidden_size": 1, "learning_rate": 0, "max_grad_norm": 0, "rate_init": 1e-3}
+    lowest |= {"save_steps": 0, "eval_steps": 0, "num_atoms": 2, "temperature": 1e-3}
+    device = setup(args, eval_episodes=1 if args.evaluate and not args.video else 0, **lowest)
     if args.evaluate:
         return score_run(args, device)
     if args.video:
