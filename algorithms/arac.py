@@ -301,21 +301,21 @@ def train(args: Args) -> dict:
             learner.optimizer.load_state_dict(state["optimizers"][number])
             for replay, content in zip(learner.replays, state["replays"][number]):
                 vars(replay).update(content)
-    board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+    step = progress["step"]
+    logged = step
+    board = SummaryWriter(run_dir, purge_step=step + 1)
     board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     print(f"{run_dir}: {args.env_id} on {' '.join(args.graph)}, {args.num_envs} games, {device}")
     if args.total_timesteps <= args.learning_starts:
         print(f"--learning-starts {args.learning_starts}: the run ends before it learns anything")
-    logged = progress["step"]
-    if args.resume and logged >= args.total_timesteps:
-        print(f"{run_dir}: has {logged} steps already; a larger --total-timesteps goes on")
+    if args.resume and step >= args.total_timesteps:
+        print(f"{run_dir}: has {step} steps already; a larger --total-timesteps goes on")
 
     scores = {}
     tally = Tally(args.total_timesteps // args.num_envs + 2, args.horizon, len(games), device)
     began = time.perf_counter()
     starting = True
     while True:
-        step = progress["step"]
         if starting:  # at first, and after each checkpoint
             torch.manual_seed(random_seed(args.seed, step))
             for game in games:
@@ -519,8 +519,8 @@ class Learner(nn.Module):
 
 
 def first_alpha(games: list, side: int, gamma: float) -> float:
-    """Half of the temperature above which never winning is worth most: a game that goes on for ever
-    brings alpha H / (1 - gamma) with a uniform policy's entropy H, one that is won brings 1."""
+    """Half the alpha at which endless uniform play, worth alpha H / (1 - gamma), equals a win,
+    worth 1; H is the entropy of uniform play."""
     log_slots = torch.cat([game.graph.log_slots[:-1] for game in games])  # of all nodes
     uniform = games[0].teams[side] * log_slots.mean().item()
     return (1 - gamma) / uniform / 2
