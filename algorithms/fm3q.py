@@ -262,10 +262,10 @@ def nash_conv(
     from envs.two_team import best_response
 
     states = torch.arange(len(rewards), device=rewards.device)
-    if_ant = states, slice(None), ant_actions
-    if_pro = states, pro_actions
-    against_ant = best_response(rewards[if_ant], transitions[if_ant], gamma)
-    against_pro = best_response(-rewards[if_pro], transitions[if_pro], gamma)
+    given_ant = states, slice(None), ant_actions
+    given_pro = states, pro_actions
+    against_ant = best_response(rewards[given_ant], transitions[given_ant], gamma)
+    against_pro = best_response(-rewards[given_pro], transitions[given_pro], gamma)
     return against_ant + against_pro
 
 
@@ -622,7 +622,8 @@ class PettingZooGame:
 
     An agent sees its observation, padded with zeros to the longest, and which of the A actions are
     legal; the state is what all agents see. An agent that has left the game has reward 0, observes
-    zeros, and its one legal action is 0; so is that of an agent whose mask allows none.
+    zeros, and its one legal action is 0; so is that of an agent whose mask allows none. Games
+    always bootstrap at time limits: if the clock is observed, take the end as a termination.
     """
 
     masked = True  # the last A numbers of an observation say which actions are legal
@@ -675,7 +676,7 @@ class PettingZooGame:
         """What all agents see. (N,O)"""
         rows = np.zeros((len(self.sizes), self.observation_dim), np.float32)
         for row, (agent, size) in zip(rows, self.sizes.items()):
-            legal = row[-self.num_actions :][:size]  # a part of the row
+            legal = row[-self.num_actions :][:size]  # a view of the row
             if agent in observations:
                 numbers, mask = observed(agent, observations, infos)
                 count, most = len(numbers), len(row) - self.num_actions
@@ -715,8 +716,8 @@ class PettingZooGame:
             if len(found) != 5 or not all(isinstance(part, dict) for part in found[:4]):
                 sys.exit("step() must return five dicts, as PettingZoo's parallel environments do")
             observations, gains, terminated, truncated, infos = found
-            for agent, gain in gains.items():
-                rewards[game] += self.weights[agent] * np.float64(gain).sum()  # None is NaN
+            for agent, gain in gains.items():  # None becomes NaN, found below
+                rewards[game] += self.weights[agent] * np.float64(gain).sum()
             dones[game] = all(terminated[agent] for agent in chosen)
             over[game] = all(terminated[agent] or truncated[agent] for agent in chosen)
             present = {agent: observations[agent] for agent in chosen if not terminated[agent]}
