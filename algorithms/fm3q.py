@@ -449,18 +449,18 @@ def learner_loss(
     # Controls: both teams, or with iql all agents, maximise their own reward.
     loss = 0.0
     sides = [(0, pro_q, next_pro_q, rewards), (1, ant_q, next_ant_q, -rewards)]
-    for side, own_q, next_q, own_rewards in sides:
+    for side, own_q, next_q, gains in sides:
+        if side != getattr(online, "side", side):
+            continue  # the frozen team of an exploiter learns nothing
         if args.learner == "iql":
             zeros = torch.zeros_like(next_q)  # opponents worth 0 leave plain Q-learning
-            targets = pairwise_targets(own_rewards, dones, next_q, zeros, args.gamma)
+            targets = pairwise_targets(gains, dones, next_q, zeros, args.gamma)
             loss = loss + td_loss(own_q, targets)
         else:
             values = online.team_mixers[side](own_q, own_q[:, :0], state)
             mixer = target.team_mixers[side]
             nobody = next_q[:, :0]  # the mixer of one team has no opponents
-            targets = minimax_targets(
-                own_rewards, dones, next_q, nobody, next_state, mixer, args.gamma
-            )
+            targets = minimax_targets(gains, dones, next_q, nobody, next_state, mixer, args.gamma)
             loss = loss + td_loss(values, targets)
     return loss
 
