@@ -276,9 +276,7 @@ def train(args: Args) -> dict:
     if not 0 <= args.gamma <= 1:
         sys.exit(f"--gamma {args.gamma:g}: must be from 0 to 1")
     if args.gamma == 1 and args.alpha is None:
-        sys.exit(
-            "--gamma 1: any entropy bonus makes endless play worth more than a win; set --alpha"
-        )
+        sys.exit("--gamma 1: any entropy bonus makes endless play better than a win; set --alpha")
     if args.evaluate:
         return score_run(args, device)
     games = make_games(args, args.graph, device)

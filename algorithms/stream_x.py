@@ -106,7 +106,7 @@ class Args:
     resume: str | None = None
     """run folder to continue; --total-timesteps, --save-steps and --eval-... can be given anew"""
     evaluate: str | None = None
-    """run folder to score instead of training, with the flags of that run"""
+    """run folder to score instead of training, with its flags; it can run code, so trust it"""
 
 
 # --- The method ---------------------------------------------------------------------------------
