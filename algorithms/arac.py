@@ -74,7 +74,8 @@ EVAL_EPISODES = 512  # starts that an evaluation plays at most on each graph
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env_id graph num_agents num_captors num_envs evader asynchronous opponent reference"
 FIXED += " beta_mode alpha beta beta_lr joint_table learning_rate embed_dim num_layers buffer_size"
-FIXED += " save_steps output_dir"
+FIXED += " eval_graphs start horizon gamma save_steps output_dir"
+SILENT = "resume evaluate"  # flags whose change is not announced
 
 
 @dataclass
@@ -105,10 +106,10 @@ class Args:
     """steps after which a game is cut off"""
     # method
     reference: Literal["shortest", "dp", "noisy"] = "shortest"
-    """policy to be pulled towards: shortest path, perfect play, or that with each move random with
-    chance 1/2 (nobody can imitate random moves, so the divergence stays high: raise --beta-target);
-    another one needs a name here and in GraphPursuit.PURSUERS, and a branch of
-    GraphPursuit.scripted"""
+    """policy to be pulled towards: shortest path; dp, perfect play (pursuit); noisy, perfect play
+    (confrontation: the shortest path), each move random with chance 1/2 (nobody can imitate random
+    moves, so the divergence stays high: raise --beta-target); another one needs a name here and in
+    GraphPursuit.PURSUERS, and a branch of GraphPursuit.scripted"""
     beta_mode: Literal["dual", "exp", "fixed", "none"] = "dual"
     """how beta changes: by the divergence, by time, not at all; none is learning without a
     reference"""
@@ -260,7 +261,7 @@ def coefficient_loss(log_beta: Tensor, kl: Tensor, target: Tensor | float) -> Te
 
 def train(args: Args) -> dict:
     """Train as the flags say. Returns the scores of the last evaluation."""
-    lowest = {"num_agents": 1, "num_envs": 1, "horizon": 1, "batch_size": 1}
+    lowest = {"num_agents": 1, "num_envs": 1, "horizon": 1, "batch_size": 1, "total_timesteps": 0}
     lowest |= {"target_network_frequency": 1, "embed_dim": 1, "learning_rate": 0}
     if not args.graph:
         sys.exit("--graph: expected at least one name")
@@ -275,9 +276,7 @@ def train(args: Args) -> dict:
     if not 0 <= args.gamma <= 1:
         sys.exit(f"--gamma {args.gamma:g}: must be from 0 to 1")
     if args.gamma == 1 and args.alpha is None:
-        sys.exit(
-            "--gamma 1: any entropy bonus makes endless play worth more than a win; set --alpha"
-        )
+        sys.exit("--gamma 1: any entropy bonus makes endless play better than a win; set --alpha")
     if args.evaluate:
         return score_run(args, device)
     games = make_games(args, args.graph, device)
@@ -300,21 +299,21 @@ def train(args: Args) -> dict:
             learner.optimizer.load_state_dict(state["optimizers"][number])
             for replay, content in zip(learner.replays, state["replays"][number]):
                 vars(replay).update(content)
-    board = SummaryWriter(run_dir, purge_step=progress["step"] + 1)
+    step = progress["step"]
+    logged = step
+    board = SummaryWriter(run_dir, purge_step=step + 1)
     board.add_text("hyperparameters", f"```\n{json.dumps(asdict(args), indent=1)}\n```")
     print(f"{run_dir}: {args.env_id} on {' '.join(args.graph)}, {args.num_envs} games, {device}")
     if args.total_timesteps <= args.learning_starts:
         print(f"--learning-starts {args.learning_starts}: the run ends before it learns anything")
-    logged = progress["step"]
-    if args.resume and logged >= args.total_timesteps:
-        print(f"{run_dir}: has {logged} steps already; a larger --total-timesteps goes on")
+    if args.resume and step >= args.total_timesteps:
+        print(f"{run_dir}: has {step} steps already; a larger --total-timesteps goes on")
 
     scores = {}
     tally = Tally(args.total_timesteps // args.num_envs + 2, args.horizon, len(games), device)
     began = time.perf_counter()
     starting = True
     while True:
-        step = progress["step"]
         if starting:  # at first, and after each checkpoint
             torch.manual_seed(random_seed(args.seed, step))
             for game in games:
@@ -518,8 +517,8 @@ class Learner(nn.Module):
 
 
 def first_alpha(games: list, side: int, gamma: float) -> float:
-    """Half of the temperature above which never winning is worth most: a game that goes on for ever
-    brings alpha H / (1 - gamma) with a uniform policy's entropy H, one that is won brings 1."""
+    """Half the alpha at which endless uniform play, worth alpha H / (1 - gamma), equals a win,
+    worth 1; H is the entropy of uniform play."""
     log_slots = torch.cat([game.graph.log_slots[:-1] for game in games])  # of all nodes
     uniform = games[0].teams[side] * log_slots.mean().item()
     return (1 - gamma) / uniform / 2
@@ -1195,9 +1194,8 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
 
 def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
-    started = f"{time.time():.0f}_{os.getpid()}"
-    new_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
-    run_dir = args.resume or args.output_dir or new_dir
+    name = f"{Path(__file__).stem}__{game}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+    run_dir = args.resume or args.output_dir or f"runs/{name}"
     path = Path(run_dir, "args.json")
     if not args.resume and (path.exists() or checkpoints(run_dir)):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
@@ -1265,7 +1263,7 @@ def parse_args() -> Args:
         flag = "--" + name.replace("_", "-")
         if now != before and args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if now != before and name not in ("resume", "evaluate", "opponent", "video"):
+        if now != before and name not in SILENT.split():
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 

@@ -88,7 +88,8 @@ LOGITS_AT_ONCE = 2**26  # logits in memory during the update: 256 MB in float32
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env game_options max_prompt_length system_prompt chat_template_path"
 FIXED += " chat_template_kwargs model_name_or_path num_games_per_step num_boards anchor"
-FIXED += " anchor_temperature output_dir lora_rank weight_decay"
+FIXED += " anchor_temperature lamb eta search_steps explore_eps max_joint_orders num_samples"
+FIXED += " num_candidates output_dir lora_rank weight_decay"
 AT_LEAST_ONE = "num_games_per_step num_plays num_iterations search_steps max_joint_orders"
 AT_LEAST_ONE += " num_samples num_candidates max_prompt_length micro_batch_tokens eval_games"
 MAY_BE_NEGATIVE = "seed"

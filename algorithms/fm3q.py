@@ -70,7 +70,8 @@ MOST_STEPS = 10_000  # of a game in an evaluation; it may have no end
 EXPLOITER_EVALUATIONS = 8  # evaluations during an exploiter's training
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env_id num_pro num_ant num_states game_seed learner mixer hidden_size embed_dim"
-FIXED += " num_envs buffer_size save_steps output_dir"
+FIXED += " gamma num_envs buffer_size save_steps output_dir"
+SILENT = "resume evaluate opponent"  # flags whose change is not announced
 
 
 @dataclass(frozen=True)
@@ -261,10 +262,10 @@ def nash_conv(
     from envs.two_team import best_response
 
     states = torch.arange(len(rewards), device=rewards.device)
-    if_ant = states, slice(None), ant_actions
-    if_pro = states, pro_actions
-    against_ant = best_response(rewards[if_ant], transitions[if_ant], gamma)
-    against_pro = best_response(-rewards[if_pro], transitions[if_pro], gamma)
+    given_ant = states, slice(None), ant_actions
+    given_pro = states, pro_actions
+    against_ant = best_response(rewards[given_ant], transitions[given_ant], gamma)
+    against_pro = best_response(-rewards[given_pro], transitions[given_pro], gamma)
     return against_ant + against_pro
 
 
@@ -379,7 +380,7 @@ def train(args: Args) -> dict[str, float]:
             if not math.isfinite(loss + norm):
                 sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
         log(run_dir, board, step, metrics)
-        left = round((end - step) / speed)
+        left = round(max(0, end - step) / speed)
         print(f"{line}  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
         if args.save_steps and (step >= end or is_due(args.save_steps, step, interval)):
             state = {name: part.state_dict() for name, part in parts.items()}
@@ -448,18 +449,18 @@ def learner_loss(
     # Controls: both teams, or with iql all agents, maximise their own reward.
     loss = 0.0
     sides = [(0, pro_q, next_pro_q, rewards), (1, ant_q, next_ant_q, -rewards)]
-    for side, own_q, next_q, own_rewards in sides:
+    for side, own_q, next_q, gains in sides:
+        if side != getattr(online, "side", side):
+            continue  # the frozen team of an exploiter learns nothing
         if args.learner == "iql":
             zeros = torch.zeros_like(next_q)  # opponents worth 0 leave plain Q-learning
-            targets = pairwise_targets(own_rewards, dones, next_q, zeros, args.gamma)
+            targets = pairwise_targets(gains, dones, next_q, zeros, args.gamma)
             loss = loss + td_loss(own_q, targets)
         else:
             values = online.team_mixers[side](own_q, own_q[:, :0], state)
             mixer = target.team_mixers[side]
             nobody = next_q[:, :0]  # the mixer of one team has no opponents
-            targets = minimax_targets(
-                own_rewards, dones, next_q, nobody, next_state, mixer, args.gamma
-            )
+            targets = minimax_targets(gains, dones, next_q, nobody, next_state, mixer, args.gamma)
             loss = loss + td_loss(values, targets)
     return loss
 
@@ -621,7 +622,8 @@ class PettingZooGame:
 
     An agent sees its observation, padded with zeros to the longest, and which of the A actions are
     legal; the state is what all agents see. An agent that has left the game has reward 0, observes
-    zeros, and its one legal action is 0; so is that of an agent whose mask allows none.
+    zeros, and its one legal action is 0; so is that of an agent whose mask allows none. Games
+    always bootstrap at time limits: if the clock is observed, take the end as a termination.
     """
 
     masked = True  # the last A numbers of an observation say which actions are legal
@@ -674,7 +676,7 @@ class PettingZooGame:
         """What all agents see. (N,O)"""
         rows = np.zeros((len(self.sizes), self.observation_dim), np.float32)
         for row, (agent, size) in zip(rows, self.sizes.items()):
-            legal = row[-self.num_actions :][:size]  # a part of the row
+            legal = row[-self.num_actions :][:size]  # a view of the row
             if agent in observations:
                 numbers, mask = observed(agent, observations, infos)
                 count, most = len(numbers), len(row) - self.num_actions
@@ -714,8 +716,8 @@ class PettingZooGame:
             if len(found) != 5 or not all(isinstance(part, dict) for part in found[:4]):
                 sys.exit("step() must return five dicts, as PettingZoo's parallel environments do")
             observations, gains, terminated, truncated, infos = found
-            for agent, gain in gains.items():
-                rewards[game] += self.weights[agent] * np.float64(gain).sum()  # None is NaN
+            for agent, gain in gains.items():  # None becomes NaN, found below
+                rewards[game] += self.weights[agent] * np.float64(gain).sum()
             dones[game] = all(terminated[agent] for agent in chosen)
             over[game] = all(terminated[agent] or truncated[agent] for agent in chosen)
             present = {agent: observations[agent] for agent in chosen if not terminated[agent]}
@@ -1043,9 +1045,8 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
 
 def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
-    started = f"{time.time():.0f}_{os.getpid()}"
-    new_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
-    run_dir = args.resume or args.output_dir or new_dir
+    name = f"{Path(__file__).stem}__{game}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+    run_dir = args.resume or args.output_dir or f"runs/{name}"
     path = Path(run_dir, "args.json")
     if not args.resume and (path.exists() or checkpoints(run_dir)):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
@@ -1101,7 +1102,7 @@ def parse_args() -> Args:
         flag = "--" + name.replace("_", "-")
         if now != before and args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if now != before and name not in ("resume", "evaluate", "opponent", "video"):
+        if now != before and name not in SILENT.split():
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 

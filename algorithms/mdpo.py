@@ -68,9 +68,9 @@ with contextlib.suppress(ImportError):  # models in gymnasium make MuJoCo print 
         lambda text: None if "deprecated" in text else print(text, file=sys.stderr)
     )
 
-
 # Flags that cannot change when a run is resumed.
-FIXED = "env_id env_kwargs method num_envs num_steps seed save_steps output_dir"
+FIXED = "env_id env_kwargs method tsallis_q gamma num_envs num_steps seed save_steps output_dir"
+SILENT = "resume evaluate"  # flags whose change is not announced
 SPACES = (gym.spaces.Box,)  # of actions
 MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time limit, it may not end
 
@@ -202,8 +202,8 @@ def gae(rewards, dones, values, last_values, gamma, gae_lambda) -> tuple[Tensor,
 def train(args):
     """Train as the flags say."""
     lowest = {"num_envs": 1, "num_steps": 1, "sgd_steps": 1}
-    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 0, "learning_rate": 0}
-    device = setup(args, **lowest)
+    lowest |= {"save_steps": 0, "eval_steps": 0, "learning_rate": 0}
+    device = setup(args, eval_episodes=1 if args.evaluate else 0, **lowest)
     off_policy = args.method == "off_policy"
     if off_policy and args.kl_coef < args.ent_coef:
         sys.exit(f"--kl-coef {args.kl_coef:g}: must be at least --ent-coef, {args.ent_coef:g}")
@@ -234,7 +234,7 @@ def train(args):
         except RuntimeError:
             sys.exit(f"{run_dir}: its networks are not those of these flags")
     if args.evaluate:
-        return evaluate(agent, args) if args.eval_episodes else {}
+        return evaluate(agent, args)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
     step = 0
     replay = {}  # off-policy: columns (total_timesteps,...), filled up to the step
@@ -780,9 +780,8 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
 
 def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
-    started = f"{time.time():.0f}_{os.getpid()}"
-    new_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
-    run_dir = args.resume or args.output_dir or new_dir
+    name = f"{Path(__file__).stem}__{game}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+    run_dir = args.resume or args.output_dir or f"runs/{name}"
     path = Path(run_dir, "args.json")
     if not args.resume and (path.exists() or checkpoints(run_dir)):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
@@ -849,7 +848,7 @@ def parse_args() -> Args:
         flag = "--" + name.replace("_", "-")
         if now != before and args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if now != before and name not in ("resume", "evaluate", "opponent", "video"):
+        if now != before and name not in SILENT.split():
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 

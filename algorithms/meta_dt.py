@@ -85,7 +85,8 @@ ENVS = {
 # Flags that cannot change when a run is resumed.
 FIXED = "data env_id world_model context prompt horizon prompt_length window_length context_dim"
 FIXED += " embed_dim num_layers dropout world_model_steps no_prompt_steps warmup_steps batch_size"
-FIXED += " learning_rate return_scale log_steps seed output_dir"
+FIXED += " learning_rate return_scale target_return eval_rounds few_shot log_steps seed output_dir"
+SILENT = "resume evaluate"  # flags whose change is not announced
 
 
 @dataclass
@@ -1206,9 +1207,8 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
 
 def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
-    started = f"{time.time():.0f}_{os.getpid()}"
-    new_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
-    run_dir = args.resume or args.output_dir or new_dir
+    name = f"{Path(__file__).stem}__{game}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+    run_dir = args.resume or args.output_dir or f"runs/{name}"
     path = Path(run_dir, "args.json")
     if not args.resume and (path.exists() or checkpoints(run_dir)):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
@@ -1281,7 +1281,7 @@ def parse_args() -> Args:
         flag = "--" + name.replace("_", "-")
         if now != before and args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if now != before and name not in ("resume", "evaluate", "opponent", "video"):
+        if now != before and name not in SILENT.split():
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 

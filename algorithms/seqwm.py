@@ -96,7 +96,9 @@ LOGS = 50  # log points of a run
 MOST_STEPS = 10_000  # of a game in an evaluation; it may have no end
 # Flags that cannot change when a run is resumed.
 FIXED = "seed env_id env_kwargs num_agents model message latent_dim hidden_dim horizon num_envs"
-FIXED += " buffer_size save_steps output_dir"
+FIXED += " buffer_size save_steps output_dir planner num_samples num_policy_samples num_elites"
+FIXED += " iterations mppi_temperature log_density plan_value gamma"
+SILENT = "resume evaluate"  # flags whose change is not announced
 
 
 @dataclass(frozen=True)
@@ -1148,9 +1150,8 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
 
 def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
-    started = f"{time.time():.0f}_{os.getpid()}"
-    new_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
-    run_dir = args.resume or args.output_dir or new_dir
+    name = f"{Path(__file__).stem}__{game}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+    run_dir = args.resume or args.output_dir or f"runs/{name}"
     path = Path(run_dir, "args.json")
     if not args.resume and (path.exists() or checkpoints(run_dir)):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
@@ -1206,7 +1207,7 @@ def parse_args() -> Args:
         flag = "--" + name.replace("_", "-")
         if now != before and args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if now != before and name not in ("resume", "evaluate", "opponent", "video"):
+        if now != before and name not in SILENT.split():
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 

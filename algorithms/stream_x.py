@@ -106,7 +106,7 @@ class Args:
     resume: str | None = None
     """run folder to continue; --total-timesteps, --save-steps and --eval-... can be given anew"""
     evaluate: str | None = None
-    """run folder to score instead of training, with the flags of that run"""
+    """run folder to score instead of training, with its flags; it can run code, so trust it"""
 
 
 # --- The method ---------------------------------------------------------------------------------
@@ -211,8 +211,8 @@ def epsilon_schedule(step, start, end, fraction, total_steps):
 
 def train(args):
     """Train as the flags say, and evaluate."""
-    lowest = {"total_timesteps": 0, "hidden_size": 1, "kappa_policy": 0, "kappa_value": 0}
-    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 0, "lr": 0}
+    lowest = {"lr": 0, "hidden_size": 1, "kappa_policy": 0, "kappa_value": 0, "save_steps": 0}
+    lowest |= {"total_timesteps": 0, "eval_steps": 0, "eval_episodes": 1 if args.evaluate else 0}
     for name, least in lowest.items():
         if not getattr(args, name) >= least:
             sys.exit(f"--{name.replace('_', '-')}: must be at least {least}")

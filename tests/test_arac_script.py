@@ -205,6 +205,8 @@ def test_evaluation_of_a_run(runs, monkeypatch, capsys):
     logged = {tag: value for (step, tag), value in results(runs("duel")).items() if step == 400}
     scores = {tag: value for tag, value in logged.items() if tag.startswith("eval/")}
     assert len(scores) == 9 and all(f"{tag} {value:.3f}" in printed for tag, value in scores.items())
+    command(arac, monkeypatch, "--evaluate", runs("duel"), "--opponent", "random")
+    assert "--opponent random: the run began with self\n" in capsys.readouterr().out
     words = ["--graph", "grid_4x4", "petersen", "--horizon", "128", "--evader", "dp"]
     command(arac, monkeypatch, "--evaluate", runs("pursuit"), *words)
     first, second = capsys.readouterr().out.splitlines()[-2:]

@@ -380,6 +380,17 @@ def test_an_exploiter_changes_its_own_team_only(side):
     assert changed == [side == 0] * 2 + [side == 1] * 2
 
 
+def test_the_frozen_team_adds_nothing_to_the_loss():
+    args = Args(learner="selfplay_qmix", num_envs=2)
+    game = make_game(args, 2, 0, "cpu")
+    exploiter = fm3q.Exploiter(Networks(game, args), 0, args)
+    batch = {"state": game.state, "next_state": game.state, "actions": exploiter.greedy(game.state)}
+    batch |= {"rewards": torch.ones(2), "dones": torch.zeros(2, dtype=torch.bool)}
+    fm3q.learner_loss(exploiter, exploiter, batch, args).backward()
+    learns = [mixer.V[0].weight.grad is not None for mixer in exploiter.team_mixers]
+    assert learns == [True, False]
+
+
 def test_a_gain_is_never_negative(monkeypatch):
     """A learning rate that ruins the exploiter: the team that it began as counts, or ball followers if they win."""
     args = Args(env_id="pong", exploiter_steps=256, **EXPLOITER | {"exploiter_learning_rate": 1e3})

@@ -103,6 +103,7 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("fm3q", "--buffer-size 8", "--buffer-size 8: must be at least"),
     ("fm3q", "--env-id pong --num-ant 3 --mixer pairwise", "2 against 3"),
     ("arac", "--gamma 1.01", "--gamma 1.01: must be from 0 to 1"),
+    ("arac", "--total-timesteps -100", "--total-timesteps -100: must be at least 0"),
     ("arac", "--target-network-frequency 0", "--target-network-frequency 0: must be at least 1"),
     ("arac", "--graph cycle_8 cycle_12 --num-envs 8 --buffer-size 15", "--buffer-size 15: must be at least 16"),
     ("arac", "--graph heptagon_7", "names have the forms cycle_8"),
@@ -125,6 +126,8 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("unimodal_poisson", "--num-minibatches 0", "--num-minibatches 0: must be at least 1"),
     ("unimodal_poisson", "--video", "--video: goes with --evaluate RUN"),
     ("mdpo", "--method off_policy --ent-coef 2", "--kl-coef 1: must be at least --ent-coef, 2"),
+    ("unimodal_poisson", "--evaluate run --eval-episodes 0", "--eval-episodes 0: must be at least 1"),
+    ("mdpo", "--evaluate run --eval-episodes 0", "--eval-episodes 0: must be at least 1"),
     ("mdpo", "--tsallis-q 0.5", "--tsallis-q 0.5: must be from 1 to 2"),
     ("meta_dt", "--data nothing --env-id none", "--data: nothing/train holds no .npz file"),
     ("mdpo", "--env-id CartPole-v1", "actions must be Box"),
@@ -132,6 +135,18 @@ MISTAKES = [  # script, words of the command line, part of the sentence
     ("mdpo", "--resume other_version", "other_version: no run folder, or of another version of this script ("),
     ("arac", "--resume cut_version", "cut_version: no run folder, or of another version of this script ("),
 ]
+RESUMED = {  # flags that change what saved weights mean, or what a curve measures, so that they cannot change on resume
+    "unimodal_poisson": "--temperature 2, --gamma 0.5",
+    "mdpo": "--tsallis-q 1.5, --gamma 0.5",
+    "fm3q": "--gamma 0.5",
+    "arac": "--start far, --horizon 9, --eval-graphs petersen, --gamma 0.5",
+    "seqwm": "--planner none, --num-samples 30, --num-policy-samples 4, --num-elites 4, --iterations 3"
+    ", --mppi-temperature 1, --log-density released, --plan-value released, --gamma 0.5",
+    "meta_dt": "--target-return -3, --eval-rounds 2, --few-shot recorded",
+    "dipllm": "--lamb 0.2, --eta 5, --search-steps 9, --explore-eps 0.1, --max-joint-orders 9, --num-samples 9, --num-candidates 9",
+}
+for script, flags in RESUMED.items():
+    MISTAKES += [(script, f"--resume run {words}", "cannot change") for words in flags.split(", ")]
 OWN_FILE = """\
 class Task:
     def __init__(self, dataset):

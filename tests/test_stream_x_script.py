@@ -141,6 +141,8 @@ def test_a_run_folder_in_use(runs):
     assert process.returncode == 1 and "holds a run; continue it with --resume" in process.stderr
     process = fork(SCRIPT, "--resume", runs[0] / "q", "--lr", 0.5)
     assert process.returncode == 1 and "--lr 0.5: cannot change, the run began with" in process.stderr
+    process = fork(SCRIPT, "--evaluate", runs[0] / "q", "--eval-episodes", 0)
+    assert process.returncode == 1 and "--eval-episodes: must be at least 1" in process.stderr
 
 
 def test_a_run_that_diverges(tmp_path):
