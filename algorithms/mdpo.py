@@ -295,7 +295,7 @@ def train(args):
         step += rollout_size
         metrics = {f"losses/{name}": value.item() for name, value in losses.items()}
         if not math.isfinite(sum(metrics.values())):
-            sys.exit(f"step {step}: the loss is not finite; the last checkpoint is kept")
+            sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
         if episodes:
             returns, lengths = np.mean(episodes, 0)
             metrics["charts/episodic_return"] = returns

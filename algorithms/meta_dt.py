@@ -476,7 +476,7 @@ def train(args: Args) -> dict[str, float]:
         step += args.log_steps
         metrics = {f"losses/{name}": float(value) / args.log_steps for name, value in sums.items()}
         if not math.isfinite(sum(metrics.values())):
-            sys.exit(f"step {step}: the loss is not finite; the last checkpoint is kept")
+            sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
         metrics["charts/SPS"] = args.log_steps / (time.perf_counter() - began)
         log(run_dir, board, step, metrics)
         report(step, last_step, metrics)

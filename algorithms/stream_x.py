@@ -285,7 +285,7 @@ def train(args):
         # 2. learn from this one transition, and forget it; Counter.update adds
         sums.update(agent.learn(reward, observation, done))
         if not math.isfinite(sum(sums.values())):
-            sys.exit(f"step {step}: error or step size not finite; the last checkpoint is kept")
+            sys.exit("error or step size not finite: try a lower --lr; checkpoints are kept")
 
         # 3. evaluate, log and save where an episode has ended
         if done:
@@ -391,7 +391,7 @@ class Agent:
         """Distribution of actions. (1,O) -> of a number, or of A numbers"""
         outputs = self.actor(observation)[0]
         if not math.isfinite(outputs.sum().item()):
-            sys.exit("the policy is not finite; the last checkpoint is kept")
+            sys.exit("the policy is not finite: try a lower --lr; checkpoints are kept")
         if self.is_discrete:
             return Categorical(logits=outputs, validate_args=False)
         mean, spread = outputs.chunk(2)

@@ -512,7 +512,7 @@ def train(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = learning_rate
         losses = update(agent, vector, optimizer, batch, args, loss_function)
         if not math.isfinite(sum(losses.values())):
-            sys.exit(f"step {step}: the loss is not finite; the last checkpoint is kept")
+            sys.exit("a loss is not finite: try a lower --learning-rate; checkpoints are kept")
 
         # 4. log and save
         step += rollout_size
