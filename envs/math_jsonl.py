@@ -226,14 +226,15 @@ BETWEEN = re.compile(  # $\boxed{1}$ and $\boxed{2}$ | \boxed{1} \quad \text{or}
     rf"{SPACE}(?:,|;|,?\s*(?:and|or)|\\text\{{,?\s*(?:and|or)\s*\}}){SPACE}(?:\w+\s*=\s*)?"
 )
 MARK = re.compile(  # ####, Answer:, or a heading with something below it
-    r"####|\banswer(?:\s+is)?[\s*]*[:：]|答案\s*[是为:：]|^[#* \t]*(?:the\s+)?(?:final\s+)?answer[* \t]*$(?=\s*\S)",
+    r"####|\bans(?:wer)?(?:\s+is)?[\s*]*[:：]|答案\s*[是为:：]|^[#* \t]*(?:the\s+)?(?:final\s+)?answer[* \t]*$(?=\s*\S)",
     re.IGNORECASE | re.MULTILINE,
 )
 WEAK_MARK = re.compile(  # if there is no MARK; but not: the answer is rounded, a wrong answer is
-    r"(?<!whether )\b(?:the|our|my)\s+(?:(?:final|correct|right)\s+)?answer\s+is\b"
+    r"(?:(?<!whether )\b(?:the|our|my)\s+(?:(?:final|correct|right)\s+)?answer\s+is\b"
+    r"|^[#* \t]*(?:final\s+)?answer\s+is\b|\banswer[\s*]*(?:=>?|→))"
     r"(?:\s+(?:therefore|thus|then|simply|just)\b,?)?"
     r"(?=\s*(?-i:(?:yes|no|true|false|none|minus|negative|option|choice)\b|(?!\s|[a-z]{2}|a\s)))",
-    re.IGNORECASE,
+    re.IGNORECASE | re.MULTILINE,
 )
 DISPLAY = re.compile(r"(?:\$\$|\\\[)((?:(?!\$\$|\\\]).)+)(?:\$\$|\\\])[.,]?[ \t]*(?:\n|$)", re.DOTALL)
 SENTENCE = re.compile(  # The largest n is 34; but no other value beside it
@@ -242,6 +243,7 @@ SENTENCE = re.compile(  # The largest n is 34; but no other value beside it
 NEXT_SENTENCE = re.compile(  # The answer is 12. I hope it is correct.
     r"(?:(?<=[\d)\]}$*%])|(?<=[a-z]{3}))\.\s+"
     r"(?:I hope|So|Therefore|Thus|Hence|Because|Since|This means|Note|Explanation)\b.*"
+    r"|(?<=[\d)\]}$*%]),? \(?(?:since|because)\b.*"
 )
 BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w(*])")  # but not in x**2 + y**2
 PREFIX = re.compile(
