@@ -532,12 +532,12 @@ def train(args: Args) -> dict[str, float]:
         for player in players:
             folder = f"{run_dir}/final/{player.name}"
             save_final(folder, player.model, player.tokenizer, player.args, rank)
+    gather([])  # the first process may still write the model
     if rank == 0:
         board.close()
     if args.vllm:
         players[0].sampler.close()
     if dist.is_initialized():
-        gather([])  # the first process may still write the model
         dist.destroy_process_group()
     return scores
 
@@ -989,7 +989,8 @@ def load_team(args: Args, dataset: str | None):
 def encode(tokenizer, messages: list[dict], args: Args) -> list[int]:
     """Token ids of a prompt, up to where the assistant begins."""
     if args.system_prompt:
-        messages = [{"role": "system", "content": args.system_prompt}] + messages
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": args.system_prompt}] + others
     settings = json.loads(args.chat_template_kwargs)
     settings |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     try:

@@ -530,12 +530,12 @@ def train(args: Args) -> dict[str, float]:
 
     if args.max_steps > 0:
         save_final(f"{run_dir}/final", model, tokenizer, args, rank)
+    gather([])  # the first process may still write the model
     if rank == 0:
         board.close()
     if args.vllm:
         sampler.close()
     if dist.is_initialized():
-        gather([])  # the first process may still write the model
         dist.destroy_process_group()
     return scores
 

@@ -520,12 +520,12 @@ def train(args: Args) -> dict[str, float]:
 
     if args.max_steps > 0:
         save_final(f"{run_dir}/final", model, tokenizer, args, rank)
+    gather([])  # the first process may still write the model
     if rank == 0:
         board.close()
     if args.vllm:
         sampler.close()
     if dist.is_initialized():
-        gather([])  # the first process may still write the model
         dist.destroy_process_group()
     return scores
 
@@ -689,7 +689,7 @@ def turn_gains(task, episode: Episode, args: Args) -> list[float]:
     num_turns = len(episode.texts) // 2
     try:
         numbers = [float(1.0 * reward) for reward in rewards]
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # of what is no list, or has something else in it
         numbers = []
     # squares of larger ones are too large for float32
     if len(numbers) != num_turns or not all(abs(number) < 1e15 for number in numbers):

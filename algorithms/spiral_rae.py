@@ -486,12 +486,12 @@ def train(args: Args) -> dict[str, float]:
 
     if args.max_steps > 0:
         save_final(f"{run_dir}/final", model, tokenizer, args, rank)
+    gather([])  # the first process may still write the model
     if rank == 0:
         board.close()
     if args.vllm:
         sampler.close()
     if dist.is_initialized():
-        gather([])  # the first process may still write the model
         dist.destroy_process_group()
     return scores
 
@@ -737,17 +737,13 @@ def take_turns(models: dict, tokenizer, running: list[Match], args: Args) -> Non
     for match in running:
         if match.player() not in models:
             match.move(scripted_text(match))
-    encoded = {}  # token ids of each different prompt
     for player, model in models.items():
         due = []
         prompts = []
         for match in running:
             if match.player() != player:
                 continue
-            key = repr(match.game.prompt(match.game.player))
-            if key not in encoded:
-                encoded[key] = encode(tokenizer, match.game, match.game.player, args)
-            prompt = encoded[key]
+            prompt = encode(tokenizer, match.game, match.game.player, args)
             if len(prompt) > args.max_prompt_length:
                 match.cut()
             else:

@@ -17,6 +17,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import unicodedata
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -24,8 +25,9 @@ from fractions import Fraction
 from functools import lru_cache
 
 PACKAGE = "math-verify[antlr4_13_2]==0.9.0"
-TIME_LIMIT = 4  # seconds that math-verify has for one comparison
+TIME_LIMIT = 4  # seconds of a core that math-verify has for one comparison
 MAX_LENGTH = 400  # characters; longer answers are compared letter by letter
+ROLES = ("system", "developer", "user", "assistant", "tool")
 RULES = {
     "solver": "Reason step by step, then give the final answer inside <answer> </answer>.",
     "verifier": "Check every step, then end with <verdict>approve</verdict> or <verdict>reject</verdict>.",
@@ -90,21 +92,23 @@ def gsm8k_format(problem: Problem, completion: str) -> float:
 def read_chat(row: dict, check) -> tuple[tuple[dict, ...], dict]:
     """The messages before the question, and the row with the question and the answer as texts.
 
-    A file for verl has chat messages under prompt, and the answer in reward_model.
+    A file for verl has chat messages under prompt, and the answer as ground_truth in reward_model.
     """
     judge = row.get("reward_model")
-    if isinstance(judge, dict) and row.get("answer") is None and row.get("solution") is None:
-        row = row | {"answer": judge.get("ground_truth")}
+    if isinstance(judge, dict):
+        row = row | {"ground_truth": judge.get("ground_truth")}
     key = next((key for key in ("prompt", "question", "problem") if row.get(key) is not None), None)
     messages = row.get(key)
     if not isinstance(messages, list):
         return (), row
     for message in messages:
-        is_message = isinstance(message, dict) and message.get("role") in ("system", "user", "assistant")
+        is_message = isinstance(message, dict) and message.get("role") in ROLES
         check(is_message and isinstance(message.get("content"), str), f"{message!r:.80}", f"a text or messages as {key}")
     asks = bool(messages) and messages[-1]["role"] == "user"
     check(asks, f"{messages!r:.80}", f"a user's message at the end of {key}")
-    return tuple(messages[:-1]), row | {key: messages[-1]["content"]}
+    # Tables have a null where a message lacks what others have.
+    earlier = [{name: value for name, value in message.items() if value is not None} for message in messages[:-1]]
+    return tuple(earlier), row | {key: messages[-1]["content"]}
 
 
 def read_line(row: dict, where: str) -> Problem:
@@ -118,7 +122,7 @@ def read_line(row: dict, where: str) -> Problem:
     texts = []
     filled = ", ".join(key for key in row if row[key] is not None)
     numbers = (str, int, Decimal, float)  # floats of tables
-    for keys, types in ((("prompt", "question", "problem"), (str,)), (("answer", "solution"), numbers)):
+    for keys, types in ((("prompt", "question", "problem"), (str,)), (("answer", "solution", "ground_truth"), numbers)):
         key = next((key for key in keys if row.get(key) is not None), None)
         check(key is not None, f"no {keys[0]} among the keys {filled:.80}", f"a key {' or '.join(keys)}" + ", or --reward" * (int in types))
         kind = type(row[key])  # not isinstance: True would pass for an int
@@ -176,7 +180,8 @@ class MathJsonl:
         self.rows = rows  # all, in the order of the file
         by_hash = {}  # in [0, 1): the rows that share a question
         for row in rows:
-            digest = hashlib.sha256(" ".join(row.question.lower().split()).encode()).digest()
+            text = " ".join([*(message["content"] for message in row.earlier), row.question])
+            digest = hashlib.sha256(" ".join(text.lower().split()).encode()).digest()
             by_hash.setdefault(int.from_bytes(digest[:8], "big") / 2**64, []).append(row)
         if len(by_hash) < 2:
             raise ValueError(f"{path}: found {len(by_hash)} different questions, expected at least 2")
@@ -711,32 +716,34 @@ def same_answer(gold: str, answer: str) -> bool:
 # --- math-verify, in processes of its own -------------------------------------------------------
 
 workers = {}  # by process id, so that a fork starts its own: those that wait for a pair
+turns = threading.Semaphore(os.cpu_count() or 1)  # more workers than cores would only be slower
 
 
 def math_verify_says_yes(gold: str, answer: str) -> bool:
-    """What math-verify says of two expressions; False if that takes more than TIME_LIMIT seconds.
+    """What math-verify says of two expressions; False if that takes more than TIME_LIMIT seconds of a core.
 
     A worker, a fresh interpreter without torch and CUDA, serves one thread at a time, so `--reward-threads 8` starts
     up to eight. It ends when its time is over, and with this process. RuntimeError if it does not start.
     """
-    idle = workers.setdefault(os.getpid(), [])
-    worker = None
-    with contextlib.suppress(IndexError):  # not `if idle`: another thread may take the last one
-        worker = idle.pop()
-    if worker is None or worker.poll() is not None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        worker = subprocess.Popen([sys.executable, "-P", __file__], **pipes)
-        if worker.stdout.readline().strip() != b"ready":
-            raise RuntimeError(f"math-verify does not start: pip install '{PACKAGE}'")
-    try:
-        worker.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
-        reply = worker.stdout.readline()
-    except BrokenPipeError:
-        reply = b""
-    if reply:
-        idle.append(worker)
-    else:  # it has ended itself
-        worker.wait()
+    with turns:
+        idle = workers.setdefault(os.getpid(), [])
+        worker = None
+        with contextlib.suppress(IndexError):  # not `if idle`: another thread may take the last one
+            worker = idle.pop()
+        if worker is None or worker.poll() is not None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+            worker = subprocess.Popen([sys.executable, "-P", __file__], **pipes)
+            if worker.stdout.readline().strip() != b"ready":
+                raise RuntimeError(f"math-verify does not start: pip install '{PACKAGE}'")
+        try:
+            worker.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
+            reply = worker.stdout.readline()
+        except BrokenPipeError:
+            reply = b""
+        if reply:
+            idle.append(worker)
+        else:  # it has ended itself
+            worker.wait()
     return reply.strip() == b"True"
 
 
@@ -750,7 +757,6 @@ def exact(text: str) -> str:
 
 def serve() -> None:
     """Answer pairs of expressions, a JSON list a line on standard input, until this is closed."""
-    import faulthandler
     import logging
     import signal
 
@@ -770,16 +776,17 @@ def serve() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the training
     print("ready", flush=True)
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr):
         for line in sys.stdin:
-            # Ends this process in time, even within the computation of a power of a million digits.
-            faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=nowhere)
+            # Ends this process after so much time of a core, whatever else the machine does, and even within the
+            # computation of a power of a million digits.
+            signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
             try:
                 gold, answer = map(read, json.loads(line))
                 equal = verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
             except Exception:  # what it cannot read is not equal
                 equal = False
-            faulthandler.cancel_dump_traceback_later()
+            signal.setitimer(signal.ITIMER_PROF, 0)
             print(equal, file=sys.__stdout__, flush=True)
 
 

@@ -69,6 +69,9 @@ def test_a_file_for_verl(tmp_path):
     assert [row.answer for row in task.rows] == ["3", "4"]
     first, last = task.prompt(task.rows[0])
     assert first == chat[0] and last["role"] == "user" and last["content"].startswith("What is 1 + 2?\nReason")
+    rows = [{"prompt": [*chat[:1], {"role": "user", "content": f"{n}?"}, chat[1]], "ground_truth": n} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert len(MathJsonl(tmp_path / "rows.jsonl").train_rows) in range(30, 40), "what was said before makes another question"
     for prompt, sentence in (
         (["What?"], "found 'What?', expected a text or messages as prompt"),
         ([{"from": "human", "value": "What?"}], "found {'from': 'human', 'value': 'What?'}, expected a text or messages"),

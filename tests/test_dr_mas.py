@@ -226,3 +226,10 @@ def test_a_checkpoint_before_the_first_call_counts_no_step(tmp_path):
     for optimizer in [player.optimizer for player in players]:
         assert len(optimizer.state) == len(optimizer.param_groups[0]["params"])
         assert all(state["step"] == 0 for state in optimizer.state.values())
+
+
+def test_a_system_prompt_replaces_that_of_the_data():
+    tokenizer = SimpleNamespace(apply_chat_template=lambda messages, **_: {"input_ids": messages})
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 2?"}]
+    assert dr_mas.encode(tokenizer, chat, dr_mas.Args()) == chat
+    assert dr_mas.encode(tokenizer, chat, dr_mas.Args(system_prompt="Think.")) == [chat[0] | {"content": "Think."}, chat[1]]

@@ -147,7 +147,7 @@ def test_a_run_folder_in_use(runs):
 
 def test_a_run_that_diverges(tmp_path):
     values = RUNS["pendulum"] | {"optimizer": "sgd", "lr": 1e30}
-    with pytest.raises(SystemExit, match="not finite; the last checkpoint is kept"):
+    with pytest.raises(SystemExit, match="not finite: try a lower --lr; checkpoints are kept"):
         train(stream_x, tmp_path, **values)
 
 
